@@ -1,0 +1,48 @@
+PYTHON ?= python3
+BENCH ?= benchmarks/bench_private_step.py
+RESULTS ?= runs/bench
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# Two workers of one thread each: with more, torch's own thread pools fight over the cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help demo test lint bench gpu clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small model privately on Python's own library sources
+	$(BIN)/dpflash train --out runs/demo
+
+test: $(STAMP) ## run every test that needs no GPU
+	$(ONE_THREAD) $(BIN)/pytest -n 2 -q
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure on this machine
+	mkdir -p $(RESULTS)
+	$(BIN)/python $(BENCH) --json $(RESULTS)/$(basename $(notdir $(BENCH))).json
+
+gpu: $(STAMP) ## the tests that need a GPU, then the measurements
+	TRITON_INTERPRET=0 $(BIN)/pytest -m gpu -q
+	TRITON_INTERPRET=0 $(MAKE) bench
+
+clean: ## remove what was built, .venv included
+	rm -rf .venv build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone: the pinned release decides which build (CPU or CUDA) the rest resolves to.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "dpflash needs Python 3.10 or newer as PYTHON; '$(PYTHON)' is missing or older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "installing dpflash and its tools into .venv (some minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,32 @@
+"""The one root search of this house."""
+
+import math
+from collections.abc import Callable
+
+
+def least_that_passes(
+    passes: Callable[[float], bool],
+    *,
+    high: float,
+    relative_tolerance: float,
+    least: float = 1e-300,
+) -> float:
+    """The least x >= `least` that passes, never below it, if all above a passing x pass too.
+
+    `high` passes. Halves downwards to a bracket, then bisects in log space; what is returned has
+    itself passed.
+    """
+    low = max(high / 2, least)
+    while passes(low):
+        if low == least:
+            return least
+        low, high = max(low / 2, least), low
+    while high > low * (1 + relative_tolerance):
+        middle = math.sqrt(low) * math.sqrt(high)
+        if not low < middle < high:
+            break
+        if passes(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,79 @@
+"""Checks at the door: the keyword under which a value comes becomes the name in the message."""
+
+import math
+from numbers import Integral, Real
+
+
+def _real(name: str, value: object) -> float:
+    """The value as a float; refuses booleans, non-numbers and NaN."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(
+            f"{name}={value!r}: expected a number, got {type(value).__name__}; "
+            "pass a plain int or float"
+        )
+    if math.isnan(value):
+        raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
+    return float(value)
+
+
+def positive(**values: object) -> None:
+    """Refuses what is not a finite number greater than 0."""
+    for name, value in values.items():
+        if not 0 < _real(name, value) < math.inf:
+            raise ValueError(f"{name}={value!r}: expected a finite number > 0; pass a greater one")
+
+
+def non_negative(**values: object) -> None:
+    """Refuses what is not a number of at least 0; infinity passes."""
+    for name, value in values.items():
+        if _real(name, value) < 0:
+            raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
+
+
+def finite_non_negative(**values: object) -> None:
+    """Refuses what is not a finite number of at least 0."""
+    non_negative(**values)
+    for name, value in values.items():
+        if _real(name, value) == math.inf:
+            raise ValueError(f"{name}={value!r}: expected a finite number; pass a bounded one")
+
+
+def probability(**values: object) -> None:
+    """Refuses what is not a number of the open interval (0, 1)."""
+    for name, value in values.items():
+        if not 0 < _real(name, value) < 1:
+            raise ValueError(
+                f"{name}={value!r}: expected 0 < {name} < 1; pass a number strictly between"
+            )
+
+
+def rate(**values: object) -> None:
+    """Refuses what is not a number of the closed interval [0, 1]."""
+    for name, value in values.items():
+        if not 0 <= _real(name, value) <= 1:
+            raise ValueError(
+                f"{name}={value!r}: expected 0 <= {name} <= 1; "
+                "pass the chance that one sample is in a batch, batch size / data set size"
+            )
+
+
+def whole(least: int, **values: object) -> None:
+    """Refuses what is not an integer of at least `least`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"{name}={value!r}: expected an integer >= {least}; pass a whole number such as 1"
+            )
+
+
+def phase(entry: object) -> None:
+    """Refuses what is not (noise_multiplier, sample_rate, steps)."""
+    if not isinstance(entry, tuple | list) or len(entry) != 3:
+        raise ValueError(
+            f"history entry {entry!r}: expected (noise_multiplier, sample_rate, steps); "
+            "pass one such triple per phase"
+        )
+    noise_multiplier, sample_rate, steps = entry
+    non_negative(noise_multiplier=noise_multiplier)
+    rate(sample_rate=sample_rate)
+    whole(0, steps=steps)

@@ -1,0 +1,60 @@
+"""Checkpoints: one file, replaced in one step, refused when it does not fit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = "dpflash-checkpoint-1"
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write a checkpoint so that the file is at any moment the old one or the new one.
+
+    The file can be read by its owner only: it holds the noise key, with which the noise of the
+    releases can be subtracted.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # mkstemp makes files that only the owner can read.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when the file is damaged or not a dpflash checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, ValueError) as e:
+        raise ValueError(
+            f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
+            "earlier copy"
+        ) from e
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(
+            f"path={str(path)!r}: not a dpflash checkpoint of format {FORMAT!r}; pass a file "
+            "written by engine.save_checkpoint"
+        )
+    return state

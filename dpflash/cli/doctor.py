@@ -1,0 +1,248 @@
+"""`dpflash doctor`: what this machine has, and which paths dpflash takes on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dpflash import __version__
+
+__all__ = ["add_doctor_parser", "machine_report"]
+
+_OLDEST_TORCH = (2, 9)
+_OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
+_GIB = 1024**3
+
+
+def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the subcommands of `dpflash`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine has and which paths will run on it",
+        description="Say what this machine has and which paths dpflash takes on it.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=_run)
+
+
+def machine_report() -> dict[str, Any]:
+    """What this machine has, as plain values that JSON can hold.
+
+    Returns:
+        A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
+        None where the system does not tell), `torch`, `devices`, `triton`, `cryptography`,
+        `paths` (what will run), `optional` (version or None per package) and `warnings`.
+    """
+    report: dict[str, Any] = {
+        "dpflash": __version__,
+        "system": platform.platform(),
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores()},
+        "memory": _memory(),
+        "torch": _torch_build(),
+        "devices": _devices(),
+        "triton": _triton(),
+        "cryptography": _cryptography(),
+        "optional": {name: _installed_version(name) for name in _OPTIONAL_PACKAGES},
+    }
+    report["paths"] = _paths(report)
+    report["warnings"] = _warnings(report)
+    return report
+
+
+def _run(args: argparse.Namespace) -> int:
+    report = machine_report()
+    print(json.dumps(report, indent=2) if args.json else _as_text(report))
+    return 0
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> dict[str, int | None]:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        rows = (line.split() for line in meminfo.read_text(encoding="utf-8").splitlines())
+        kib = {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
+        return {
+            "total": 1024 * kib["MemTotal"],
+            "available": 1024 * kib["MemAvailable"] if "MemAvailable" in kib else None,
+        }
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return {"total": total, "available": None}
+    return {"total": None, "available": None}
+
+
+def _torch_build() -> dict[str, Any]:
+    import torch
+
+    if torch.version.hip:
+        built_for = f"ROCm {torch.version.hip}"
+    elif torch.version.cuda:
+        built_for = f"CUDA {torch.version.cuda}"
+    else:
+        built_for = "CPU"
+    return {
+        "version": str(torch.__version__),
+        "built_for": built_for,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        if torch.version.hip:
+            capability = properties.gcnArchName
+        else:
+            capability = f"{properties.major}.{properties.minor}"
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "memory": properties.total_memory,
+                "capability": capability,
+            }
+        )
+    return found
+
+
+def _triton() -> dict[str, str | None]:
+    try:
+        triton = import_module("triton")
+    except ModuleNotFoundError:
+        why = "not installed; PyTorch's GPU builds bring it, dpflash[gpu] adds it to a CPU build"
+        return {"version": None, "why_not": why}
+    except ImportError as error:
+        return {"version": None, "why_not": f"cannot be imported: {error}"}
+    return {"version": str(triton.__version__), "why_not": None}
+
+
+def _cryptography() -> dict[str, Any]:
+    """Its version, and whether its OpenSSL offers ChaCha20 (one in FIPS mode does not)."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    try:
+        Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), mode=None).encryptor()
+    except UnsupportedAlgorithm:
+        chacha20 = False
+    else:
+        chacha20 = True
+    return {"version": version("cryptography"), "chacha20": chacha20}
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _paths(report: dict[str, Any]) -> dict[str, str]:
+    on_gpu = bool(report["devices"])
+    built_for = report["torch"]["built_for"].split()[0]
+    return {
+        "attention": "torch SDPA",
+        "private_gradients": "plain torch operations "
+        + (f"on {built_for}" if on_gpu else "(CPU path)"),
+        "noise": "ChaCha20 (cryptography, CPU)"
+        if report["cryptography"]["chacha20"]
+        else "none: this machine's OpenSSL refuses ChaCha20",
+    }
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    found = []
+    torch_version = report["torch"]["version"]
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    if (major, minor) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        found.append(f"torch {torch_version} is too old: dpflash needs {oldest} or newer")
+    if report["torch"]["built_for"] != "CPU" and not report["devices"]:
+        found.append(
+            f"torch is built for {report['torch']['built_for']} and sees no device: "
+            "look at the driver and at CUDA_VISIBLE_DEVICES"
+        )
+    threads, cores = report["torch"]["threads"], report["cpu"]["usable_cores"]
+    if threads > cores:
+        found.append(
+            f"torch uses {threads} threads on {cores} usable cores: set OMP_NUM_THREADS={cores}"
+        )
+    if not report["cryptography"]["chacha20"]:
+        found.append("no secure noise: OpenSSL refuses ChaCha20 here (FIPS mode?)")
+    return found
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / _GIB:.1f} GiB"
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    python, cpu, memory = report["python"], report["cpu"], report["memory"]
+    torch, triton = report["torch"], report["triton"]
+    threads = f"{torch['threads']} thread{'s' if torch['threads'] != 1 else ''}"
+    sections: dict[str, list[tuple[str, str]]] = {
+        "machine": [
+            ("system", report["system"]),
+            ("python", f"{python['implementation']} {python['version']} ({python['executable']})"),
+            ("cpu", f"{cpu['model']}, {cpu['usable_cores']} usable cores"),
+            ("memory", f"{_gib(memory['total'])}, {_gib(memory['available'])} available"),
+        ],
+        "libraries": [
+            ("torch", f"{torch['version']} for {torch['built_for']}, {threads}"),
+            ("triton", triton["version"] or triton["why_not"]),
+            ("cryptography", report["cryptography"]["version"]),
+        ],
+        "devices": [
+            (
+                f"gpu {device['index']}",
+                f"{device['name']}, {_gib(device['memory'])}, capability {device['capability']}",
+            )
+            for device in report["devices"]
+        ]
+        or [("gpu", "none")],
+        "what will run": [
+            (name.replace("_", " "), path) for name, path in report["paths"].items()
+        ],
+        "optional packages": [
+            (name, found or "not installed") for name, found in report["optional"].items()
+        ],
+    }
+    lines = [f"dpflash {report['dpflash']}"]
+    for title, rows in sections.items():
+        lines += ["", title]
+        lines += [f"  {name:<18} {value}" for name, value in rows]
+    if report["warnings"]:
+        lines += ["", "warnings"]
+        lines += [f"  - {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)

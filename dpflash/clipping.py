@@ -1,0 +1,74 @@
+"""Clip factors, and the groups of parameters that are clipped together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Relative slack that pays for rounding a norm (1e-8), a factor and a product (2^-24 each).
+_ROUND_DOWN = 1.0 - 2.0**-22
+
+
+def clip_factors(squared_norms: Tensor, bound: float) -> Tensor:
+    """c_i = min(1, bound / n_i), rounded down.
+
+    Args:
+        squared_norms: [B], fp64, the n_i^2.
+        bound: clipping bound, in the units of the norms.
+
+    Returns:
+        [B], fp32. A non-finite norm gives 0.
+
+    Guarantees:
+        c_i n_i <= bound in fp32 arithmetic; c_i depends on sample i alone.
+    """
+    norms = squared_norms.double().sqrt()
+    factors = torch.where(norms > bound, bound / norms * _ROUND_DOWN, torch.ones_like(norms))
+    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms)).float()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with one common per-sample norm.
+
+    Attributes:
+        name: dotted name of the module, or "all".
+        parameters: the trainable parameters, each once.
+        share: the group's bound as a fraction of max_grad_norm.
+    """
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    share: float
+
+
+def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
+    """One group of everything, with the whole bound."""
+    return [Group("all", tuple(parameters), 1.0)]
+
+
+def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> list[Group]:
+    """One group a module, modules that share a parameter merged, each with an equal part of C^2.
+
+    Guarantees:
+        The shares' squares sum to at most 1, so that one sample moves all groups together by at
+        most max_grad_norm.
+    """
+    merged: list[tuple[str, dict[int, nn.Parameter]]] = []
+    for name, parameters in modules:
+        own = {id(p): p for p in parameters}
+        if not own:
+            continue
+        touching = [entry for entry in merged if entry[1].keys() & own.keys()]
+        for entry in touching:
+            merged.remove(entry)
+            own = {**entry[1], **own}
+        merged.append(("+".join([entry[0] for entry in touching] + [name]), own))
+    share = 1.0 / math.sqrt(len(merged)) if merged else 1.0
+    while share * share * len(merged) > 1.0:
+        share = math.nextafter(share, 0.0)
+    return [Group(name, tuple(own.values()), share) for name, own in merged]

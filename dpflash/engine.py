@@ -1,0 +1,564 @@
+"""PrivacyEngine: wires model, optimizer, loader and accountant together."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import os
+import warnings
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dpflash.accounting import Accountant, create_accountant, get_noise_multiplier
+
+from . import checkpoint
+from ._validate import finite, non_negative, one_of, positive, positive_int, probability
+from .attach import attach, check_model, detach, owners
+from .clipping import flat_groups, per_layer_groups
+from .gate import PrivateBackward
+from .ledger import Ledger
+from .optimizer import PrivateOptimizer
+from .planner import WAYS, default_memory_budget
+from .sampling import BatchTracker, PrivateDataLoader, check_loader
+from .streams import derive_key, master_key
+
+CLIPPINGS = ("flat", "per_layer")
+
+# Arguments of Opacus' make_private that have no counterpart here.
+_OPACUS_ONLY = {
+    "criterion": "losses are computed by the caller, one per sample (dpflash.losses)",
+    "batch_first": "the batch is always the first dimension",
+    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
+    "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
+    "wrap_model": "the model is never wrapped; it comes back as the same object",
+    "rand_on_empty": "empty batches are yielded with zero samples",
+}
+
+
+class PrivacyEngine:
+    """Trains a model with differential privacy (DP-SGD).
+
+    Args:
+        accountant: name of the accountant ("rdp"), or an object with its interface.
+        seed: derives all private randomness from this number, for reproducible research. Whoever
+            knows the seed can subtract the noise, so results are not for release. By default
+            keys come from the operating system.
+        ledger: path of a file that gets one line for each release, before it leaves.
+
+    Guarantees:
+        The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
+        epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
+        names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
+        step, and a choice among several runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        accountant: str | Accountant = "rdp",
+        seed: int | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+    ):
+        self.accountant: Accountant = (
+            create_accountant(accountant) if isinstance(accountant, str) else accountant
+        )
+        self.seed = seed
+        self._key = master_key(seed)
+        self._incarnation = 0
+        self._ledger = None if ledger is None else Ledger(ledger)
+        if self._ledger is not None:
+            for noise_multiplier, sample_rate in self._ledger.read():
+                self._account(noise_multiplier, sample_rate)
+        self._model: nn.Module | None = None
+        self._backward: PrivateBackward | None = None
+        self._optimizer: PrivateOptimizer | None = None
+        self._loader: PrivateDataLoader | None = None
+        self._tracker = BatchTracker()
+        self._noiseless = False
+        self._unamplified = False
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        clipping: str = "flat",
+        way: str = "auto",
+        poisson_sampling: bool = True,
+        physical_batch_size: int | None = None,
+        loss_reduction: str | None = None,
+        memory_budget: int | None = None,
+        **unknown: Any,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+        """Make a model, its optimizer and its data loader private.
+
+        Args:
+            module: the model; its layers are changed in place and keep their state_dict keys.
+            optimizer: any torch optimizer over parameters of the model.
+            data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
+                privacy unit, batch_size the expected batch size.
+            noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
+            max_grad_norm: L2 bound C of one sample's gradient over all parameters.
+            clipping: "flat" (one norm over all parameters) or "per_layer" (one a module, each
+                with an equal share of C^2).
+            way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
+            poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
+                passes over the data and accounts for them without amplification.
+            physical_batch_size: upper bound of a batch that the loader yields; logical batches
+                above it come in parts and step() waits for the last.
+            loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
+                scalar that is that reduction over samples; None for engine.backward(losses).
+            memory_budget: bytes that stored gradients may take; a quarter of the memory by default.
+
+        Returns:
+            (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
+            a loader that draws as the accountant assumes.
+
+        Raises:
+            ValueError: naming the argument, its value and the way out; nothing is changed then.
+            TypeError: for an unknown keyword.
+        """
+        if unknown:
+            _refuse_keywords(unknown, self.make_private)
+        non_negative(noise_multiplier=noise_multiplier)
+        finite(noise_multiplier=noise_multiplier)
+        if isinstance(max_grad_norm, list | tuple):
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm!r}: expected one number; clipping='per_layer' "
+                "gives each layer an equal share of it"
+            )
+        positive(max_grad_norm=max_grad_norm)
+        if noise_multiplier > 0:
+            finite(max_grad_norm=max_grad_norm)
+        one_of(clipping=(clipping, CLIPPINGS))
+        one_of(way=(way, ("auto", *WAYS)))
+        one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
+        if clipping == "per_layer" and way != "auto":
+            raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
+        if way == "two_pass" and loss_reduction is not None:
+            raise ValueError(
+                "way='two_pass' weights the losses of the samples, so it needs them one by one; "
+                "leave loss_reduction=None and call engine.backward(losses)"
+            )
+        if physical_batch_size is not None:
+            positive_int(physical_batch_size=physical_batch_size)
+            if not poisson_sampling:
+                raise ValueError(
+                    f"physical_batch_size={physical_batch_size} with poisson_sampling=False: the "
+                    "loader's own batches are kept whole; give the loader a smaller batch_size"
+                )
+        if memory_budget is not None:
+            positive_int(memory_budget=memory_budget)
+        if self._model is not None:
+            raise ValueError("this engine has a model already; call engine.detach(model) first")
+        check_model(module)
+        trained = _trained_parameters(module, optimizer)
+        tracker = BatchTracker()
+        loader = PrivateDataLoader(
+            data_loader,
+            tracker,
+            poisson=poisson_sampling,
+            key=derive_key(self._key, "sampling"),
+            physical_batch_size=physical_batch_size,
+        )
+        groups = (
+            flat_groups(trained)
+            if clipping == "flat"
+            else per_layer_groups(owners(module, trained))
+        )
+        backward = PrivateBackward(
+            groups,
+            names={p: n for n, p in module.named_parameters()},
+            way=way,
+            memory_budget=memory_budget or default_memory_budget(),
+            loss_reduction=loss_reduction,
+            per_layer=clipping == "per_layer",
+        )
+        private_optimizer = PrivateOptimizer(
+            optimizer,
+            backward=backward,
+            tracker=tracker,
+            noise_multiplier=float(noise_multiplier),
+            max_grad_norm=float(max_grad_norm),
+            expected_batch_size=loader.expected_batch_size,
+            parameter_ids={p: i for i, p in enumerate(trained)},
+            noise_key=self._noise_key(),
+            charge=self._charge,
+        )
+        backward.bound_source = lambda: private_optimizer.max_grad_norm
+        backward.before_backward = tracker.before_backward
+
+        def abandon() -> None:
+            private_optimizer.forget_signals()
+            backward.discard()
+
+        tracker.has_sums = lambda: bool(backward.sums)
+        tracker.abandon = abandon
+        tracker.on_batch = backward.begin_batch
+        for parameter in trained:
+            parameter.grad = None
+        attach(module, backward)
+        self._model, self._backward, self._tracker = module, backward, tracker
+        self._optimizer, self._loader = private_optimizer, loader
+        return module, private_optimizer, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float,
+        clipping: str = "flat",
+        way: str = "auto",
+        poisson_sampling: bool = True,
+        physical_batch_size: int | None = None,
+        loss_reduction: str | None = None,
+        memory_budget: int | None = None,
+        **unknown: Any,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+        """`make_private` with the noise that spends target_epsilon after `epochs` passes.
+
+        Args:
+            target_epsilon: epsilon > 0 at the end of training.
+            target_delta: delta in (0, 1), well below 1 / len(dataset).
+            epochs: passes over the loader, >= 1.
+
+        The other arguments, the result and the errors are those of `make_private`.
+        """
+        if "noise_multiplier" in unknown:
+            raise ValueError(
+                f"noise_multiplier={unknown['noise_multiplier']!r} beside a target epsilon: the "
+                "target decides the noise. Drop it, or call make_private"
+            )
+        if unknown:
+            _refuse_keywords(unknown, self.make_private_with_epsilon)
+        positive(target_epsilon=target_epsilon)
+        finite(target_epsilon=target_epsilon)
+        probability(target_delta=target_delta)
+        positive_int(epochs=epochs)
+        num_samples, batch_size = check_loader(data_loader, poisson=poisson_sampling)
+        steps = epochs * -(-num_samples // batch_size) if poisson_sampling else epochs
+        if len(self.accountant.history):
+            warnings.warn(
+                "the accountant has spent privacy already; target_epsilon covers the coming "
+                "epochs alone, get_epsilon the sum",
+                stacklevel=2,
+            )
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=min(1.0, batch_size / num_samples) if poisson_sampling else 1.0,
+            steps=steps,
+            accountant=type(self.accountant).mechanism(),
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            way=way,
+            poisson_sampling=poisson_sampling,
+            physical_batch_size=physical_batch_size,
+            loss_reduction=loss_reduction,
+            memory_budget=memory_budget,
+        )
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the clipped gradients of a batch to the logical batch's sum.
+
+        Args:
+            losses: [B], one number per sample, computed from that sample alone. A scalar only
+                where make_private got loss_reduction.
+
+        Raises:
+            ValueError: for another shape, or a number of losses that is not the batch's.
+            RuntimeError: for losses that reached no private layer, or a second call on a batch.
+
+        Guarantees:
+            Each sample changes the sum by at most max_grad_norm in L2, over all parameters
+            together, whatever its loss; one with a NaN or Inf gradient changes it by nothing.
+        """
+        backward = self._attached()
+        if not isinstance(losses, Tensor):
+            raise ValueError(f"losses={type(losses).__name__}: expected a tensor [B]")
+        scalar_allowed = backward.loss_reduction is not None
+        if losses.ndim != 1 and not (scalar_allowed and losses.ndim == 0):
+            raise ValueError(
+                f"losses has shape {tuple(losses.shape)}: expected one loss per sample, [B]. Use "
+                "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
+                + ("" if losses.ndim else "; a scalar needs make_private(loss_reduction=...)")
+            )
+        if losses.ndim == 1 and losses.shape[0] == 0:
+            self._tracker.before_backward(0)
+            return
+        if not losses.requires_grad:
+            raise RuntimeError(
+                "losses do not require grad, so they reach no private layer: compute them from "
+                "the model's output outside of torch.no_grad() and without detach()"
+            )
+        if losses.ndim == 1:
+            self._tracker.before_backward(losses.shape[0])
+        nonfinite = backward.nonfinite_samples
+        backward.backward(losses)
+        if backward.nonfinite_samples > nonfinite:
+            warnings.warn(
+                f"{backward.nonfinite_samples - nonfinite} sample(s) of a batch had a NaN or Inf "
+                "gradient and contributed zero (their number is private: do not release it)",
+                stacklevel=2,
+            )
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far at delta; inf once a step was released without noise.
+
+        Args:
+            delta: in (0, 1).
+        """
+        probability(delta=delta)
+        if self._noiseless:
+            return math.inf
+        return float(self.accountant.get_epsilon(delta)) if len(self.accountant.history) else 0.0
+
+    @property
+    def sampler(self) -> str:
+        """How the batches of the releases were drawn, as accounted for."""
+        name = "none" if self._loader is None else self._loader.sampler_name
+        return f"{name}, some batches not from its loader" if self._unamplified else name
+
+    @property
+    def neighboring_relation(self) -> str:
+        """The relation epsilon is for: "add_remove" one sample, or "zero_out" one (size public)."""
+        if self._unamplified or self._loader is None or self._loader.sampler_name != "poisson":
+            return "zero_out"
+        return "add_remove"
+
+    def prepare(self, batch_size: int) -> None:
+        """Get a torch.compile'd model ready for a batch that did not come from the loader."""
+        positive_int(batch_size=batch_size)
+        self._attached().prepare(batch_size)
+
+    def detach(self, model: nn.Module) -> nn.Module:
+        """Give the plain model back; it keeps its parameters, the engine its spent privacy."""
+        if model is not self._model:
+            raise ValueError("model is not the one that this engine made private")
+        self._attached().discard()
+        detach(model)
+        self._model = self._backward = None
+        return model
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
+    ) -> None:
+        """Write everything a later process needs to go on as if it had not stopped.
+
+        Parameters, optimizer, spent privacy, noise counter and the loader's position, in one
+        atomic write. The clipped sum of an unfinished logical batch is left out: the batch is
+        drawn again.
+
+        Args:
+            path: the file. It holds the noise key: keep it as secret as the data, and release
+                model.state_dict() instead.
+            extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns.
+        """
+        self._attached()
+        assert self._model is not None and self._optimizer is not None
+        assert self._loader is not None
+        checkpoint.write(
+            path,
+            {
+                "module": self._model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "accountant": self.accountant.state_dict(),
+                "key": self._key,
+                "incarnation": self._incarnation,
+                "releases": self._optimizer.releases,
+                "ledger_releases": None if self._ledger is None else self._ledger.releases,
+                "noise_multiplier": self._optimizer.noise_multiplier,
+                "max_grad_norm": self._optimizer.max_grad_norm,
+                "loader": self._loader.state_dict(),
+                "sampling": self._sampling(),
+                "noiseless": self._noiseless,
+                "unamplified": self._unamplified,
+                "seed": self.seed,
+                "extra": extra or {},
+            },
+        )
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint, after the same make_private call.
+
+        Where the ledger has releases that the checkpoint does not know, they stay counted and
+        the noise goes on under a new key, since they may have been seen.
+
+        Returns:
+            What save_checkpoint got as `extra`.
+
+        Raises:
+            FileNotFoundError, ValueError: for a missing, damaged or mismatched file; nothing is
+                changed then.
+        """
+        self._attached()
+        assert self._model is not None and self._optimizer is not None
+        assert self._loader is not None
+        state = checkpoint.read(path)
+        self._check_fits(path, state)
+        self._model.load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._key = state["key"]
+        self._incarnation = state["incarnation"]
+        self._optimizer.releases = state["releases"]
+        self._optimizer.noise_multiplier = state["noise_multiplier"]
+        self._optimizer.max_grad_norm = state["max_grad_norm"]
+        self._noiseless = state["noiseless"]
+        self._unamplified = state["unamplified"]
+        self.seed = state["seed"]
+        if self._ledger is None or state["ledger_releases"] is None:
+            self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
+        elif self._ledger.releases != state["ledger_releases"]:
+            # The accountant already holds the whole ledger.
+            self._incarnation += self._ledger.releases
+        self._optimizer._noise_key = self._noise_key()
+        self._loader.set_key(derive_key(self._key, "sampling"))
+        self._loader.load_state_dict(state["loader"])
+        self._attached().discard()
+        return dict(state["extra"])
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Numbers for the eyes of who trains. PRIVATE: no epsilon covers them; do not release.
+
+        Returns:
+            per_sample_norms: [B] of the last backward (of the last group when per_layer);
+            clip_fraction and nonfinite_samples: over all samples so far.
+        """
+        backward = self._attached()
+        squares = backward.squared_norms
+        return {
+            "per_sample_norms": None if squares is None else squares.sqrt(),
+            "clip_fraction": backward.clipped_samples / max(backward.seen_samples, 1),
+            "nonfinite_samples": backward.nonfinite_samples,
+        }
+
+    def _attached(self) -> PrivateBackward:
+        if self._backward is None:
+            raise RuntimeError("no model is private yet; call engine.make_private first")
+        return self._backward
+
+    def _noise_key(self) -> bytes:
+        return derive_key(self._key, f"noise-{self._incarnation}")
+
+    def _sampling(self) -> dict[str, Any]:
+        assert self._loader is not None
+        return {
+            "sampler": self._loader.sampler_name,
+            "num_samples": len(self._loader.dataset),  # type: ignore[arg-type]
+            "expected_batch_size": self._loader.expected_batch_size,
+        }
+
+    def _check_fits(self, path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+        assert self._model is not None and self._optimizer is not None
+        where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
+        if state["sampling"] != self._sampling():
+            raise ValueError(
+                f"{where} the data loader: saved with {state['sampling']}, now "
+                f"{self._sampling()}. Call make_private with the same data and batch size"
+            )
+        own = {k: tuple(v.shape) for k, v in self._model.state_dict().items()}
+        saved = {k: tuple(v.shape) for k, v in state["module"].items()}
+        if own != saved:
+            different = sorted(k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k))
+            raise ValueError(
+                f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
+            )
+        sizes = [len(g["params"]) for g in self._optimizer.param_groups]
+        if sizes != [len(g["params"]) for g in state["optimizer"]["param_groups"]]:
+            raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
+        if state["accountant"]["mechanism"] != type(self.accountant).mechanism():
+            raise ValueError(
+                f"{where} the accountant: saved with {state['accountant']['mechanism']!r}"
+            )
+        ledger = state["ledger_releases"]
+        if self._ledger is not None and ledger is not None and self._ledger.releases < ledger:
+            raise ValueError(
+                f"{where} the ledger {self._ledger.path}: it has {self._ledger.releases} releases, "
+                f"the checkpoint {ledger}. Restore the ledger; without it epsilon is unknown"
+            )
+
+    def _charge(self, noise_multiplier: float, signalled: bool) -> None:
+        """Pay for a release before it is made."""
+        assert self._loader is not None
+        drawn = signalled or self._tracker.current is not None
+        rate: float | None
+        if not drawn:
+            # A batch of unknown origin: no amplification can be claimed for it.
+            if not self._unamplified and noise_multiplier > 0:
+                warnings.warn(
+                    "a step was made on a batch that did not come from the private loader; it is "
+                    "accounted for without amplification by sampling",
+                    stacklevel=4,
+                )
+            self._unamplified = True
+            rate = 1.0
+        elif self._loader.sample_rate is not None:
+            rate = self._loader.sample_rate
+        else:
+            rate = 1.0 if self._tracker.first_of_pass else None
+        if self._ledger is not None:
+            self._ledger.append(noise_multiplier=noise_multiplier, sample_rate=rate)
+        self._account(noise_multiplier, rate)
+
+    def _account(self, noise_multiplier: float, sample_rate: float | None) -> None:
+        if noise_multiplier == 0:
+            self._noiseless = True
+        elif sample_rate is not None:
+            self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+
+
+def _trained_parameters(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[nn.Parameter]:
+    """The model's trainable parameters that the optimizer holds, in the model's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
+            "(PrivateOptimizer.original_optimizer is one)"
+        )
+    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p): n for n, p in module.named_parameters()}
+    foreign = [p for i, p in held.items() if i not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters()"
+        )
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
+    if not trained:
+        raise ValueError(
+            "optimizer holds no trainable parameter of the module; check requires_grad and build "
+            "it from module.parameters()"
+        )
+    for parameter in trained:
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
+    return trained
+
+
+def _refuse_keywords(unknown: dict[str, Any], method: Any) -> NoReturn:
+    name = next(iter(unknown))
+    if name in _OPACUS_ONLY:
+        raise TypeError(f"{method.__name__} has no argument {name!r}: {_OPACUS_ONLY[name]}")
+    known = [p for p in inspect.signature(method).parameters if p != "unknown"]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")

@@ -1,0 +1,461 @@
+"""The clipping gate: the autograd node where per-sample gradients become a clipped sum.
+
+A private operation does not take a parameter but a handle on it, the parameter expanded to
+[B, ...] without memory. Its backward returns per-sample gradients for the handle, autograd adds
+those of all uses (tied weights, a module called twice), and the handle's own node, the gate, runs
+once all of them have arrived: it norms, clips, sums over the samples and passes the sum on to the
+parameter. Flat clipping has one gate for all parameters, per-layer clipping one for each module.
+
+Matrix parameters need not materialise their per-sample gradients: they may leave (x, dy) with the
+gate instead (see `planner`), and autograd still tells when the last use is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpflash.kernels import (
+    clip_reduce,
+    clipped_grad,
+    embedding_clipped_grad,
+    embedding_grad_inner,
+    embedding_grad_norm,
+    embedding_per_sample_grad,
+    grad_norm,
+    per_sample_grad,
+    squared_norm,
+)
+
+from .clipping import Group, clip_factors
+from .planner import LinearShape, Plan, plan
+
+
+class _ClipGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tuple(p.expand(gate.batch_size, *p.shape) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gate.finish(grads))
+
+
+@dataclass
+class _Kept:
+    """What the uses of one matrix parameter left instead of a per-sample gradient."""
+
+    linear: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def _joined(self) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+        # Uses of one kind are one use of a longer sequence: G = sum_u dy_u^T x_u.
+        linear = embedding = None
+        if self.linear:
+            linear = (torch.cat([x for x, _ in self.linear], 1),
+                      torch.cat([dy for _, dy in self.linear], 1))  # fmt: skip
+        if self.embedding:
+            embedding = (torch.cat([i for i, _ in self.embedding], 1),
+                         torch.cat([dy for _, dy in self.embedding], 1))  # fmt: skip
+        return linear, embedding
+
+    def squared_norm(self) -> Tensor:
+        linear, embedding = self._joined()
+        if linear is None:
+            assert embedding is not None
+            return embedding_grad_norm(*embedding)
+        squares = grad_norm(*linear)
+        if embedding is not None:
+            squares = squares + embedding_grad_norm(*embedding)
+            squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
+        return squares
+
+    def clipped(self, factors: Tensor, rows: int) -> Tensor:
+        linear, embedding = self._joined()
+        if linear is None:
+            assert embedding is not None
+            return embedding_clipped_grad(*embedding, factors, rows)
+        total = clipped_grad(*linear, factors)
+        if embedding is not None:
+            total += embedding_clipped_grad(*embedding, factors, rows)
+        return total
+
+    def dense(self, rows: int) -> Tensor:
+        linear, embedding = self._joined()
+        if linear is None:
+            assert embedding is not None
+            return embedding_per_sample_grad(*embedding, rows)
+        total = per_sample_grad(*linear)
+        if embedding is not None:
+            total += embedding_per_sample_grad(*embedding, rows)
+        return total
+
+
+class Gate:
+    """One clipping group in one forward pass: its handles and what its uses left behind."""
+
+    def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
+        self.owner = owner
+        self.group = group
+        self.batch_size = batch_size
+        self.generation = generation
+        self.shapes: dict[int, list[LinearShape]] = {}
+        self._plan: dict[int, str] | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._sums: dict[int, Tensor] = {}
+        self.squares: Tensor | None = None
+        self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *group.parameters)
+
+    def register(self, position: int, shape: LinearShape) -> None:
+        """Note a use of a matrix parameter, so that its way can be planned."""
+        self.shapes.setdefault(position, []).append(shape)
+        self._plan = None
+
+    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
+        """A use with G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
+        mode = self.owner.mode
+        if mode == "sum":
+            self._add(position, clipped_grad(x, dy, self.owner.kept_samples))
+        elif mode == "norms" and len(self.shapes[position]) == 1:
+            self._add_squares(grad_norm(x, dy))
+        elif mode == "clip" and self._way(position) == "stored":
+            return per_sample_grad(x, dy)
+        else:
+            self._kept.setdefault(position, _Kept()).linear.append((x, dy))
+        return None
+
+    def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
+        """A look-up: indices [B, T], dy [B, T, E]. Returns the handle's gradient."""
+        mode = self.owner.mode
+        rows = self.group.parameters[position].shape[0]
+        if mode == "sum":
+            kept = self.owner.kept_samples
+            self._add(position, embedding_clipped_grad(indices, dy, kept, rows))
+        elif mode == "norms" and len(self.shapes[position]) == 1:
+            self._add_squares(embedding_grad_norm(indices, dy))
+        elif mode == "clip" and self._way(position) == "stored":
+            return embedding_per_sample_grad(indices, dy, rows)
+        else:
+            self._kept.setdefault(position, _Kept()).embedding.append((indices, dy))
+        return None
+
+    def plan(self) -> Plan:
+        """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
+        owner = self.owner
+        return plan(
+            list(self.shapes.values()),
+            way=owner.way,
+            memory_budget=owner.memory_budget,
+            two_pass_allowed=owner.two_pass_allowed,
+        )
+
+    def _way(self, position: int) -> str:
+        if self._plan is None:
+            self._plan = dict(zip(self.shapes, self.plan().ways, strict=True))
+        return self._plan[position]
+
+    def _add(self, position: int, total: Tensor) -> None:
+        held = self._sums.get(position)
+        self._sums[position] = total if held is None else held + total
+
+    def _add_squares(self, squares: Tensor) -> None:
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms [B] of the group, from the handles' gradients and what was left."""
+        parameters = self.group.parameters
+        squares = torch.zeros(
+            self.batch_size, dtype=torch.float64, device=parameters[0].device
+        )
+        if self.squares is not None:
+            squares += self.squares
+        for position, grad in enumerate(grads):
+            kept = self._kept.get(position)
+            if grad is not None and kept is not None:
+                grad = grad + kept.dense(parameters[position].shape[0])
+            if grad is not None:
+                squares += squared_norm(grad)
+            elif kept is not None:
+                squares += kept.squared_norm()
+        return squares
+
+    def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The backward of the gate: per-sample gradients in, clipped sums out."""
+        owner = self.owner
+        owner.arrived(self)
+        if owner.mode == "sum":
+            factors = owner.kept_samples
+        else:
+            scale = self.batch_size if owner.loss_reduction == "mean" else 1
+            squares = self.finish_norms(grads) * scale**2
+            factors = clip_factors(squares, self.group.share * owner.bound)
+            owner.note(squares, factors)
+            factors = factors * scale
+        results: list[Tensor | None] = []
+        for position, (parameter, grad) in enumerate(
+            zip(self.group.parameters, grads, strict=True)
+        ):
+            total = self._sums.get(position)
+            if grad is not None:
+                own = clip_reduce(grad, factors)
+                total = own if total is None else total + own
+            kept = self._kept.get(position)
+            if kept is not None:
+                own = kept.clipped(factors, parameter.shape[0])
+                total = own if total is None else total + own
+            if total is not None:
+                owner.deposit(parameter, total)
+                total = total.to(parameter.dtype)
+            results.append(total)
+        self.reset()
+        return results
+
+    def reset(self) -> None:
+        self._kept = {}
+        self._sums = {}
+        self.squares = None
+
+
+class PrivateBackward:
+    """What the private operations of one model share, from forward to clipped sums.
+
+    Attributes:
+        groups: the clipping groups.
+        names: dotted name of each parameter.
+        sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider. Only
+            gates write here and only this is ever released, so that an ordinary gradient which
+            reached `parameter.grad` by another road cannot be.
+        bound: max_grad_norm of the current logical batch.
+        batch_hint: size of the physical batch last drawn, None when batches are not ours.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        names: dict[nn.Parameter, str],
+        way: str,
+        memory_budget: int,
+        loss_reduction: str | None,
+        per_layer: bool,
+    ):
+        self.groups = list(groups)
+        self.names = names
+        self.way = way
+        self.memory_budget = memory_budget
+        self.loss_reduction = loss_reduction
+        self.two_pass_allowed = loss_reduction is None and not per_layer
+        self.slots = {
+            id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group.parameters)
+        }
+        self.mode = "clip"
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.bound_source: Callable[[], float] = lambda: float("inf")
+        self.bound = float("nan")
+        self.batch_hint: int | None = None
+        self.before_backward: Callable[[int], None] = lambda batch_size: None
+        self.squared_norms: Tensor | None = None
+        self.clipped_samples = 0
+        self.nonfinite_samples = 0
+        self.seen_samples = 0
+        self._gates: dict[int, Gate] = {}
+        self._prepared: list[tuple[Tensor, ...]] = []
+        self._used: set[str] = set()
+        self._generation = 0
+        self._batch_size: int | None = None
+        self._stale = True
+        self._task = -1
+        self._in_backward = False
+        self._expected_size: int | None = None
+        self._arrived: set[int] = set()
+        self._arrived_generation: int | None = None
+        self.kept_samples = torch.empty(0)
+
+    # Forward
+
+    def batch_size_for(self, leading: int) -> int:
+        """B of the pass to which an operation whose first dimension is `leading` belongs."""
+        known = self.known_batch_size()
+        return known if leading == 1 and known is not None else leading
+
+    def known_batch_size(self) -> int | None:
+        """B of the current pass, or of the batch last drawn; None before either is known."""
+        if self._stale or self._batch_size is None:
+            return self.batch_hint
+        return self._batch_size
+
+    def gate(self, group: int, batch_size: int, name: str) -> Gate:
+        """The group's gate of the current pass; a new pass starts after a backward."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        if recomputing:
+            if name not in self._used:
+                raise RuntimeError(
+                    f"module '{name}' ran its first differentiable forward inside a backward, as "
+                    "reentrant activation checkpointing does; clipping would then see a part of "
+                    "the gradient. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+        elif self._stale or batch_size != self._batch_size:
+            self._generation += 1
+            self._release_gates()
+            self._used = set()
+            self._batch_size = batch_size
+            self._stale = False
+        self._used.add(name)
+        gate = self._gates.get(group)
+        if gate is None:
+            gate = Gate(self, self.groups[group], batch_size, self._generation)
+            self._gates[group] = gate
+        return gate
+
+    def begin_batch(self, size: int) -> None:
+        """A physical batch of this size comes next."""
+        self.batch_hint = size
+        self._stale = True
+        self.prepare(size)
+
+    def prepare(self, batch_size: int) -> None:
+        """Make the handles that a compiled model will read; an eager model makes its own."""
+        gates = [Gate(self, group, batch_size, -1) for group in self.groups]
+        self._prepared = [gate.handles for gate in gates]
+        for gate in gates:
+            gate.handles = ()
+
+    def prepared(self, group: int) -> tuple[Tensor, ...]:
+        if not self._prepared:
+            raise RuntimeError(
+                "a compiled private model needs its gradient handles before the call: iterate "
+                "over the loader that make_private returned, or call engine.prepare(batch_size)"
+            )
+        return self._prepared[group]
+
+    # Backward
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward of [B] losses, or of a scalar where loss_reduction is declared."""
+        self._in_backward = True
+        self._expected_size = losses.shape[0] if losses.ndim else None
+        try:
+            self._begin()
+            gates = list(self._gates.values())
+            if len(self.groups) == 1 and gates and self._two_pass(gates[0]):
+                self._backward_twice(losses, gates[0])
+            else:
+                losses.sum().backward()
+            if not self._arrived:
+                raise RuntimeError(
+                    "losses did not reach any private layer: no parameter got a gradient. Compute "
+                    "losses from the output of the model given to make_private, with gradients on"
+                )
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self.mode = "clip"
+            self._in_backward = False
+            self._expected_size = None
+
+    def _two_pass(self, gate: Gate) -> bool:
+        return self.two_pass_allowed and bool(gate.shapes) and gate.plan().two_pass
+
+    def _backward_twice(self, losses: Tensor, gate: Gate) -> None:
+        self.mode = "norms"
+        grads = torch.autograd.grad(
+            losses.sum(), gate.handles, retain_graph=True, allow_unused=True
+        )
+        # What the uses left is attached to the graph; the factors must be constants of pass two.
+        with torch.no_grad():
+            squares = gate.finish_norms(grads)
+            gate.reset()
+            if squares.shape != losses.shape:
+                self._refuse_size(gate.batch_size, losses.shape[0])
+            factors = clip_factors(squares, gate.group.share * self.bound)
+            self.note(squares, factors)
+        self.mode = "sum"
+        self.kept_samples = (factors != 0).float()
+        torch.where(factors != 0, losses * factors, torch.zeros_like(losses)).sum().backward()
+
+    def _begin(self) -> None:
+        self._arrived = set()
+        self._arrived_generation = None
+        self._task = -1
+        if self.bound != self.bound:
+            self.bound = self.bound_source()
+
+    def arrived(self, gate: Gate) -> None:
+        """Called by each gate as its backward runs; refuses what would break the sensitivity."""
+        if not self._in_backward:
+            if self.loss_reduction is None:
+                raise RuntimeError(
+                    "loss.backward() was called on a private model. Call engine.backward(losses) "
+                    "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
+                    "or 'sum') if the scalar really is that reduction over samples"
+                )
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._begin()
+                self._task = task
+                self.before_backward(gate.batch_size)
+        elif self._expected_size is None and not self._arrived:
+            self.before_backward(gate.batch_size)
+        if self._expected_size is not None and gate.batch_size != self._expected_size:
+            self._refuse_size(gate.batch_size, self._expected_size)
+        if id(gate) in self._arrived:
+            raise RuntimeError(
+                "the clipping gate ran twice in one backward, so a sample would be clipped in "
+                "parts. Use non-reentrant checkpointing and a single backward"
+            )
+        if self._arrived_generation not in (None, gate.generation):
+            raise RuntimeError(
+                "losses mix forward passes of different batches; call engine.backward once for "
+                "each forward pass"
+            )
+        self._arrived.add(id(gate))
+        self._arrived_generation = gate.generation
+        self._stale = True
+
+    @staticmethod
+    def _refuse_size(gate_size: int, loss_size: int) -> None:
+        raise ValueError(
+            f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
+            "loss per sample of the forward pass, batch first"
+        )
+
+    def note(self, squares: Tensor, factors: Tensor) -> None:
+        """Keep what reports show. Private: it depends on the data and is not noised."""
+        self.squared_norms = squares.detach()
+        nonfinite = int((factors == 0).sum())
+        self.nonfinite_samples += nonfinite
+        self.clipped_samples += int((factors < 1).sum()) - nonfinite
+        self.seen_samples += factors.numel()
+
+    def deposit(self, parameter: nn.Parameter, total: Tensor) -> None:
+        held = self.sums.get(parameter)
+        self.sums[parameter] = total if held is None else held + total
+
+    def discard(self) -> None:
+        """Forget the clipped sums of an unreleased logical batch, and the gradients beside them."""
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Ready for the next logical batch."""
+        self.sums = {}
+        self.bound = float("nan")
+        self._release_gates()
+        self._prepared = []
+        self._stale = True
+
+    def _release_gates(self) -> None:
+        # A gate, its handles and their autograd node refer to each other; nothing else frees them.
+        for gate in self._gates.values():
+            gate.handles = ()
+            gate.reset()
+        self._gates = {}

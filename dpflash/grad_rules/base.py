@@ -1,0 +1,139 @@
+"""What all private layers share: how they find their handles, and how they are pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..gate import Gate, PrivateBackward
+from ..planner import LinearShape
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a matrix parameter's per-sample gradient may be left: a gate and a position in it."""
+
+    gate: Gate
+    position: int
+
+
+@dataclass
+class ModuleContext:
+    """What ties one module to the private backward of its model.
+
+    Attributes:
+        backward: shared by all modules of the model.
+        name: dotted name in the model.
+        slots: for each privately trained parameter (group, position in the group).
+        frozen: own parameters that were not trainable when the model was made private.
+    """
+
+    backward: PrivateBackward
+    name: str
+    slots: dict[str, tuple[int, int]]
+    frozen: frozenset[str]
+
+    def check_batch(self, x: Tensor) -> Tensor:
+        """Give x the batch dimension of the pass, refusing what has another first dimension."""
+        if x.ndim == 0:
+            raise ValueError(
+                f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
+            )
+        if torch.compiler.is_compiling():
+            return x
+        size = self.backward.batch_size_for(x.shape[0])
+        if x.shape[0] == 1 and size != 1:
+            return x.expand(size, *x.shape[1:])
+        return x
+
+
+class Handles:
+    """A module's handles in one pass."""
+
+    def __init__(self, module: nn.Module, context: ModuleContext, batch_size: int):
+        self._slots = context.slots
+        self._parameters = module._parameters
+        self._gates: dict[int, Gate] = {}
+        self._context = context
+        self._batch_size = batch_size
+        self.compiling = torch.compiler.is_compiling()
+
+    def _gate(self, group: int) -> Gate:
+        context = self._context
+        return context.backward.gate(group, self._batch_size, context.name)
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        """The handle [B, ...] on a parameter, or None where it is not trained."""
+        if name not in self._slots:
+            return None
+        parameter = self._parameters[name]
+        if parameter is None or not parameter.requires_grad:
+            return None
+        group, position = self._slots[name]
+        if self.compiling:
+            return self._context.backward.prepared(group)[position]
+        return self._gate(group).handles[position]
+
+    def slot(self, name: str, shape: LinearShape) -> Slot | None:
+        """Where a matrix parameter's use may leave (x, dy); None while compiling."""
+        if self.compiling or name not in self._slots:
+            return None
+        group, position = self._slots[name]
+        gate = self._gate(group)
+        if torch._C._current_graph_task_id() == -1:
+            gate.register(position, shape)
+        return Slot(gate, position)
+
+
+class PrivateModule(nn.Module):
+    """Base of the private layers; a module becomes one by its class, keeping its state."""
+
+    _dpflash: ModuleContext
+
+    def private_handles(self, batch_size: int) -> Handles:
+        return Handles(self, self._dpflash, batch_size)
+
+    def is_private_call(self) -> bool:
+        """Whether this call can lead to gradients of own parameters."""
+        context = self._dpflash
+        trainable = False
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                trainable = True
+                if name in context.frozen:
+                    raise RuntimeError(
+                        f"parameter '{context.name}.{name}' was frozen when the model was made "
+                        "private and is trainable now; call engine.detach(model), then "
+                        "make_private again"
+                    )
+        return trainable and torch.is_grad_enabled()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are of the plain layer: a copy has no engine.
+        plain = plain_twin(self)
+        return plain.__reduce_ex__(protocol)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class a private module had before."""
+    return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
+
+
+def plain_twin(module: nn.Module) -> nn.Module:
+    """The module with its original class, sharing parameters, buffers and children."""
+    twin = object.__new__(plain_class(module))
+    twin.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_buffers"] = dict(module._buffers)
+    return twin
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants for products on x's device, None where it is off."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return None

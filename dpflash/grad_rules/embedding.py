@@ -1,0 +1,84 @@
+"""Look-up tables: nn.Embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpflash.kernels import embedding_per_sample_grad
+
+from ..planner import LinearShape
+from .base import PrivateModule, Slot
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a table [V, E] at indices [B, T]; per-sample gradients for the table's handle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: Tensor,
+        weight: Tensor,
+        handle: Tensor,
+        slot: Slot | None,
+        padding_idx: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.rows = weight.shape[0]
+        ctx.slot = slot
+        ctx.padding_idx = padding_idx
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            dy = dy.masked_fill((indices == ctx.padding_idx).unsqueeze(-1), 0)
+        if ctx.slot is None:
+            grad: Tensor | None = embedding_per_sample_grad(indices, dy, ctx.rows)
+        else:
+            grad = ctx.slot.gate.take_embedding(ctx.slot.position, indices, dy)
+        return None, None, grad, None, None
+
+
+class PrivateEmbedding(PrivateModule):
+    """Rows of a table at indices [B, ...], or at positions shared by the batch: [1, T] or [T]."""
+
+    padding_idx: int | None
+
+    def forward(self, indices: Tensor) -> Tensor:
+        if not self.is_private_call():
+            return super().forward(indices)
+        context = self._dpflash
+        if indices.ndim == 1 and not torch.compiler.is_compiling():
+            indices = self._one_dimensional(indices)
+        indices = context.check_batch(indices)
+        handles = self.private_handles(indices.shape[0])
+        handle = handles["weight"]
+        weight = self._parameters["weight"]
+        assert weight is not None
+        if handle is None:
+            return F.embedding(indices, weight.detach(), self.padding_idx)
+        flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
+        rows, width = weight.shape
+        slot = handles.slot("weight", LinearShape(*flat.shape, width, rows))
+        y = _Embedding.apply(flat, weight.detach(), handle, slot, self.padding_idx)
+        return y.reshape(*indices.shape, width)
+
+    def _one_dimensional(self, indices: Tensor) -> Tensor:
+        """[T] positions become [1, T]; [B] categories stay; where B = T nobody can tell."""
+        backward = self._dpflash.backward
+        length = indices.shape[0]
+        known = backward.known_batch_size()
+        if known is not None and length != known:
+            return indices.unsqueeze(0)
+        if length == 1:
+            return indices
+        raise ValueError(
+            f"indices of embedding '{self._dpflash.name}' have shape ({length},), which may be one "
+            "index for each sample or positions shared by all. Pass indices[:, None] for the "
+            "former, indices[None, :] for the latter"
+        )

@@ -1,0 +1,63 @@
+"""The rule for any other leaf layer: each sample runs with its own copy of the parameters.
+
+Under vmap over samples the handle [B, ...] *is* the parameters, and autograd's own gradient for
+it is the per-sample gradient. This costs what vmap costs; layers that matter have their own rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from .base import PrivateModule, plain_twin
+
+
+class PrivateLeaf(PrivateModule):
+    """Any module whose forward treats the samples of its tensor arguments one by one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_private_call():
+            return super().forward(*args, **kwargs)
+        context = self._dpflash
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not tensors:
+            raise ValueError(
+                f"module '{context.name}' ({type(self).__name__}) was called without a tensor, so "
+                "the batch cannot be told; it has no rule for private training"
+            )
+        args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
+        kwargs = {
+            k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
+        }
+        sizes = {a.shape[0] for a in (*args, *kwargs.values()) if isinstance(a, Tensor)}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have first "
+                f"dimensions {sorted(sizes)}; the generic rule needs the batch first in each"
+            )
+        batch_size = sizes.pop()
+        own = {n: p for n, p in self._parameters.items() if p is not None}
+        twin = plain_twin(self)
+        if batch_size == 0:
+            plain = {n: p.detach() for n, p in own.items()}
+            return functional_call(twin, plain, args, kwargs)
+        handles = self.private_handles(batch_size)
+        shared = {n: p.detach() for n, p in own.items()}
+        per_sample = {n: h for n in own if (h := handles[n]) is not None}
+
+        def one(parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]):
+            # Modules expect a batch dimension; theirs has one sample.
+            inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
+            named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}
+            outputs = functional_call(twin, {**shared, **parameters}, inputs, named)
+            return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.squeeze(0), outputs)
+
+        in_dims = (
+            0,
+            tuple(0 if isinstance(a, Tensor) else None for a in args),
+            {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
+        )
+        return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)

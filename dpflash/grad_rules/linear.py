@@ -1,0 +1,91 @@
+"""Linear layers: nn.Linear and Hugging Face's Conv1D (a linear layer with W transposed)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpflash.kernels import per_sample_grad
+
+from ..planner import LinearShape
+from .base import PrivateModule, Slot, autocast_dtype
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_handle: Tensor | None,
+        bias_handle: Tensor | None,
+        slot: Slot | None,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight_handle is not None else None, weight)
+        ctx.slot = slot
+        ctx.transposed = transposed
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ (weight.t() if ctx.transposed else weight)
+        if ctx.needs_input_grad[3]:
+            left, right = (dy, x) if ctx.transposed else (x, dy)
+            if ctx.slot is None:
+                dweight = per_sample_grad(left, right)
+            else:
+                dweight = ctx.slot.gate.take_linear(ctx.slot.position, left, right)
+        if ctx.needs_input_grad[4]:
+            dbias = dy.sum(1, dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
+        return dx, None, None, dweight, dbias, None, None
+
+
+class PrivateLinear(PrivateModule):
+    """y = x W^T + b with x [B, ..., I]."""
+
+    _transposed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_private_call():
+            return super().forward(x)
+        x = self._dpflash.check_batch(x)
+        if x.ndim == 1:
+            raise ValueError(
+                f"input of module '{self._dpflash.name}' has shape {tuple(x.shape)}; a private "
+                "linear layer needs the batch first: [B, ..., features]"
+            )
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        dtype = autocast_dtype(x)
+        handles = self.private_handles(x.shape[0])
+        flat = x.reshape(x.shape[0], -1, x.shape[-1]) if x.numel() else x.new_zeros(
+            x.shape[0], x.shape[1:-1].numel(), x.shape[-1]
+        ) + x.sum()  # fmt: skip
+        outputs = weight.shape[1 if self._transposed else 0]
+        slot = handles.slot("weight", LinearShape(*flat.shape[:2], x.shape[-1], outputs))
+        y = _Linear.apply(
+            flat if dtype is None else flat.to(dtype),
+            weight.detach() if dtype is None else weight.detach().to(dtype),
+            bias if bias is None else bias.detach().to(dtype or bias.dtype),
+            handles["weight"],
+            handles["bias"] if bias is not None else None,
+            slot,
+            self._transposed,
+        )
+        return y.reshape(*x.shape[:-1], outputs)
+
+
+class PrivateConv1D(PrivateLinear):
+    """y = x W + b with x [B, ..., I], W [I, O]."""
+
+    _transposed = True

@@ -1,0 +1,118 @@
+"""Normalisation over features: nn.LayerNorm and nn.RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpflash.kernels import layer_norm_backward, rms_norm_backward
+
+from .base import PrivateModule, autocast_dtype
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        weight_handle: Tensor | None,
+        bias_handle: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+    ) -> Tensor:
+        x = x.contiguous()
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.ndim = len(shape)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim)
+        needs = ctx.needs_input_grad
+        return dx, None, None, dweight if needs[3] else None, dbias if needs[4] else None, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        handle: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+    ) -> Tensor:
+        last = tuple(range(x.ndim - len(shape), x.ndim))
+        wide = x if x.dtype == torch.float64 else x.float()
+        rstd = torch.rsqrt(wide.square().mean(last, keepdim=True) + eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.ndim = len(shape)
+        y = wide * rstd
+        return (y if weight is None else y * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, weight = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.ndim)
+        return dx, None, dweight if ctx.needs_input_grad[2] else None, None, None
+
+
+class PrivateLayerNorm(PrivateModule):
+    """Layer norm over the trailing dimensions of x [B, ..., *normalized_shape]."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_private_call():
+            return super().forward(x)
+        x = _checked(self, x)
+        handles = self.private_handles(x.shape[0])
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        return _LayerNorm.apply(
+            x,
+            None if weight is None else weight.detach(),
+            None if bias is None else bias.detach(),
+            handles["weight"],
+            handles["bias"],
+            tuple(self.normalized_shape),
+            self.eps,
+        )
+
+
+class PrivateRMSNorm(PrivateModule):
+    """RMS norm over the trailing dimensions of x [B, ..., *normalized_shape]."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_private_call():
+            return super().forward(x)
+        x = _checked(self, x)
+        handles = self.private_handles(x.shape[0])
+        weight = self._parameters["weight"]
+        return _RMSNorm.apply(
+            x,
+            None if weight is None else weight.detach(),
+            handles["weight"],
+            tuple(self.normalized_shape),
+            torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+        )
+
+
+def _checked(module: Any, x: Tensor) -> Tensor:
+    x = module._dpflash.check_batch(x)
+    shape = tuple(module.normalized_shape)
+    if x.ndim <= len(shape):
+        raise ValueError(
+            f"input of module '{module._dpflash.name}' has shape {tuple(x.shape)}; a private norm "
+            f"over {shape} needs the batch first: [B, ..., {', '.join(map(str, shape))}]"
+        )
+    return x.float() if autocast_dtype(x) is not None else x

@@ -1,0 +1,157 @@
+"""Per-sample losses: one number for each sample of the batch, made from that sample alone.
+
+Differential privacy bounds what one sample can change. A loss that divides by something of the
+whole batch, such as the number of valid tokens in it (the default of Hugging Face models), couples
+the samples: removing one of them rescales the gradients of all the others, and the clipped sum
+moves by several times the clipping bound instead of by at most once. Here every divisor belongs to
+the sample itself, and the sum over samples is left to the engine.
+
+Letters: B samples, V classes.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Cross-entropy of each sample: the mean over that sample's own valid positions.
+
+    Args:
+        logits: `[B, ..., V]`, floating point, classes last; computed in float32 where narrower.
+        targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction.
+        ignore_index: targets of this value do not count. A sample with no other target has the
+            loss 0 and a zero gradient.
+
+    Returns:
+        `[B]`, float32 (float64 for float64 logits), in nats.
+
+    Raises:
+        ValueError: for shapes that do not fit, targets that are not int64, or (on a CPU) a target
+            outside of `0..V-1`.
+
+    Guarantees:
+        Entry i depends on `logits[i]` and `targets[i]` alone.
+    """
+    _require_floating(logits=logits)
+    if targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets have dtype {targets.dtype}: expected torch.int64 class indices; "
+            "convert integers with targets.long(), soft targets are not supported"
+        )
+    if logits.ndim < 2 or logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not fit targets of shape "
+            f"{tuple(targets.shape)}: expected logits [B, ..., V] and targets [B, ...]; classes "
+            "come last, so move them there with logits.movedim(1, -1)"
+        )
+    try:
+        position_losses = F.cross_entropy(
+            _at_least_float32(logits).flatten(0, -2),
+            targets.flatten(),
+            ignore_index=ignore_index,
+            reduction="none",
+        )
+    except IndexError as error:
+        raise ValueError(
+            f"targets: {error} Expected 0..{logits.shape[-1] - 1} or ignore_index={ignore_index}; "
+            "widen the logits or mark padding with ignore_index"
+        ) from error
+    rows = _rows(targets.shape)
+    valid_counts = (targets != ignore_index).reshape(rows).sum(1)
+    return position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
+
+
+def mse(predictions: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error of each sample, over that sample's own elements.
+
+    Args:
+        predictions: `[B]`, `[B, 1]` or `[B, ...]`, floating point; computed in float32 where
+            narrower.
+        targets: the shape of `predictions`, floating point.
+
+    Returns:
+        `[B]`, float32 (float64 where an argument is float64).
+
+    Raises:
+        ValueError: for unequal shapes ((B, 1) against (B,) would broadcast to all B x B pairs and
+            couple the samples) or targets that are not floating point.
+
+    Guarantees:
+        Entry i depends on `predictions[i]` and `targets[i]` alone.
+    """
+    _require_alike(predictions, targets, "predictions")
+    element_losses = (_at_least_float32(predictions) - targets).square()
+    return _mean_of_each_sample(element_losses)
+
+
+def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Binary cross-entropy of each sample, over that sample's own elements.
+
+    Args:
+        logits: `[B]`, `[B, 1]` or `[B, ...]`, floating point; computed in float32 where narrower.
+        targets: the shape of `logits`, floating point, probabilities of the positive class.
+
+    Returns:
+        `[B]`, float32 (float64 where an argument is float64), in nats.
+
+    Raises:
+        ValueError: for unequal shapes ((B, 1) against (B,) would broadcast to all B x B pairs and
+            couple the samples), targets that are not floating point, or (on a CPU, outside of
+            `torch.compile`) targets outside of [0, 1].
+
+    Guarantees:
+        Entry i depends on `logits[i]` and `targets[i]` alone.
+    """
+    _require_alike(logits, targets, "logits")
+    # On an accelerator the check would wait for the device at every step.
+    checkable = targets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if checkable and not bool(((targets >= 0) & (targets <= 1)).all()):
+        raise ValueError(
+            "targets hold values outside of [0, 1]: expected probabilities of the positive class; "
+            "map labels such as -1/+1 to 0/1"
+        )
+    dtype = torch.promote_types(_at_least_float32(logits[:0]).dtype, targets.dtype)
+    element_losses = F.binary_cross_entropy_with_logits(
+        logits.to(dtype), targets.to(dtype), reduction="none"
+    )
+    return _mean_of_each_sample(element_losses)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32, or as they are where that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _rows(shape: torch.Size) -> tuple[int, int]:
+    """`[B, n]`: one row a sample; n is written out because -1 is ambiguous for an empty batch."""
+    return shape[0], math.prod(shape[1:])
+
+
+def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
+    """`[B, ...]` -> `[B]`; a sample without elements has the loss 0."""
+    rows = _rows(element_losses.shape)
+    return element_losses.reshape(rows).sum(1) / max(rows[1], 1)
+
+
+def _require_floating(**tensors: Tensor) -> None:
+    """Refuses tensors that are not floating point."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} have dtype {tensor.dtype}: expected a floating-point tensor; "
+                f"convert them with {name}.float()"
+            )
+
+
+def _require_alike(values: Tensor, targets: Tensor, name: str) -> None:
+    """Refuses what is not floating point, has no batch dimension or differs in shape."""
+    _require_floating(**{name: values, "targets": targets})
+    if values.ndim < 1 or values.shape != targets.shape:
+        raise ValueError(
+            f"{name} of shape {tuple(values.shape)} and targets of shape {tuple(targets.shape)}: "
+            "expected equal shapes [B, ...] with the batch first; "
+            f"reshape one, for example {name}.squeeze(-1) or targets.unsqueeze(-1)"
+        )

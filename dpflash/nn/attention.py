@@ -1,0 +1,333 @@
+"""Multi-head attention with the signature of `torch.nn.MultiheadAttention`.
+
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, E model dim.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _validate
+from ..functional import attention, require_no_pattern
+from .rotary import rotary_angles, rotate
+
+
+class MultiheadAttention(nn.Module):
+    """Projections to q, k and v, attention in every head, and an output projection.
+
+    Self-attention uses one fused projection, `qkv_proj`, whose rows are those of q, k and v, in
+    this order (torch's `in_proj_weight`); ``self_attention=False`` uses `q_proj`, `k_proj` and
+    `v_proj` and allows keys and values of another source.
+
+    Args:
+        embed_dim: E; `num_heads` divides it.
+        num_heads: H.
+        dropout: probability of dropping an attention weight while training.
+        bias: whether the projections have biases.
+        add_bias_kv: must be False.
+        add_zero_attn: must be False.
+        kdim: width of the keys' source; None means E, others need ``self_attention=False``.
+        vdim: width of the values' source; None means E, others need ``self_attention=False``.
+        batch_first: must be True (torch's default is False).
+        device: where the parameters lie.
+        dtype: dtype of the parameters.
+        num_kv_heads: G, which divides H; None means H.
+        pattern: None, dense attention; other patterns arrive with the kernels.
+        context_parallel: must be None so far.
+        self_attention: whether query, key and value are always the same tensor.
+        rotary: turn queries and keys by their positions; needs self-attention.
+
+    Raises:
+        ValueError: for a value that is refused above, naming it and the way out.
+
+    Guarantees:
+        Sample i of the output depends on sample i of the inputs alone (and on a shared attn_mask).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        pattern: object = None,
+        context_parallel: object = None,
+        self_attention: bool = True,
+        rotary: bool = False,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        kdim = embed_dim if kdim is None else kdim
+        vdim = embed_dim if vdim is None else vdim
+        _require_supported(add_bias_kv, add_zero_attn, batch_first, context_parallel)
+        require_no_pattern(pattern)
+        _validate.positive_int(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            kdim=kdim,
+            vdim=vdim,
+        )
+        require_dropout(dropout)
+        if embed_dim % num_heads != 0:
+            raise ValueError(
+                f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}; "
+                "change either"
+            )
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads}: expected a divisor of num_heads={num_heads}; "
+                "change either"
+            )
+        if self_attention and (kdim != embed_dim or vdim != embed_dim):
+            raise ValueError(
+                f"kdim={kdim}, vdim={vdim}: self-attention projects one tensor of width "
+                f"embed_dim={embed_dim}; pass self_attention=False for other keys and values"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.dropout = dropout
+        self.kdim = kdim
+        self.vdim = vdim
+        self.self_attention = self_attention
+        self.rotary = rotary
+        if rotary and (not self_attention or self.head_dim % 2 != 0):
+            raise ValueError(
+                f"rotary=True with self_attention={self_attention} and "
+                f"head_dim={self.head_dim}: expected self-attention and an even head_dim "
+                "(embed_dim / num_heads); change these or pass rotary=False"
+            )
+
+        kv_dim = num_kv_heads * self.head_dim
+        if self_attention:
+            self.qkv_proj = nn.Linear(embed_dim, embed_dim + 2 * kv_dim, bias, device, dtype)
+        else:
+            self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+            self.k_proj = nn.Linear(kdim, kv_dim, bias, device, dtype)
+            self.v_proj = nn.Linear(vdim, kv_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the input projections as torch does (Xavier) and sets all biases to 0."""
+        for projection in self.children():
+            assert isinstance(projection, nn.Linear)
+            if projection is self.out_proj:
+                projection.reset_parameters()
+            else:
+                nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attends from query to key and value.
+
+        Args:
+            query: `[B, T, E]`.
+            key: `[B, S, kdim]`; None means `query`. Self-attention takes only `query` itself.
+            value: `[B, S, vdim]`; None means `key`. Self-attention takes only `query` itself.
+            key_padding_mask: `[B, S]`, boolean (True: this key is ignored) or floating point
+                (added to the scores).
+            need_weights: must be False.
+            attn_mask: `[T, S]` or `[B * H, T, S]`, boolean (True: not attended to) or floating
+                point (added to the scores).
+            average_attn_weights: without effect, since no weights are returned.
+            is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike in
+                torch it needs no attn_mask beside it.
+
+        Returns:
+            The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
+            bias of the output projection, never NaN.
+
+        Raises:
+            ValueError: for need_weights=True, shapes that do not fit, or another key or value in
+                self-attention.
+        """
+        if need_weights:
+            raise ValueError(
+                "need_weights=True: the attention weights are never held as a matrix; pass "
+                "need_weights=False (here the default)"
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        self._require_inputs(query, key, value)
+        q, k, v = self._project(query, key, value)
+        if self.rotary:
+            angles = rotary_angles(q.shape[2], self.head_dim, q.device)
+            q, k = rotate(q, angles), rotate(k, angles)
+        o = self._attend(q, k, v, key_padding_mask, attn_mask, is_causal)
+        return self.out_proj(o.transpose(1, 2).flatten(2)), None
+
+    def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuses inputs that do not fit the module or each other."""
+        if self.self_attention and (key is not query or value is not query):
+            raise ValueError(
+                "key or value is another tensor than query, but this module was built for "
+                "self-attention; build it with self_attention=False or pass the same tensor"
+            )
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), tensor in zip(widths.items(), (query, key, value), strict=True):
+            if tensor.ndim != 3 or tensor.shape[2] != width:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}: expected [batch, tokens, {width}]; "
+                    "add a missing batch dimension with unsqueeze(0)"
+                )
+        if query.shape[0] != key.shape[0] or key.shape[:2] != value.shape[:2]:
+            raise ValueError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: "
+                "expected one batch size, and as many values as keys; the batch comes first"
+            )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects to q `[B, H, T, D]` and k, v `[B, G, S, D]`, strided views all."""
+        kv_dim = self.num_kv_heads * self.head_dim
+        if self.self_attention:
+            q, k, v = self.qkv_proj(query).split((self.embed_dim, kv_dim, kv_dim), dim=2)
+        else:
+            q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        return (
+            q.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2),
+            k.unflatten(2, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
+            v.unflatten(2, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
+        )
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """Attention `[B, H, T, D]` under the masks, with dropout while training."""
+        masks = _score_masks(q, k, key_padding_mask, attn_mask)
+        dropout_p = self.dropout if self.training else 0.0
+        if not masks and dropout_p == 0.0:
+            return attention(q, k, v, causal=is_causal)
+        if is_causal and q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"is_causal=True with {q.shape[2]} queries and {k.shape[2]} keys: expected equal "
+                "numbers; say with attn_mask which keys each query sees"
+            )
+        if is_causal and masks:
+            causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            masks.append(causal_mask.triu(1))
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_merge_masks(masks, q.dtype),
+            dropout_p=dropout_p,
+            is_causal=is_causal and not masks,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+
+    def extra_repr(self) -> str:
+        """What the printed projections do not show."""
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"dropout={self.dropout}, rotary={self.rotary}"
+        )
+
+
+def require_dropout(dropout: float) -> None:
+    """Refuses a dropout outside of [0, 1)."""
+    _validate.non_negative(dropout=dropout)
+    if dropout >= 1:
+        raise ValueError(f"dropout={dropout}: expected 0 <= dropout < 1; 0 switches it off")
+
+
+def _require_supported(
+    add_bias_kv: bool, add_zero_attn: bool, batch_first: bool, context_parallel: object
+) -> None:
+    """Refuses those arguments of torch's module that private training has no place for."""
+    if add_bias_kv:
+        raise ValueError(
+            "add_bias_kv=True: its parameters would lie outside of any layer with a gradient "
+            "rule; pass False"
+        )
+    if add_zero_attn:
+        raise ValueError("add_zero_attn=True: not supported; pass False")
+    if not batch_first:
+        raise ValueError(
+            "batch_first=False: per-sample clipping needs the samples in dimension 0; pass True "
+            "and inputs of shape [batch, tokens, embed_dim]"
+        )
+    if context_parallel is not None:
+        raise ValueError(
+            f"context_parallel={context_parallel!r}: not supported so far; pass None and keep a "
+            "sequence on one device"
+        )
+
+
+def _score_masks(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> list[Tensor]:
+    """The given masks, each in a shape that broadcasts to `[B, H, T, S]`."""
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    masks = []
+    if key_padding_mask is not None:
+        _require_mask("key_padding_mask", key_padding_mask, [(batch, keys)])
+        masks.append(key_padding_mask.reshape(batch, 1, 1, keys))
+    if attn_mask is not None:
+        shapes = [(queries, keys), (batch * heads, queries, keys)]
+        _require_mask("attn_mask", attn_mask, shapes)
+        per_head = (batch, heads, queries, keys)
+        masks.append(attn_mask.reshape(per_head) if attn_mask.ndim == 3 else attn_mask)
+    return masks
+
+
+def _require_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """Refuses a mask of another shape or of an integer dtype."""
+    if tuple(mask.shape) not in shapes:
+        listed = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}: expected {listed}; reshape it")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{name} has dtype {mask.dtype}: expected torch.bool (True: ignored) or floating "
+            f"point (added to the scores); convert it with {name}.bool()"
+        )
+
+
+def _merge_masks(masks: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """One mask as `scaled_dot_product_attention` takes it, where True means attended to."""
+    if not masks:
+        return None
+    merged = masks[0]
+    for mask in masks[1:]:
+        if merged.dtype == mask.dtype == torch.bool:
+            merged = merged | mask
+        else:
+            merged = _additive(merged, dtype) + _additive(mask, dtype)
+    return ~merged if merged.dtype == torch.bool else merged.to(dtype)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to the scores: -inf where a boolean one is True."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

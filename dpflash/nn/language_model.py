@@ -1,0 +1,149 @@
+"""A decoder-only language model for long contexts. Letters: B samples, T tokens, V vocabulary."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .. import _validate
+from .attention import require_dropout
+from .transformer import TransformerBlock, make_norm
+
+_INIT_STD = 0.02
+
+
+class LongContextLM(nn.Module):
+    """Token embedding, causal transformer blocks, a final norm and a head over the vocabulary.
+
+    Weights start as in GPT-2: normal with std 0.02, and the projections that write into the
+    residual stream narrower by ``sqrt(2 * num_layers)``.
+
+    Args:
+        vocab_size: V.
+        embed_dim: model dim.
+        num_layers: blocks.
+        num_heads: query heads; divides embed_dim.
+        max_seq_len: the longest T that is taken.
+        tie_embeddings: whether the head uses the token embedding's matrix.
+        mlp_ratio: the hidden width of an MLP over embed_dim.
+        dropout: probability of dropping an element in training.
+        norm: "layer_norm" or "rms_norm".
+        bias: whether projections and layer norms have biases; the head has none.
+        pattern: None, dense attention; other patterns arrive with the kernels.
+        num_kv_heads: key/value heads; divides num_heads; None means num_heads.
+        activation_checkpointing: recompute each block in the backward pass instead of keeping its
+            activations.
+        positions: "rotary", which has no parameters, or "learned", one embedding for each of
+            max_seq_len positions.
+
+    Raises:
+        ValueError: for a value outside of what is written above.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_layers: int,
+        num_heads: int,
+        *,
+        max_seq_len: int,
+        tie_embeddings: bool = True,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
+        norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+        bias: bool = True,
+        pattern: object = None,
+        num_kv_heads: int | None = None,
+        activation_checkpointing: bool = False,
+        positions: Literal["rotary", "learned"] = "rotary",
+    ) -> None:
+        super().__init__()
+        _validate.positive_int(
+            vocab_size=vocab_size,
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            max_seq_len=max_seq_len,
+        )
+        _validate.one_of(positions=(positions, ("rotary", "learned")))
+        require_dropout(dropout)
+        self.max_seq_len = max_seq_len
+        self.activation_checkpointing = activation_checkpointing
+        self.token_embedding = nn.Embedding(vocab_size, embed_dim)
+        self.position_embedding = (
+            nn.Embedding(max_seq_len, embed_dim) if positions == "learned" else None
+        )
+        self.embedding_dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                norm=norm,
+                bias=bias,
+                pattern=pattern,
+                num_kv_heads=num_kv_heads,
+                rotary=positions == "rotary",
+            )
+            for _ in range(num_layers)
+        )
+        self.final_norm = make_norm(norm, embed_dim, bias)
+        self.lm_head = nn.Linear(embed_dim, vocab_size, bias=False)
+        if tie_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew and sets all biases to 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=_INIT_STD)
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        residual_std = _INIT_STD / math.sqrt(2 * len(self.blocks))
+        for block in self.blocks:
+            assert isinstance(block, TransformerBlock)
+            nn.init.normal_(block.attention.out_proj.weight, std=residual_std)
+            nn.init.normal_(block.mlp_down.weight, std=residual_std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores the next token at each position.
+
+        Args:
+            tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len.
+
+        Returns:
+            `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
+
+        Raises:
+            ValueError: for another shape or dtype, or a T above max_seq_len.
+        """
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens have shape {tuple(tokens.shape)} and dtype {tokens.dtype}: expected "
+                "[batch, tokens] of torch.int64; use tokens.unsqueeze(0) for one sequence and "
+                "tokens.long() for other integers"
+            )
+        if tokens.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"tokens have {tokens.shape[1]} positions: expected at most "
+                f"max_seq_len={self.max_seq_len}; shorten them or build the model for longer ones"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            # [1, T], not [T]: dimension 0 of every layer's input is the batch.
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            x = x + self.position_embedding(position_ids)
+        x = self.embedding_dropout(x)
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.lm_head(self.final_norm(x))

@@ -1,0 +1,42 @@
+"""Rotary positions: queries and keys turned by their position, without parameters.
+
+Source: Su et al., RoFormer (arXiv:2104.09864), section 3.2.2; here coordinate j is paired with
+D/2 + j.
+"""
+
+import torch
+from torch import Tensor
+
+_BASE = 10_000.0
+
+
+def rotary_angles(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
+    """The angle of each position and coordinate pair.
+
+    Args:
+        num_tokens: positions 0..num_tokens-1.
+        head_dim: D, even.
+        device: where the result lies.
+
+    Returns:
+        `[T, D / 2]`, float64: at position 10^6, float32 would be wrong by up to 0.06 rad.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    positions = torch.arange(num_tokens, device=device, dtype=torch.float64)
+    return positions.unsqueeze(1) * _BASE**-exponents
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns each coordinate pair by its angle, at least in float32.
+
+    Args:
+        x: `[B, H, T, D]`.
+        angles: `[T, D / 2]` from `rotary_angles`.
+
+    Returns:
+        `[B, H, T, D]`, dtype of `x`.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    first, second = x.to(dtype).chunk(2, dim=3)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3).to(x.dtype)

@@ -1,0 +1,95 @@
+"""The pre-norm transformer block. Letters: B samples, T tokens, E model dim."""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _validate
+from .attention import MultiheadAttention, require_dropout
+
+
+class TransformerBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Args:
+        embed_dim: E.
+        num_heads: query heads; divides E.
+        mlp_ratio: the hidden width of the MLP is ``mlp_ratio * E``, a whole number.
+        dropout: probability of dropping an attention weight or a residual's element in training.
+        causal: whether token t sees the tokens 0..t only.
+        norm: "layer_norm" or "rms_norm".
+        bias: whether projections and layer norms have biases.
+        pattern: None, dense attention; other patterns arrive with the kernels.
+        num_kv_heads: key/value heads; divides num_heads; None means num_heads.
+        rotary: whether attention turns queries and keys by their positions.
+
+    Raises:
+        ValueError: for a value outside of what is written above.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4,
+        dropout: float = 0.0,
+        causal: bool = True,
+        norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+        bias: bool = True,
+        pattern: object = None,
+        num_kv_heads: int | None = None,
+        rotary: bool = False,
+    ) -> None:
+        super().__init__()
+        _validate.positive_int(embed_dim=embed_dim)
+        _validate.positive(mlp_ratio=mlp_ratio)
+        _validate.finite(mlp_ratio=mlp_ratio)
+        require_dropout(dropout)
+        hidden_dim = round(mlp_ratio * embed_dim)
+        if hidden_dim < 1 or hidden_dim != mlp_ratio * embed_dim:
+            raise ValueError(
+                f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is no whole width; "
+                f"pass a multiple of 1/{embed_dim}"
+            )
+        self.causal = causal
+        self.attention_norm = make_norm(norm, embed_dim, bias)
+        self.attention = MultiheadAttention(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            bias=bias,
+            num_kv_heads=num_kv_heads,
+            pattern=pattern,
+            rotary=rotary,
+        )
+        self.mlp_norm = make_norm(norm, embed_dim, bias)
+        self.mlp_up = nn.Linear(embed_dim, hidden_dim, bias=bias)
+        self.mlp_down = nn.Linear(hidden_dim, embed_dim, bias=bias)
+        self.residual_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Passes a batch through the block.
+
+        Args:
+            x: `[B, T, E]`.
+            key_padding_mask: `[B, T]`, True where a token is not attended to.
+
+        Returns:
+            `[B, T, E]`.
+        """
+        attended, _ = self.attention(
+            self.attention_norm(x), key_padding_mask=key_padding_mask, is_causal=self.causal
+        )
+        x = x + self.residual_dropout(attended)
+        hidden = F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh")
+        return x + self.residual_dropout(self.mlp_down(hidden))
+
+
+def make_norm(norm: Literal["layer_norm", "rms_norm"], embed_dim: int, bias: bool) -> nn.Module:
+    """The norm of that name; RMS norm has no bias."""
+    _validate.one_of(norm=(norm, ("layer_norm", "rms_norm")))
+    if norm == "layer_norm":
+        return nn.LayerNorm(embed_dim, bias=bias)
+    return nn.RMSNorm(embed_dim)

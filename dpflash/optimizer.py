@@ -1,0 +1,240 @@
+"""The release: account, add noise once, divide by the expected batch size, step."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._validate import finite, non_negative, positive
+from .gate import PrivateBackward
+from .sampling import BatchTracker
+from .streams import gaussian_noise_
+
+
+class PrivateOptimizer(torch.optim.Optimizer):
+    """Wraps any torch optimizer; its `step` releases one logical batch.
+
+    Attributes:
+        original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
+        noise_multiplier: noise standard deviation over max_grad_norm. May be changed between
+            steps; each release is accounted with the value it used.
+        max_grad_norm: L2 bound of one sample's contribution. A change takes effect at the next
+            logical batch.
+        expected_batch_size: the divisor of a step; public, never the drawn size.
+        releases: noisy steps made so far.
+
+    Guarantees:
+        The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
+        max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
+        those without a gradient included. Noise is added once for a logical batch; a step that
+        ends a physical batch only releases nothing and costs nothing. The accountant is charged
+        before the noisy gradient exists.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        backward: PrivateBackward,
+        tracker: BatchTracker,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: float,
+        parameter_ids: dict[nn.Parameter, int],
+        noise_key: bytes,
+        charge: Callable[[float, bool], None],
+    ):
+        # The wrapped optimizer holds groups and state; Optimizer.__init__ would make new ones.
+        self.original_optimizer = optimizer
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.expected_batch_size = expected_batch_size
+        self.loss_reduction = backward.loss_reduction
+        self.releases = 0
+        self._backward = backward
+        self._tracker = tracker
+        self._parameter_ids = parameter_ids
+        self._noise_key = noise_key
+        self._charge = charge
+        self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
+        self._step_skip_queue: deque[bool] = deque()
+        self._signalled = False
+        self._is_last_step_skipped = False
+
+    # Opacus' BatchMemoryManager and schedulers use these.
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Say whether the next `step` call ends a physical batch only."""
+        self._step_skip_queue.append(do_skip)
+
+    def attach_step_hook(self, fn: Callable[[PrivateOptimizer], None]) -> None:
+        """Call fn(optimizer) at each release, after the noise. Hooks add up."""
+        self._step_hooks.append(fn)
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return 1
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that a step changes."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def forget_signals(self) -> None:
+        """Drop skip signals of batches that will not come."""
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+
+    # The wrapped optimizer's state, as its own.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.original_optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original_optimizer":
+            raise AttributeError(name)
+        return getattr(self.original_optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"PrivateOptimizer({self.original_optimizer!r})"
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            "add_param_group on a private optimizer: its parameters would be trained without "
+            "privacy. Call engine.detach(model), extend the plain optimizer, then make_private"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; while a logical batch is under way its clipped sums are kept."""
+        if self._is_last_step_skipped:
+            return
+        self._backward.discard()
+        self.original_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Release the logical batch, or do nothing where it has not ended.
+
+        Args:
+            closure: computes the losses and calls engine.backward; called once.
+
+        Returns:
+            What closure returned, else None.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._skips():
+            self._is_last_step_skipped = True
+            return result
+        self._is_last_step_skipped = False
+        self._release()
+        self.original_optimizer.step()
+        return result
+
+    def _skips(self) -> bool:
+        self._signalled = bool(self._step_skip_queue)
+        if self._signalled:
+            return self._step_skip_queue.popleft()
+        mark = self._tracker.current
+        return mark is not None and not mark.last
+
+    def _release(self) -> None:
+        backward = self._backward
+        non_negative(noise_multiplier=self.noise_multiplier)
+        finite(noise_multiplier=self.noise_multiplier)
+        positive(max_grad_norm=self.max_grad_norm)
+        bound = self.max_grad_norm if math.isnan(backward.bound) else backward.bound
+        if self.noise_multiplier > 0 and math.isinf(bound):
+            raise ValueError(
+                "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
+                "unclipped, noiseless step"
+            )
+        parameters = self.params
+        self._check_only_gates_wrote(parameters)
+        self._charge(self.noise_multiplier, self._signalled)
+        step = self.releases
+        self.releases += 1
+        divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
+        std = self.noise_multiplier * bound
+        for parameter in parameters:
+            total = backward.sums.get(parameter)
+            if total is None:
+                total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
+            total = total.contiguous()
+            if std > 0:
+                gaussian_noise_(
+                    total,
+                    std=std,
+                    key=self._noise_key,
+                    step=step,
+                    parameter_id=self._parameter_ids[parameter],
+                )
+            parameter.grad = total.div_(divisor).to(parameter.dtype)
+        backward.clear()
+        backward.batch_hint = None
+        self._tracker.released()
+        for hook in self._step_hooks:
+            hook(self)
+
+    def _check_only_gates_wrote(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            total = self._backward.sums.get(parameter)
+            grad = parameter.grad
+            if grad is None or (total is None and not bool(grad.any())):
+                continue
+            if total is not None and _same(grad, total):
+                continue
+            name = self._backward.names[parameter]
+            self._backward.discard()
+            raise RuntimeError(
+                f"the gradient of parameter '{name}' is not the clipped sum that its private "
+                "layer made, so nothing was released. Either the parameter is used outside of its "
+                "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
+                "was changed between backward and step, or optimizer.zero_grad() was not called "
+                "after the last step"
+            )
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _same(grad: Tensor, total: Tensor) -> bool:
+    if grad.dtype == total.dtype:
+        return torch.equal(grad, total)
+    # Low-precision .grad rounds at each accumulation; it is not what is released.
+    scale = total.abs().max()
+    return bool((grad.to(total.dtype) - total).abs().max() <= scale * 2.0**-5)

@@ -1,0 +1,193 @@
+"""The accountant's history and state, and its place in Opacus."""
+
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import opacus
+import pytest
+import torch
+from opacus.accountants import RDPAccountant as OpacusRDPAccountant
+from opacus.accountants import registry
+from opacus.accountants.utils import get_noise_multiplier as opacus_get_noise_multiplier
+
+from dpflash.accounting import Accountant, RDPAccountant
+
+
+def test_equal_steps_are_one_phase() -> None:
+    accountant = RDPAccountant()
+    for noise_multiplier, sample_rate in [(1.0, 0.1)] * 3 + [(2.0, 0.1)] * 2 + [(1.0, 0.1)]:
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    assert accountant.history == [(1.0, 0.1, 3), (2.0, 0.1, 2), (1.0, 0.1, 1)]
+    assert len(accountant) == 3
+
+
+def test_steps_give_the_epsilon_of_the_history_that_they_write() -> None:
+    stepped, assigned = RDPAccountant(), RDPAccountant()
+    for _ in range(100):
+        stepped.step(noise_multiplier=1.0, sample_rate=0.1)
+    assigned.history = [(1.0, 0.1, 100)]
+    assert stepped.get_epsilon(1e-5) == assigned.get_epsilon(1e-5) > 0
+
+
+def test_a_step_takes_no_longer_after_many_phases() -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(1.0 + k, 0.1, 1) for k in range(200_000)]
+    start = time.perf_counter()
+    for _ in range(1000):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"noise_multiplier": -1.0, "sample_rate": 0.1}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan, "sample_rate": 0.1}, "noise_multiplier"),
+        ({"noise_multiplier": "1", "sample_rate": 0.1}, "noise_multiplier"),
+        ({"noise_multiplier": 1.0, "sample_rate": 1.1}, "sample_rate"),
+        ({"noise_multiplier": 1.0, "sample_rate": -0.1}, "sample_rate"),
+    ],
+)
+def test_a_bad_step_is_refused_by_name_and_leaves_no_trace(arguments: dict, name: str) -> None:
+    accountant = RDPAccountant()
+    with pytest.raises(ValueError, match=f"^{name}="):
+        accountant.step(**arguments)
+    assert accountant.history == []
+
+
+def test_an_unknown_keyword_is_an_error() -> None:
+    accountant = RDPAccountant()
+    with pytest.raises(TypeError):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1, steps=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        accountant.get_epsilon(1e-5, eps_error=0.1)  # type: ignore[call-arg]
+
+
+MALFORMED = [
+    [(1.0, 0.1)],
+    [(1.0, 0.1, -1)],
+    [(1.0, 0.1, 1.5)],
+    [(1.0, 1.1, 1)],
+    [(-1.0, 0.1, 1)],
+    [(math.nan, 0.1, 1)],
+    ["abc"],
+    [None],
+]
+
+
+@pytest.mark.parametrize("history", MALFORMED, ids=repr)
+def test_a_malformed_history_is_refused_on_loading_and_on_reading(history: list) -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.1, 1)]
+    with pytest.raises(ValueError):
+        accountant.load_state_dict({"history": history, "mechanism": "rdp"})
+    assert accountant.history == [(1.0, 0.1, 1)]
+    accountant.history = history
+    with pytest.raises(ValueError):
+        accountant.get_epsilon(1e-5)
+    with pytest.raises(ValueError):
+        accountant.get_delta(1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "expected the keys"),
+        ({}, "expected the keys"),
+        ({"history": []}, "no 'mechanism'"),
+        ({"mechanism": "rdp"}, "no 'history'"),
+        ({"history": [], "mechanism": "prv"}, "mechanism 'prv'"),
+        ({"history": "abc", "mechanism": "rdp"}, "expected a list"),
+        ({"history": None, "mechanism": "rdp"}, "expected a list"),
+    ],
+)
+def test_a_bad_state_is_refused(state: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RDPAccountant().load_state_dict(state)
+
+
+def test_a_state_survives_json_and_shares_nothing_with_its_accountant() -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, 0.1, 10), (1.5, 0.1, 5)]
+    state = accountant.state_dict()
+    loaded = RDPAccountant()
+    loaded.load_state_dict(json.loads(json.dumps(state)))
+    accountant.step(noise_multiplier=1.5, sample_rate=0.1)
+    assert state["history"] == loaded.history == [(1.0, 0.1, 10), (1.5, 0.1, 5)]
+    loaded.step(noise_multiplier=1.5, sample_rate=0.1)
+    assert loaded.history == accountant.history
+
+
+def test_states_are_interchanged_with_opacus() -> None:
+    ours, theirs = RDPAccountant(), OpacusRDPAccountant()
+    theirs.history = [(1.0, 0.1, 10), (1.5, 0.1, 5)]
+    ours.load_state_dict(theirs.state_dict())
+    back = OpacusRDPAccountant()
+    back.load_state_dict(ours.state_dict())
+    assert back.history == theirs.history == ours.history
+    assert back.get_epsilon(1e-5) == pytest.approx(ours.get_epsilon(1e-5), rel=1e-2)
+
+
+def test_the_optimizer_hook_writes_accumulated_batches_as_one_step() -> None:
+    accountant = RDPAccountant()
+    hook = accountant.get_optimizer_hook_fn(sample_rate=0.125)
+    hook(SimpleNamespace(noise_multiplier=1.5, accumulated_iterations=1))
+    hook(SimpleNamespace(noise_multiplier=1.5, accumulated_iterations=2))
+    assert accountant.history == [(1.5, 0.125, 1), (1.5, 0.25, 1)]
+
+
+def test_rdp_knows_no_lower_end_of_epsilon() -> None:
+    assert RDPAccountant().get_epsilon_lower(1e-5) is None
+
+
+def test_the_base_class_is_abstract() -> None:
+    with pytest.raises(TypeError):
+        Accountant()  # type: ignore[abstract]
+
+
+@pytest.fixture
+def registered_with_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
+    registry.register_accountant("rdp", RDPAccountant, force=True)
+
+
+@pytest.mark.usefixtures("registered_with_opacus")
+@pytest.mark.filterwarnings("ignore")
+def test_the_accountant_runs_in_the_engine_of_opacus() -> None:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    model = torch.nn.Linear(3, 2)
+    engine = opacus.PrivacyEngine(accountant="rdp")
+    assert type(engine.accountant) is RDPAccountant
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=8),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert engine.accountant.history == [(optimizer.noise_multiplier, 1 / 5, 10)]
+    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+    resumed = opacus.PrivacyEngine(accountant="rdp").accountant
+    resumed.load_state_dict(engine.accountant.state_dict())
+    assert resumed.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+
+
+@pytest.mark.usefixtures("registered_with_opacus")
+def test_the_calibration_of_opacus_accepts_the_accountant() -> None:
+    noise_multiplier = opacus_get_noise_multiplier(
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=1000, accountant="rdp"
+    )
+    accountant = RDPAccountant()
+    accountant.history = [(noise_multiplier, 0.01, 1000)]
+    assert 0.98 < accountant.get_epsilon(1e-5) <= 1.0

@@ -1,0 +1,314 @@
+"""RDP of the subsampled Gaussian against Opacus, mpmath and the true epsilon."""
+
+import math
+import time
+
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant as OpacusRDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp as opacus_compute_rdp
+
+from dpflash.accounting import RDPAccountant, compute_rdp, gaussian_epsilon
+
+OPACUS_ORDERS = OpacusRDPAccountant.DEFAULT_ALPHAS
+
+# sample_rate, noise_multiplier, steps, delta, true epsilon (contour inversion, 6 digits).
+SETTINGS = [
+    (0.01, 1.0, 1, 1e-5, 0.19945),
+    (256 / 60000, 1.1, 14062, 1e-5, 2.38160),
+    (0.01, 1.0, 1000, 1e-5, 1.82824),
+    (0.01, 1.0, 10000, 1e-5, 6.18771),
+    (1024 / 42061, 0.8, 410, 1e-5, 5.20625),
+    (1e-3, 0.6, 100_000, 1.1e-10, 10.12240),
+    (1.0, 10.0, 100, 1e-5, 4.37718),
+    (0.5, 5.0, 500, 1e-5, 11.64395),
+    (1e-4, 5.0, 1000, 1e-6, 0.001663),
+    (1e-3, 0.3, 1000, 1e-6, 21.67795),
+    (0.01, 1.0, 1000, 1e-15, 4.85454),
+]
+
+noise_multipliers = st.floats(0.3, 50)
+sample_rates = st.floats(1e-6, 1)
+step_counts = st.integers(1, 100_000)
+deltas = st.floats(1e-12, 0.1)
+phases = st.tuples(noise_multipliers, sample_rates, step_counts)
+
+
+def epsilon_of(history: list, delta: float) -> float:
+    accountant = RDPAccountant()
+    accountant.history = history
+    return accountant.get_epsilon(delta)
+
+
+def log_moment_by_mpmath(sigma: float, q: float, order: float) -> float:
+    """log A(a) by adaptive quadrature in 40 digits."""
+    with mpmath.workdps(40):
+        s, q_, a = mpmath.mpf(sigma), mpmath.mpf(q), mpmath.mpf(order)
+
+        def integrand(x: mpmath.mpf) -> mpmath.mpf:
+            return mpmath.npdf(x, 0, s) * (1 - q_ + q_ * mpmath.exp((2 * x - 1) / (2 * s**2))) ** a
+
+        middle = s**2 * mpmath.log(1 / q_ - 1) + mpmath.mpf(1) / 2
+        marks = sorted({-14 * s, mpmath.mpf(0), middle, a, a + 14 * s})
+        marks = [x for x in marks if -14 * s <= x <= a + 14 * s]
+        pieces = [
+            x + (y - x) * k / 6 for x, y in zip(marks, marks[1:], strict=False) for k in range(6)
+        ]
+        return float(mpmath.log(mpmath.quad(integrand, [*pieces, marks[-1]])))
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.05, 0.3, 1.0, 3.0, 100.0, 1e4])
+@pytest.mark.parametrize("sample_rate", [0.001, 0.01, 0.2, 0.5, 0.999, 1.0])
+def test_rdp_equals_opacus(noise_multiplier: float, sample_rate: float) -> None:
+    ours = compute_rdp(
+        noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=OPACUS_ORDERS
+    )
+    theirs = opacus_compute_rdp(
+        q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=OPACUS_ORDERS
+    )
+    # Opacus sums A itself, so that it knows log A = (a - 1) rdp to 1e-12 only.
+    log_moment_error = np.abs(ours - theirs) * (np.array(OPACUS_ORDERS) - 1)
+    assert np.all(log_moment_error <= 1e-9 * theirs * (np.array(OPACUS_ORDERS) - 1) + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("noise_multiplier", "sample_rate", "order"),
+    [
+        (1.0, 0.01, 1.01),
+        (1.0, 1e-6, 2.5),
+        (1.0, 1e-6, 3.0),
+        (0.5, 0.3, 10.9),
+        (0.2, 1e-3, 1.3),
+        (0.05, 0.01, 1.1),
+        (0.05, 1e-9, 7.7),
+        (3.0, 0.999, 4.4),
+        (40.0, 1e-4, 9.9),
+        (1e4, 0.01, 1.5),
+        (1e4, 0.01, 60.0),
+        (1.0, 0.01, 300.5),
+    ],
+)
+def test_rdp_keeps_its_digits(noise_multiplier: float, sample_rate: float, order: float) -> None:
+    ours = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=[order])[
+        0
+    ]
+    truth = log_moment_by_mpmath(noise_multiplier, sample_rate, order) / (order - 1)
+    assert ours == pytest.approx(truth, rel=1e-10)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.02, 0.049])
+def test_rdp_below_the_quadrature_is_still_an_upper_bound(noise_multiplier: float) -> None:
+    for order in (1.001, 7.7):
+        ours = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=0.3, orders=[order])[0]
+        truth = log_moment_by_mpmath(noise_multiplier, 0.3, order) / (order - 1)
+        assert truth <= ours <= order / (2 * noise_multiplier**2)
+
+
+@given(noise_multipliers, sample_rates)
+@settings(max_examples=30)
+def test_rdp_rises_with_the_order(noise_multiplier: float, sample_rate: float) -> None:
+    orders = [1.01, 1.5, 2.0, 2.01, 2.5, 3.0, 10.5, 11.0, 63.0, 1000.0, 10_000.0]
+    rdp = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=orders)
+    assert np.all(np.diff(rdp) >= -1e-10 * rdp[1:])
+
+
+def test_rdp_of_the_whole_data_set_is_the_gaussian_closed_form() -> None:
+    rdp = compute_rdp(noise_multiplier=2.0, sample_rate=1.0, orders=[1.5, 2.0, 100.0])
+    np.testing.assert_allclose(rdp, [1.5 / 8, 2 / 8, 100 / 8], rtol=1e-15)
+
+
+def test_rdp_without_sampling_is_zero_and_without_noise_is_infinite() -> None:
+    assert compute_rdp(noise_multiplier=0.0, sample_rate=0.0, orders=[2.0, 2.5]).tolist() == [0, 0]
+    assert np.all(np.isinf(compute_rdp(noise_multiplier=0.0, sample_rate=0.5, orders=[2.0, 2.5])))
+    assert compute_rdp(noise_multiplier=math.inf, sample_rate=0.5, orders=[2.5]).tolist() == [0]
+
+
+@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
+def test_epsilon_lies_between_the_truth_and_opacus(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, truth: float
+) -> None:
+    history = [(noise_multiplier, sample_rate, steps)]
+    opacus = OpacusRDPAccountant()
+    opacus.history = history
+    ours = epsilon_of(history, delta)
+    assert truth <= ours <= opacus.get_epsilon(delta) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
+def test_epsilon_equals_opacus_at_the_orders_of_opacus(
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int,
+    delta: float,
+    truth: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import dpflash.accounting.rdp as rdp
+
+    monkeypatch.setattr(rdp, "_ORDERS", tuple(map(float, OPACUS_ORDERS)))
+    rdp._default_rdp.cache_clear()
+    history = [(noise_multiplier, sample_rate, steps)]
+    opacus = OpacusRDPAccountant()
+    opacus.history = history
+    try:
+        assert epsilon_of(history, delta) == pytest.approx(opacus.get_epsilon(delta), rel=1e-8)
+    finally:
+        rdp._default_rdp.cache_clear()
+
+
+@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
+def test_epsilon_is_at_most_that_of_dp_accounting(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, truth: float
+) -> None:
+    event = dp_accounting.PoissonSampledDpEvent(
+        sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
+    )
+    theirs = dp_accounting.rdp.RdpAccountant().compose(event, steps).get_epsilon(delta)
+    assert epsilon_of([(noise_multiplier, sample_rate, steps)], delta) <= theirs * (1 + 1e-9)
+
+
+@given(noise_multipliers, step_counts, deltas)
+@settings(max_examples=50)
+def test_epsilon_of_the_whole_data_set_is_at_least_the_closed_form(
+    noise_multiplier: float, steps: int, delta: float
+) -> None:
+    exact = gaussian_epsilon(delta=delta, noise_multiplier=noise_multiplier, steps=steps)
+    ours = epsilon_of([(noise_multiplier, 1.0, steps)], delta)
+    assert ours >= exact * (1 - 1e-9)
+
+
+def test_epsilon_of_the_whole_data_set_is_near_the_closed_form() -> None:
+    exact = gaussian_epsilon(delta=1e-6, noise_multiplier=30.0, steps=100)
+    assert epsilon_of([(30.0, 1.0, 100)], 1e-6) <= 1.15 * exact
+
+
+@given(noise_multipliers, sample_rates, step_counts, deltas, st.floats(1, 3))
+@settings(max_examples=40)
+def test_epsilon_falls_with_noise_and_delta_and_rises_with_rate_and_steps(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, factor: float
+) -> None:
+    base = epsilon_of([(noise_multiplier, sample_rate, steps)], delta)
+    less = base * (1 + 1e-9) + 1e-12
+    assert base >= 0
+    assert epsilon_of([(noise_multiplier * factor, sample_rate, steps)], delta) <= less
+    assert epsilon_of([(noise_multiplier, sample_rate / factor, steps)], delta) <= less
+    assert epsilon_of([(noise_multiplier, sample_rate, math.ceil(steps / factor))], delta) <= less
+    assert epsilon_of([(noise_multiplier, sample_rate, steps)], min(0.5, delta * factor)) <= less
+
+
+@given(st.lists(phases, min_size=1, max_size=4), deltas, st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_epsilon_ignores_the_order_of_the_phases_and_how_they_are_split(
+    history: list, delta: float, random
+) -> None:
+    whole = epsilon_of(history, delta)
+    pieces = [(s, q, n) for s, q, steps in history for n in (steps // 3, steps - steps // 3)]
+    random.shuffle(pieces)
+    assert epsilon_of(pieces, delta) == pytest.approx(whole, rel=1e-11, abs=1e-14)
+
+
+@given(st.lists(phases, min_size=1, max_size=3), deltas)
+@settings(max_examples=30)
+def test_a_further_phase_never_lowers_epsilon(history: list, delta: float) -> None:
+    assert epsilon_of(history[:-1], delta) <= epsilon_of(history, delta) * (1 + 1e-12)
+
+
+@given(st.lists(phases, min_size=1, max_size=3), deltas)
+@settings(max_examples=30)
+def test_delta_and_epsilon_are_inverse(history: list, delta: float) -> None:
+    accountant = RDPAccountant()
+    accountant.history = history
+    epsilon = accountant.get_epsilon(delta)
+    back = accountant.get_delta(epsilon)
+    if epsilon > 0:
+        assert back == pytest.approx(delta, rel=1e-6)
+    else:
+        assert back <= delta * (1 + 1e-12)
+
+
+def test_delta_is_at_least_the_exact_one_and_at_most_one() -> None:
+    from dpflash.accounting import gaussian_delta
+
+    accountant = RDPAccountant()
+    accountant.history = [(2.0, 1.0, 10)]
+    for epsilon in (0.0, 0.5, 2.0, 8.0, 20.0):
+        exact = gaussian_delta(epsilon=epsilon, noise_multiplier=2.0, steps=10)
+        assert exact <= accountant.get_delta(epsilon) <= 1.0
+
+
+@given(
+    st.one_of(st.just(0.0), st.floats(0.05, 1e4), st.floats(1e-300, 0.05), st.floats(1e4, 1e300)),
+    st.floats(0, 1),
+    st.integers(0, 10**9),
+    st.floats(1e-300, 1, exclude_max=True),
+    st.floats(0, 1e6),
+)
+@settings(max_examples=60)
+def test_no_history_gives_nan_or_a_negative_value(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, epsilon: float
+) -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(noise_multiplier, sample_rate, steps)]
+    assert accountant.get_epsilon(delta) >= 0
+    assert 0 <= accountant.get_delta(epsilon) <= 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "epsilon", "delta_at_one"),
+    [
+        ((0.0, 0.01, 10), math.inf, 1.0),
+        ((0.0, 0.01, 0), 0.0, 0.0),
+        ((1.0, 0.0, 10), 0.0, 0.0),
+        ((0.0, 0.0, 10), 0.0, 0.0),
+        ((math.inf, 1.0, 10), 0.0, 0.0),
+    ],
+    ids=["no-noise", "no-steps", "no-sampling", "no-noise-no-sampling", "all-noise"],
+)
+def test_epsilon_at_the_edges(phase: tuple, epsilon: float, delta_at_one: float) -> None:
+    accountant = RDPAccountant()
+    accountant.history = [phase]
+    assert accountant.get_epsilon(1e-5) == epsilon
+    assert accountant.get_delta(1.0) == delta_at_one
+
+
+def test_an_empty_history_costs_nothing() -> None:
+    assert RDPAccountant().get_epsilon(1e-300) == 0.0
+    assert RDPAccountant().get_delta(0.0) == 0.0
+
+
+def test_tiny_epsilons_are_reached() -> None:
+    assert 0 < epsilon_of([(1000.0, 0.01, 1000)], 1e-6) < 0.005
+
+
+def test_a_repeated_query_takes_milliseconds() -> None:
+    accountant = RDPAccountant()
+    accountant.history = [(1.0 + k / 10, 0.01, 100) for k in range(8)]
+    accountant.get_epsilon(1e-5)
+    fastest = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        accountant.get_epsilon(1e-6)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 0.005
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, "1e-5", True])
+def test_a_delta_outside_its_range_is_refused(delta: float) -> None:
+    with pytest.raises(ValueError, match="^delta="):
+        RDPAccountant().get_epsilon(delta)
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan, "1"])
+def test_an_epsilon_outside_its_range_is_refused(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="^epsilon="):
+        RDPAccountant().get_delta(epsilon)
+
+
+@pytest.mark.parametrize("order", [1.0, 0.5, -2, math.inf, math.nan])
+def test_an_order_outside_its_range_is_refused(order: float) -> None:
+    with pytest.raises(ValueError, match="^order="):
+        compute_rdp(noise_multiplier=1.0, sample_rate=0.1, orders=[order])

@@ -1,0 +1,32 @@
+import math
+
+import torch
+
+from dpflash.nn.rotary import rotary_angles, rotate
+
+
+def test_rotation_multiplies_each_pair_as_a_complex_number():
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    rotated = rotate(x, rotary_angles(5, 6, x.device))
+    for t in range(5):
+        for j in range(3):
+            turn = complex(math.cos(t * 10_000 ** (-j / 3)), math.sin(t * 10_000 ** (-j / 3)))
+            expected = torch.complex(x[:, :, t, j], x[:, :, t, j + 3]) * turn
+            torch.testing.assert_close(rotated[:, :, t, j], expected.real)
+            torch.testing.assert_close(rotated[:, :, t, j + 3], expected.imag)
+
+
+def test_distances_stay_exact_at_position_one_million():
+    angles = rotary_angles(1_000_002, 8, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    near = (rotate(q, angles[1:2]) * rotate(k, angles[:1])).sum()
+    far = (rotate(q, angles[-1:]) * rotate(k, angles[-2:-1])).sum()
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-5)
+
+
+def test_narrow_inputs_keep_their_dtype():
+    x = torch.randn(1, 1, 3, 4, dtype=torch.bfloat16)
+    angles = rotary_angles(3, 4, x.device)
+    rotated = rotate(x, angles)
+    assert rotated.dtype == torch.bfloat16
+    assert torch.equal(rotated, rotate(x.float(), angles).bfloat16())

@@ -1,0 +1,167 @@
+"""`dpflash doctor`, and what every subcommand shares."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpflash
+from dpflash.cli import doctor, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    return doctor.machine_report()
+
+
+def _make_every_run_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def raising_run(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "_run", raising_run)
+
+
+def test_doctor_prints_the_version_and_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"dpflash {dpflash.__version__}\n")
+    for title in ("machine", "libraries", "devices", "what will run", "optional packages"):
+        assert f"\n{title}\n" in out
+    assert f"torch              {torch.__version__} for" in out
+
+
+def test_doctor_json_is_the_report(capsys: pytest.CaptureFixture[str], report: dict) -> None:
+    assert main(["doctor", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() == report.keys()
+    assert printed["torch"] == report["torch"]
+    assert printed["optional"].keys() == {"matplotlib", "opacus", "transformers"}
+
+
+def test_doctor_names_the_paths_that_run_without_a_gpu(
+    report: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_devices", list)
+    assert doctor.machine_report()["paths"] == {
+        "attention": "torch SDPA",
+        "private_gradients": "plain torch operations (CPU path)",
+        "noise": "ChaCha20 (cryptography, CPU)",
+    }
+
+
+def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:
+    device = {"index": 0, "name": "GPU X", "memory": 80 * 1024**3, "capability": "9.0"}
+    with_gpu = {**report, "devices": [device]}
+    with_gpu["torch"] = {**report["torch"], "built_for": "CUDA 13.0"}
+    with_gpu["paths"] = doctor._paths(with_gpu)
+    text = doctor._as_text(with_gpu)
+    assert "GPU X, 80.0 GiB, capability 9.0" in text
+    assert "plain torch operations on CUDA" in text
+
+
+def test_memory_is_a_plausible_number_of_bytes(report: dict) -> None:
+    total, available = report["memory"]["total"], report["memory"]["available"]
+    if total is None:
+        pytest.skip("this system does not tell its memory")
+    assert 64 * 1024**2 < total < 2**50
+    assert available is None or 0 < available <= total
+
+
+def test_doctor_says_why_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = doctor._triton()
+    assert found["version"] is None
+    assert "dpflash[gpu]" in str(found["why_not"])
+
+
+def test_healthy_machine_has_no_warnings(report: dict) -> None:
+    healthy = {**report, "devices": [], "cryptography": {"version": "1", "chacha20": True}}
+    healthy["cpu"] = {"model": "x", "usable_cores": 4}
+    healthy["torch"] = {"version": "2.13.0+cpu", "built_for": "CPU", "threads": 4}
+    assert doctor._warnings(healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "expected"),
+    [
+        ("torch", {"version": "2.8.1"}, "torch 2.8.1 is too old: dpflash needs 2.9 or newer"),
+        ("torch", {"version": "1.13.0a0+git12"}, "too old"),
+        ("torch", {"built_for": "CUDA 13.0"}, "sees no device"),
+        ("torch", {"threads": 9}, "9 threads on 4 usable cores: set OMP_NUM_THREADS=4"),
+        ("cryptography", {"chacha20": False}, "no secure noise"),
+    ],
+    ids=["old-torch", "ancient-torch", "gpu-build-without-gpu", "too-many-threads", "no-chacha20"],
+)
+def test_doctor_warns(report: dict, part: str, changed: dict, expected: str) -> None:
+    sick = {**report, "devices": [], "cryptography": {"version": "1", "chacha20": True}}
+    sick["cpu"] = {"model": "x", "usable_cores": 4}
+    sick["torch"] = {"version": "2.13.0+cpu", "built_for": "CPU", "threads": 4}
+    sick[part] = {**sick[part], **changed}
+    (warning,) = doctor._warnings(sick)
+    assert expected in warning
+
+
+def test_doctor_asks_for_the_torch_that_the_project_requires() -> None:
+    required = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert required is not None
+    assert required[1] == ".".join(map(str, doctor._OLDEST_TORCH))
+
+
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"dpflash {dpflash.__version__}\n"
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for command in ("train", "epsilon", "calibrate", "doctor"):
+        assert re.search(rf"^\s+{command}\b", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("argv", [[], ["cure"], ["doctor", "--jsn2"]], ids=" ".join)
+def test_unknown_words_are_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+
+
+def test_value_error_becomes_one_line_and_exit_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _make_every_run_raise(monkeypatch, ValueError("delta must lie in (0, 1),\n  got 2"))
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr() == ("", "dpflash: error: delta must lie in (0, 1), got 2\n")
+
+
+def test_interrupt_becomes_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_every_run_raise(monkeypatch, KeyboardInterrupt())
+    assert main(["doctor"]) == 130
+
+
+def test_a_fault_of_dpflash_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_every_run_raise(monkeypatch, RuntimeError("broken"))
+    with pytest.raises(RuntimeError, match="broken"):
+        main(["doctor"])
+
+
+def test_python_dash_m_runs_the_same_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dpflash", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, f"dpflash {dpflash.__version__}\n")

@@ -1,0 +1,262 @@
+import os
+import pickle
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from dpflash import corpus
+from dpflash.corpus import (
+    DOCUMENT_START,
+    IGNORE_INDEX,
+    VOCAB_SIZE,
+    ByteDocuments,
+    TrainWindows,
+    default_data_dir,
+    held_out_batches,
+)
+
+KEY = b"0123456789abcdef"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_files(**files):
+        for name, content in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return tmp_path
+
+    return write_files
+
+
+def test_files_are_found_below_the_folder_in_the_order_of_their_paths(write):
+    documents = ByteDocuments.from_folder(write(b=b"2", c__x__y=b"3", a__z=b"1", a_DOT_md=b"0"))
+    assert documents.paths == ("a.md", "a/z", "b", "c/x/y")
+    assert list(documents) == [b"0", b"1", b"2", b"3"]
+    assert documents[2] == b"2" and documents[:1] == (b"0",)
+
+
+def test_hidden_cached_and_installed_files_are_passed_over(tmp_path):
+    for name in (".git/a", "__pycache__/b", "x/site-packages/c", "dist-packages/d", ".env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "kept.txt").write_text("kept")
+    assert ByteDocuments.from_folder(tmp_path).paths == ("kept.txt",)
+
+
+def test_suffixes_choose_the_files(write):
+    root = write(a_DOT_py=b"1", b_DOT_txt=b"2", c_DOT_md=b"3")
+    assert ByteDocuments.from_folder(root, suffixes=(".py", ".md")).paths == ("a.py", "c.md")
+    with pytest.raises(ValueError, match=r"pass \('\.py',\)"):
+        ByteDocuments.from_folder(root, suffixes=".py")
+    with pytest.raises(ValueError, match=r"no usable file of suffixes \['\.rs'\]"):
+        ByteDocuments.from_folder(root, suffixes=(".rs",))
+
+
+def test_binary_empty_and_repeated_files_are_left_out_and_counted(write):
+    late_nul = b"x" * 70_000 + b"\0"
+    root = write(a=b"text", b=b"text", c=b"", d=b"\0", e=late_nul, f=b"\xff\xfe", g=b"text")
+    documents = ByteDocuments.from_folder(root)
+    assert documents.paths == ("a", "f")
+    assert documents.summary() == (
+        "2 documents, 6 bytes; left out: 2 binary, 0 unreadable, 1 empty, 2 duplicate"
+    )
+
+
+def test_a_long_file_is_read_to_its_end(write):
+    content = bytes(range(1, 256)) * 1000
+    assert ByteDocuments.from_folder(write(a=content))[0] == content
+
+
+def test_unreadable_files_are_left_out_with_a_warning(write, monkeypatch):
+    root = write(a=b"1", b=b"2")
+    (root / "gone").symlink_to(root / "nowhere")
+    os.mkfifo(root / "pipe")
+    opened = corpus.Path.open
+
+    def refuse_b(path, *arguments):
+        if path.name == "b":
+            raise PermissionError(path)
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(corpus.Path, "open", refuse_b)
+    with pytest.warns(UserWarning, match="3 files or folders could not be read"):
+        documents = ByteDocuments.from_folder(root)
+    assert documents.paths == ("a",) and documents.num_unreadable == 3
+
+
+@pytest.mark.parametrize("closed", ["inner", ""], ids=["subfolder", "root"])
+def test_a_subfolder_that_cannot_be_listed_is_counted_and_such_a_root_refused(
+    write, monkeypatch, closed
+):
+    root = write(a=b"1", inner__b=b"2")
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path) == os.path.join(root, closed).rstrip("/"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    if closed:
+        with pytest.warns(UserWarning, match="1 files or folders"):
+            assert ByteDocuments.from_folder(root).paths == ("a",)
+    else:
+        with pytest.raises(ValueError, match="cannot be listed"):
+            ByteDocuments.from_folder(root)
+
+
+def test_folders_without_documents_are_refused_by_path(write):
+    root = write(file=b"1")
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        ByteDocuments.from_folder(root / "nowhere")
+    with pytest.raises(ValueError, match="file: expected a folder"):
+        ByteDocuments.from_folder(root / "file")
+    (root / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match="no usable file of any suffix.*1 empty"):
+        ByteDocuments.from_folder(root)
+
+
+@pytest.mark.parametrize("size", [5, 200_000])
+def test_the_total_of_distinct_documents_may_reach_the_cap_but_not_exceed_it(write, size):
+    root = write(a=b"x" * size, b=b"x" * size, c=b"y" * size)
+    assert len(ByteDocuments.from_folder(root, max_total_bytes=2 * size)) == 2
+    with pytest.raises(ValueError, match=rf"max_total_bytes={2 * size - 1}: .* at c"):
+        ByteDocuments.from_folder(root, max_total_bytes=2 * size - 1)
+    with pytest.raises(ValueError, match="max_total_bytes=0"):
+        ByteDocuments.from_folder(root, max_total_bytes=0)
+
+
+def numbered_documents(count):
+    names = tuple(f"{i}.txt" for i in range(count))
+    return ByteDocuments(names, tuple(name.encode() for name in names))
+
+
+def test_split_is_a_partition_of_about_the_wanted_share():
+    documents = numbered_documents(2000)
+    train, held_out = documents.split(0.1)
+    assert sorted(train.paths + held_out.paths) == sorted(documents.paths)
+    assert held_out.contents == tuple(path.encode() for path in held_out.paths)
+    assert 150 < len(held_out) < 250
+
+
+def test_a_new_document_moves_no_other_one_between_the_parts():
+    train, held_out = numbered_documents(300).split()
+    more_train, more_held_out = numbered_documents(301).split()
+    assert set(train.paths) <= set(more_train.paths)
+    assert set(held_out.paths) <= set(more_held_out.paths)
+
+
+def test_split_refuses_an_empty_part():
+    with pytest.raises(ValueError, match="1 documents gave .* needs at least 50 documents"):
+        numbered_documents(1).split()
+    with pytest.raises(ValueError, match="held_out_fraction=1"):
+        numbered_documents(100).split(1)
+
+
+def test_the_standard_library_is_a_usable_default():
+    folder = default_data_dir() / "json"
+    documents = ByteDocuments.from_folder(folder, suffixes=(".py",))
+    assert "decoder.py" in documents.paths
+    assert (default_data_dir() / "os.py").is_file()
+
+
+def test_a_window_predicts_each_byte_from_those_before_it():
+    document = b"hello world"
+    windows = TrainWindows([document], 4, key=KEY)
+    stream = [DOCUMENT_START, *document]
+    starts = set()
+    for step in range(200):
+        inputs, targets = windows.window(0, step)
+        assert inputs.shape == targets.shape == (4,)
+        assert inputs.dtype == targets.dtype == torch.int64
+        start = next(
+            s for s in range(len(document)) if stream[s : s + 5] == [*inputs, int(targets[-1])]
+        )
+        assert targets.tolist() == stream[start + 1 : start + 5]
+        starts.add(start)
+    assert starts == set(range(8))
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 5, 6, 9])
+def test_a_short_document_is_padded_behind_its_end(seq_len):
+    inputs, targets = TrainWindows([b"abcde"], seq_len, key=KEY)[0]
+    if seq_len >= 5:
+        padding = seq_len - 5
+        assert inputs.tolist() == [256, *b"abcd"] + [256] * padding
+        assert targets.tolist() == [*b"abcde"] + [IGNORE_INDEX] * padding
+    assert inputs.max() < VOCAB_SIZE and len(inputs) == len(targets) == seq_len
+
+
+def test_starts_are_spread_evenly():
+    windows = TrainWindows([bytes(range(1, 9))], 5, key=KEY)
+    counts = Counter(int(windows.window(0, step)[1][0]) for step in range(4000))
+    assert sorted(counts) == [1, 2, 3, 4]
+    assert all(880 < count < 1120 for count in counts.values())
+
+
+def test_windows_repeat_for_the_same_key_step_and_index_and_change_with_each():
+    documents = [bytes(i % 255 + 1 for i in range(5000))] * 2
+    first, same, other = (TrainWindows(documents, 9, key=k) for k in (KEY, KEY, KEY[::-1]))
+    for windows in (first, same, other):
+        windows.set_step(3)
+    resumed = pickle.loads(pickle.dumps(first))
+    assert torch.equal(first[0][0], same[0][0]) and torch.equal(first[0][0], resumed[0][0])
+    assert torch.equal(first[0][0], first.window(0, 3)[0])
+    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[0][0], first[1][0])
+    assert not torch.equal(first[0][0], first.window(0, 4)[0])
+
+
+def test_a_dataset_item_is_a_document():
+    windows = TrainWindows([b"a", b"bb", b"ccc"], 4, key=KEY)
+    assert len(windows) == 3
+    assert [targets[0].item() for _, targets in windows] == [*b"abc"]
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match=rf"index={index}: expected 0\.\.2"):
+            windows[index]
+
+
+def test_train_windows_refuse_bad_arguments():
+    with pytest.raises(ValueError, match="documents are empty"):
+        TrainWindows([], 4, key=KEY)
+    with pytest.raises(ValueError, match="seq_len=0"):
+        TrainWindows([b"a"], 0, key=KEY)
+    for key in (b"", b"short", b"x" * 65):
+        with pytest.raises(ValueError, match=f"key has {len(key)} bytes"):
+            TrainWindows([b"a"], 4, key=key)
+    for step in (-1, 1.0, True, 2**64):
+        with pytest.raises(ValueError, match="step="):
+            TrainWindows([b"a"], 4, key=KEY).set_step(step)
+
+
+def test_held_out_windows_cover_every_byte_once():
+    documents = [b"abcdefgh", b"xyz", b"0123456"]
+    batches = list(held_out_batches(documents, 3, 100, batch_size=4))
+    assert [inputs.shape for inputs, _ in batches] == [(4, 3), (3, 3)]
+    targets = torch.cat([t for _, t in batches]).flatten()
+    assert Counter(targets[targets != IGNORE_INDEX].tolist()) == Counter(b"".join(documents))
+    inputs = torch.cat([i for i, _ in batches])
+    assert inputs[:4].tolist() == [[256, *b"ab"], [256, *b"xy"], [256, *b"01"], [*b"cde"]]
+
+
+def test_held_out_windows_are_fixed_capped_and_from_many_documents():
+    documents = [bytes([65 + i]) * 50 for i in range(10)]
+    first, second = (list(held_out_batches(documents, 7, 13, batch_size=5)) for _ in range(2))
+    assert sum(len(inputs) for inputs, _ in first) == 13
+    assert len({int(row[0]) for _, targets in first for row in targets}) == 10
+    for batch, again in zip(first, second, strict=True):
+        assert torch.equal(batch[0], again[0]) and torch.equal(batch[1], again[1])
+    assert list(held_out_batches([], 7, 13)) == []
+    with pytest.raises(ValueError, match="max_windows=0"):
+        list(held_out_batches(documents, 7, 0))
+
+
+def test_making_windows_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrainWindows([b"abc"], 2, key=KEY)[0]
+        list(held_out_batches([b"abc"], 2, 5))

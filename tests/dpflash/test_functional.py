@@ -1,0 +1,183 @@
+import math
+
+import pytest
+import torch
+
+from dpflash import functional
+from dpflash.functional import attention
+
+
+def explicit_attention(q, k, v, causal=False, softmax_scale=None):
+    """Row by row in the dtype of its arguments, from the definition: (o, lse)."""
+    (batch, heads, queries, head_dim), groups = q.shape, k.shape[1]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    rows_o, rows_lse = [], []
+    for b in range(batch):
+        for h in range(heads):
+            group = h // (heads // groups)
+            for t in range(queries):
+                last = t + 1 if causal else k.shape[2]
+                scores = scale * (k[b, group, :last] @ q[b, h, t])
+                weights = scores.exp() / scores.exp().sum()
+                rows_o.append(weights @ v[b, group, :last])
+                rows_lse.append(scores.exp().sum().log())
+    return torch.stack(rows_o).reshape(q.shape), torch.stack(rows_lse).reshape(q.shape[:3])
+
+
+def make_qkv(batch=2, heads=4, groups=2, queries=7, keys=7, head_dim=5, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, heads, queries, head_dim)] + 2 * [(batch, groups, keys, head_dim)]
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["o", "o+lse"])
+@pytest.mark.parametrize(
+    ("groups", "keys", "causal", "scale"),
+    [(4, 7, False, None), (2, 7, True, None), (1, 9, False, 0.3), (2, 1, False, -1.0)],
+    ids=["dense", "gqa-causal", "mqa-cross-scaled", "one-key"],
+)
+def test_attention_and_its_gradients_match_explicit_softmax(
+    groups, keys, causal, scale, return_lse
+):
+    qkv = make_qkv(groups=groups, keys=keys)
+    weights = torch.randn(qkv[0].shape, dtype=torch.float64)
+    expected, _ = explicit_attention(*qkv, causal=causal, softmax_scale=scale)
+    result = attention(*qkv, causal=causal, softmax_scale=scale, return_lse=return_lse)
+    o = result[0] if return_lse else result
+    torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad((o * weights).sum(), qkv)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), qkv)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_lse_and_its_gradient_match_explicit_softmax_whatever_the_chunk(
+    causal, chunk, monkeypatch
+):
+    monkeypatch.setattr(functional, "_QUERY_CHUNK", chunk)
+    qkv = make_qkv()
+    expected_o, expected_lse = explicit_attention(*qkv, causal=causal)
+    o, lse = attention(*qkv, causal=causal, return_lse=True)
+    torch.testing.assert_close((o, lse), (expected_o, expected_lse), rtol=1e-10, atol=1e-12)
+    weights = torch.randn(lse.shape, dtype=torch.float64)
+    loss = (lse * weights).sum() + o.square().sum()
+    expected_loss = (expected_lse * weights).sum() + expected_o.square().sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, qkv),
+        torch.autograd.grad(expected_loss, qkv),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lse_is_float32_and_accurate_for_narrow_inputs(dtype):
+    q, k, v = [x.detach().to(dtype) for x in make_qkv(queries=63, keys=63, head_dim=17)]
+    _, expected = explicit_attention(q.double(), k.double(), v.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, lse = attention(q, k, v, return_lse=True)
+    assert o.dtype == dtype and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lse_stays_finite_where_the_exponential_overflows():
+    q, k, v = make_qkv(dtype=torch.float32)
+    o, lse = attention(q * 1000, k, v, return_lse=True)
+    (o.sum() + lse.sum()).backward()
+    assert lse.isfinite().all() and o.isfinite().all() and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 0}], ids=str)
+def test_empty_inputs_give_empty_outputs_and_gradients(sizes, return_lse):
+    q, k, v = make_qkv(**sizes)
+    result = attention(q, k, v, causal=True, return_lse=return_lse)
+    outputs = result if return_lse else (result,)
+    assert outputs[0].shape == q.shape and outputs[-1].shape[:3] == q.shape[:3]
+    sum(output.sum() for output in outputs).backward()
+    assert q.grad.shape == q.shape
+
+
+def test_a_query_without_keys_gives_zero_and_minus_infinity():
+    q, k, v = make_qkv(keys=0)
+    o, lse = attention(q, k, v, return_lse=True)
+    assert torch.equal(o, torch.zeros_like(o)) and torch.equal(
+        lse, torch.full_like(lse, -math.inf)
+    )
+    assert torch.equal(attention(q, k, v), o)
+    (gradient,) = torch.autograd.grad(o.sum(), q)
+    assert torch.equal(gradient, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_strided_views_give_what_contiguous_tensors_give(return_lse):
+    packed = torch.randn(2, 7, 3, 4, 6, dtype=torch.float64)
+    views = [packed[:, :, i].transpose(1, 2) for i in range(3)]
+    assert not any(view.is_contiguous() for view in views)
+    result = attention(*views, causal=True, return_lse=return_lse)
+    expected = attention(*[x.contiguous() for x in views], causal=True, return_lse=return_lse)
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_samples_output_ignores_its_batch_mates():
+    q, k, v = [x.detach() for x in make_qkv(batch=3)]
+    together = attention(q, k, v, causal=True, return_lse=True)
+    for i in range(3):
+        alone = attention(*(x[i : i + 1] for x in (q, k, v)), causal=True, return_lse=True)
+        torch.testing.assert_close(alone, tuple(x[i : i + 1] for x in together))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"q has shape \(4, 7, 5\): expected 4 dimensions"),
+        (lambda q, k, v: (q, k, v.float()), r"v is torch\.float32.*v\.to\(q\)"),
+        (lambda q, k, v: (q, k.to("meta"), v), r"k is torch\.float64 on meta"),
+        (lambda q, k, v: (q.long(), k, v), r"q has dtype torch\.int64.*q\.float\(\)"),
+        (lambda q, k, v: (q, k, v[:, :, :3]), r"expected equal shapes"),
+        (lambda q, k, v: (q[:, :, :, :4], k, v), r"head_dim"),
+        (lambda q, k, v: (q[:1], k, v), r"the same batch"),
+        (lambda q, k, v: (q[:, :3], k, v), r"q has 3 heads and k has 2"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), r"q has 4 heads and k has 0"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*change(*[x.detach() for x in make_qkv()]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pattern": "dilated"}, "patterns arrive with the kernels"),
+        ({"softmax_scale": math.nan}, "softmax_scale=nan"),
+        ({"softmax_scale": math.inf}, "softmax_scale=inf"),
+        ({"softmax_scale": True}, "softmax_scale=True"),
+    ],
+    ids=str,
+)
+def test_arguments_that_have_no_meaning_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*make_qkv(), **arguments)
+
+
+def test_causal_attention_of_unequal_lengths_is_refused_rather_than_guessed():
+    with pytest.raises(ValueError, match="causal=True with 7 queries and 9 keys"):
+        attention(*make_qkv(keys=9), causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_attention_works_under_compile_and_per_sample_vmap(return_lse):
+    qkv = [x.detach().float() for x in make_qkv()]
+
+    def total(q, k, v):
+        result = attention(q, k, v, causal=True, return_lse=return_lse)
+        return sum(x.square().sum() for x in (result if return_lse else (result,)))
+
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv), total(*qkv))
+    one = [x.unsqueeze(1) for x in qkv]
+    per_sample = torch.func.vmap(torch.func.grad(total))(*one)
+    torch.testing.assert_close(per_sample.squeeze(1), torch.func.grad(total)(*qkv))

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dpflash import losses
+
+SHAPES = [(5,), (5, 1), (3, 7), (2, 3, 5), (1, 1), (4, 0)]
+
+
+def loop_cross_entropy(logits, targets, ignore_index=-100):
+    """Position by position in float64, from the definition."""
+    rows = []
+    for sample_logits, sample_targets in zip(logits.double(), targets, strict=True):
+        terms = []
+        pairs = zip(
+            sample_logits.reshape(-1, logits.shape[-1]), sample_targets.reshape(-1), strict=True
+        )
+        for scores, target in pairs:
+            if target != ignore_index:
+                terms.append(scores.exp().sum().log() - scores[target])
+        rows.append(sum(terms) / len(terms) if terms else scores.sum() * 0)
+    return torch.stack(rows)
+
+
+def make_batch(shape, num_classes=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*shape, num_classes, generator=generator)
+    targets = torch.randint(num_classes, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.3] = -100
+    return logits, targets
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 5)], ids=str)
+def test_cross_entropy_and_its_gradient_match_a_float64_loop(shape):
+    logits, targets = make_batch(shape)
+    targets[0] = 3
+    weights = torch.linspace(1, 2, shape[0])
+    logits.requires_grad_()
+    result = losses.cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(result @ weights, logits)
+
+    exact_logits = logits.detach().double().requires_grad_()
+    expected = loop_cross_entropy(exact_logits, targets)
+    (expected_gradient,) = torch.autograd.grad(expected @ weights.double(), exact_logits)
+    assert result.shape == (shape[0],) and result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_cross_entropy_is_the_mean_over_the_samples_own_valid_tokens_not_the_batchs():
+    logits, targets = make_batch((3, 7))
+    targets[0, 1:] = -100
+    targets[0, 0] = 2
+    result = losses.cross_entropy(logits, targets)
+    assert result[0].item() == pytest.approx(F.cross_entropy(logits[0, 0], targets[0, 0]).item())
+
+
+def test_a_sample_without_valid_tokens_has_loss_zero_and_no_gradient():
+    logits, targets = make_batch((3, 7))
+    targets[1] = -100
+    logits.requires_grad_()
+    result = losses.cross_entropy(logits, targets)
+    result.sum().backward()
+    assert result[1].item() == 0.0
+    assert torch.equal(logits.grad[1], torch.zeros_like(logits[1]))
+    assert logits.grad.isfinite().all() and (logits.grad[0] != 0).any()
+
+
+def test_another_ignore_index_is_honoured():
+    logits, targets = make_batch((3, 7))
+    targets[targets == -100] = 0
+    expected = loop_cross_entropy(logits, targets, ignore_index=0)
+    result = losses.cross_entropy(logits, targets, ignore_index=0)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_reduced_in_float32(dtype):
+    logits, targets = make_batch((2, 501))
+    result = losses.cross_entropy(logits.to(dtype), targets)
+    expected = losses.cross_entropy(logits.to(dtype).double(), targets)
+    assert result.dtype == torch.float32 and expected.dtype == torch.float64
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    values = torch.rand(2, 501).to(dtype)
+    for loss in (losses.mse, losses.binary_cross_entropy_with_logits):
+        low = loss(logits[..., 0].to(dtype), values)
+        assert low.dtype == torch.float32
+        exact = loss(logits[..., 0].to(dtype).double(), values.double())
+        torch.testing.assert_close(low.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_elementwise_losses_match_a_float64_loop(shape):
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator)
+    targets = torch.rand(shape, generator=generator)
+    squared, binary = [], []
+    for sample, target in zip(values.double(), targets.double(), strict=True):
+        pairs = list(zip(sample.reshape(-1).tolist(), target.reshape(-1).tolist(), strict=True))
+        count = max(len(pairs), 1)
+        squared.append(sum((x - t) ** 2 for x, t in pairs) / count)
+        binary.append(sum(math.log1p(math.exp(x)) - t * x for x, t in pairs) / count)
+    mse = losses.mse(values, targets)
+    bce = losses.binary_cross_entropy_with_logits(values, targets)
+    assert mse.shape == bce.shape == shape[:1]
+    torch.testing.assert_close(mse, torch.tensor(squared), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(bce, torch.tensor(binary), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "binary_cross_entropy_with_logits"])
+def test_a_samples_loss_and_gradient_ignore_its_batch_mates(loss):
+    logits, targets = make_batch((4, 7))
+    if loss != "cross_entropy":
+        logits, targets = logits[..., 0], torch.rand(4, 7)
+
+    def loss_and_gradient(values, labels):
+        values = values.clone().requires_grad_()
+        result = getattr(losses, loss)(values, labels)
+        result.sum().backward()
+        return result.detach(), values.grad
+
+    together = loss_and_gradient(logits, targets)
+    for i in range(4):
+        alone = loss_and_gradient(logits[i : i + 1], targets[i : i + 1])
+        torch.testing.assert_close(alone[0], together[0][i : i + 1])
+        torch.testing.assert_close(alone[1], together[1][i : i + 1])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 7), (0, 1)], ids=str)
+def test_an_empty_batch_gives_an_empty_loss_with_a_gradient(shape):
+    logits = torch.randn(*shape, 11, requires_grad=True)
+    result = losses.cross_entropy(logits, torch.zeros(shape, dtype=torch.int64))
+    result.sum().backward()
+    assert result.shape == (0,) and logits.grad.shape == logits.shape
+    values = torch.randn(shape, requires_grad=True)
+    for loss in (losses.mse, losses.binary_cross_entropy_with_logits):
+        assert loss(values, torch.zeros(shape)).shape == (0,)
+
+
+@pytest.mark.parametrize("loss", [losses.mse, losses.binary_cross_entropy_with_logits])
+def test_shapes_that_would_broadcast_over_the_batch_are_refused(loss):
+    with pytest.raises(ValueError, match=r"\(5, 1\) and targets of shape \(5,\)"):
+        loss(torch.rand(5, 1), torch.rand(5))
+    with pytest.raises(ValueError, match="batch first"):
+        loss(torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"targets\.float\(\)"):
+        loss(torch.rand(5), torch.ones(5, dtype=torch.int64))
+
+
+def test_cross_entropy_refuses_what_it_would_misread():
+    logits, targets = make_batch((3, 7))
+    with pytest.raises(ValueError, match=r"movedim"):
+        losses.cross_entropy(logits.movedim(-1, 1), targets)
+    with pytest.raises(ValueError, match=r"targets\.long\(\)"):
+        losses.cross_entropy(logits, targets.int())
+    with pytest.raises(ValueError, match=r"logits\.float\(\)"):
+        losses.cross_entropy(targets.unsqueeze(-1), targets)
+    with pytest.raises(ValueError, match=r"expected logits \[B"):
+        losses.cross_entropy(torch.rand(11), torch.tensor(3))
+
+
+@pytest.mark.parametrize("wrong", [11, -1, 1000])
+def test_class_indices_out_of_range_are_refused(wrong):
+    logits, targets = make_batch((3, 7))
+    targets[1, 2] = wrong
+    with pytest.raises(ValueError, match=r"Expected 0\.\.10 or ignore_index=-100"):
+        losses.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 1.5, math.nan])
+def test_binary_targets_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"outside of \[0, 1\]"):
+        losses.binary_cross_entropy_with_logits(torch.zeros(3), torch.tensor([0.0, wrong, 1.0]))
+
+
+def test_losses_compile_into_one_graph():
+    logits, targets = make_batch((3, 7))
+    ones = torch.rand(3, 7)
+
+    def all_losses(logits, targets, ones):
+        return (
+            losses.cross_entropy(logits, targets)
+            + losses.mse(logits[..., 0], ones)
+            + losses.binary_cross_entropy_with_logits(logits[..., 1], ones)
+        )
+
+    compiled = torch.compile(all_losses, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(logits, targets, ones), all_losses(logits, targets, ones))

@@ -1,0 +1,85 @@
+"""What a user installs is what the repository holds."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dpflash
+
+tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from 3.11 on")
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSES = {"dpflash": "dpflash", "kernels": "dpflash.kernels", "accounting": "dpflash.accounting"}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _packages_on_disk() -> set[str]:
+    found = set()
+    for folder, package in HOUSES.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            below = init.parent.relative_to(ROOT / folder).parts
+            found.add(".".join([package, *below]))
+    return found
+
+
+def test_every_package_is_listed_and_every_listed_package_exists() -> None:
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == _packages_on_disk()
+
+
+def test_every_house_is_mapped_to_its_folder() -> None:
+    mapped = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    assert mapped == {package: folder for folder, package in HOUSES.items()}
+
+
+def test_version_is_the_same_in_the_project_file_and_the_library() -> None:
+    assert PYPROJECT["project"]["version"] == dpflash.__version__
+
+
+def test_console_script_points_at_something_callable() -> None:
+    module, _, name = PYPROJECT["project"]["scripts"]["dpflash"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_type_checkers_find_both_houses_through_the_links() -> None:
+    for folder in ("kernels", "accounting"):
+        link = ROOT / "tests" / "typing" / "dpflash" / folder
+        assert link.resolve() == ROOT / folder
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("pip")
+    # Built from a copy: a build leaves folders behind, and an old one's leftovers enter the wheel.
+    source = tmp_path / "source"
+    junk = shutil.ignore_patterns("__pycache__")
+    for folder in HOUSES:
+        shutil.copytree(ROOT / folder, source / folder, ignore=junk)
+    for name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert {n.split("/")[0] for n in inside if ".dist-info/" not in n} == {"dpflash"}
+    assert "dpflash/py.typed" in inside
+    expected = {
+        "/".join([*package.split("."), *path.relative_to(source / folder).parts])
+        for folder, package in HOUSES.items()
+        for path in (source / folder).rglob("*.py")
+        if "build" not in path.parts
+    }
+    assert {n for n in inside if n.endswith(".py")} == expected
