@@ -28,14 +28,16 @@ from .streams import derive_key, master_key
 
 CLIPPINGS = ("flat", "per_layer")
 
-# Arguments of Opacus' make_private that have no counterpart here.
-_OPACUS_ONLY = {
+# Arguments of peers that have no counterpart here.
+_REFUSED = {
     "criterion": "losses are computed by the caller, one per sample (dpflash.losses)",
     "batch_first": "the batch is always the first dimension",
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
     "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
     "wrap_model": "the model is never wrapped; it comes back as the same object",
     "rand_on_empty": "empty batches are yielded with zero samples",
+    "max_batch_size": "truncating a Poisson draw changes its guarantee and is not accounted for "
+    "yet; physical_batch_size= bounds the memory without touching the draw",
 }
 
 
@@ -165,7 +167,7 @@ class PrivacyEngine:
             data_loader,
             tracker,
             poisson=poisson_sampling,
-            key=derive_key(self._key, "sampling"),
+            key=self._sampling_key(),
             physical_batch_size=physical_batch_size,
         )
         groups = (
@@ -200,6 +202,7 @@ class PrivacyEngine:
             backward.discard()
 
         tracker.has_sums = lambda: bool(backward.sums)
+        tracker.signals_pending = lambda: bool(private_optimizer._step_skip_queue)
         tracker.abandon = abandon
         tracker.on_batch = backward.begin_batch
         for parameter in trained:
@@ -355,6 +358,8 @@ class PrivacyEngine:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
         detach(model)
+        # The next model starts counting at 0 again; under the old keys it would repeat the noise.
+        self._incarnation += 1
         self._model = self._backward = None
         return model
 
@@ -399,8 +404,8 @@ class PrivacyEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
 
-        Where the ledger has releases that the checkpoint does not know, they stay counted and
-        the noise goes on under a new key, since they may have been seen.
+        Where the ledger has releases that the checkpoint does not know, they stay counted, and
+        noise and sampling go on under new keys, since those releases may have been seen.
 
         Returns:
             What save_checkpoint got as `extra`.
@@ -430,7 +435,7 @@ class PrivacyEngine:
             # The accountant already holds the whole ledger.
             self._incarnation += self._ledger.releases
         self._optimizer._noise_key = self._noise_key()
-        self._loader.set_key(derive_key(self._key, "sampling"))
+        self._loader.set_key(self._sampling_key())
         self._loader.load_state_dict(state["loader"])
         self._attached().discard()
         return dict(state["extra"])
@@ -457,6 +462,9 @@ class PrivacyEngine:
 
     def _noise_key(self) -> bytes:
         return derive_key(self._key, f"noise-{self._incarnation}")
+
+    def _sampling_key(self) -> bytes:
+        return derive_key(self._key, f"sampling-{self._incarnation}")
 
     def _sampling(self) -> dict[str, Any]:
         assert self._loader is not None
@@ -556,8 +564,8 @@ def _trained_parameters(
 
 def _refuse_keywords(unknown: dict[str, Any], method: Any) -> NoReturn:
     name = next(iter(unknown))
-    if name in _OPACUS_ONLY:
-        raise TypeError(f"{method.__name__} has no argument {name!r}: {_OPACUS_ONLY[name]}")
+    if name in _REFUSED:
+        raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")
     known = [p for p in inspect.signature(method).parameters if p != "unknown"]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"

@@ -110,6 +110,12 @@ class Gate:
         self._kept: dict[int, _Kept] = {}
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
+        self.device = group.parameters[0].device
+        self.two_pass_allowed = owner.two_pass_allowed and not torch.is_autocast_enabled(
+            self.device.type
+        )
+        if any(p.dtype not in (torch.float32, torch.float64) for p in group.parameters):
+            self.two_pass_allowed = False
         self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *group.parameters)
 
     def register(self, position: int, shape: LinearShape) -> None:
@@ -121,7 +127,7 @@ class Gate:
         """A use with G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
         mode = self.owner.mode
         if mode == "sum":
-            self._add(position, clipped_grad(x, dy, self.owner.kept_samples))
+            self._add(position, clipped_grad(x, dy, self.owner.factors))
         elif mode == "norms" and len(self.shapes[position]) == 1:
             self._add_squares(grad_norm(x, dy))
         elif mode == "clip" and self._way(position) == "stored":
@@ -135,8 +141,8 @@ class Gate:
         mode = self.owner.mode
         rows = self.group.parameters[position].shape[0]
         if mode == "sum":
-            kept = self.owner.kept_samples
-            self._add(position, embedding_clipped_grad(indices, dy, kept, rows))
+            factors = self.owner.factors
+            self._add(position, embedding_clipped_grad(indices, dy, factors, rows))
         elif mode == "norms" and len(self.shapes[position]) == 1:
             self._add_squares(embedding_grad_norm(indices, dy))
         elif mode == "clip" and self._way(position) == "stored":
@@ -170,9 +176,7 @@ class Gate:
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from the handles' gradients and what was left."""
         parameters = self.group.parameters
-        squares = torch.zeros(
-            self.batch_size, dtype=torch.float64, device=parameters[0].device
-        )
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
         for position, grad in enumerate(grads):
@@ -190,7 +194,7 @@ class Gate:
         owner = self.owner
         owner.arrived(self)
         if owner.mode == "sum":
-            factors = owner.kept_samples
+            factors = owner.factors
         else:
             scale = self.batch_size if owner.loss_reduction == "mean" else 1
             squares = self.finish_norms(grads) * scale**2
@@ -275,7 +279,8 @@ class PrivateBackward:
         self._expected_size: int | None = None
         self._arrived: set[int] = set()
         self._arrived_generation: int | None = None
-        self.kept_samples = torch.empty(0)
+        self.factors = torch.empty(0)
+        self._summing: Gate | None = None
 
     # Forward
 
@@ -357,6 +362,7 @@ class PrivateBackward:
             raise
         finally:
             self.mode = "clip"
+            self._summing = None
             self._in_backward = False
             self._expected_size = None
 
@@ -364,21 +370,22 @@ class PrivateBackward:
         return self.two_pass_allowed and bool(gate.shapes) and gate.plan().two_pass
 
     def _backward_twice(self, losses: Tensor, gate: Gate) -> None:
+        # Both passes are the same computation, and the gate applies the factors to what the
+        # second one brings. Weighted losses would round anew at every layer, beyond the bound.
+        total = losses.sum()
         self.mode = "norms"
-        grads = torch.autograd.grad(
-            losses.sum(), gate.handles, retain_graph=True, allow_unused=True
-        )
-        # What the uses left is attached to the graph; the factors must be constants of pass two.
+        grads = torch.autograd.grad(total, gate.handles, retain_graph=True, allow_unused=True)
+        # What the uses left is attached to the graph.
         with torch.no_grad():
             squares = gate.finish_norms(grads)
             gate.reset()
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
-            factors = clip_factors(squares, gate.group.share * self.bound)
-            self.note(squares, factors)
+            self.factors = clip_factors(squares, gate.group.share * self.bound)
+            self.note(squares, self.factors)
+        self._summing = gate
         self.mode = "sum"
-        self.kept_samples = (factors != 0).float()
-        torch.where(factors != 0, losses * factors, torch.zeros_like(losses)).sum().backward()
+        total.backward()
 
     def _begin(self) -> None:
         self._arrived = set()
@@ -410,10 +417,12 @@ class PrivateBackward:
                 "the clipping gate ran twice in one backward, so a sample would be clipped in "
                 "parts. Use non-reentrant checkpointing and a single backward"
             )
-        if self._arrived_generation not in (None, gate.generation):
+        mixed = self._arrived_generation not in (None, gate.generation)
+        if mixed or (self.mode == "sum" and gate is not self._summing):
             raise RuntimeError(
-                "losses mix forward passes of different batches; call engine.backward once for "
-                "each forward pass"
+                "losses mix forward passes of different batches, or are not of the model's last "
+                "one; call engine.backward after each forward pass, and give every layer inputs "
+                "whose first dimension is the batch"
             )
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
@@ -450,7 +459,6 @@ class PrivateBackward:
         self.sums = {}
         self.bound = float("nan")
         self._release_gates()
-        self._prepared = []
         self._stale = True
 
     def _release_gates(self) -> None:

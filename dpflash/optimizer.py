@@ -83,7 +83,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters that a step changes."""
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        ids = self._parameter_ids
+        held = [p for group in self.param_groups for p in group["params"]]
+        return [p for p in held if p in ids and p.requires_grad]
 
     def forget_signals(self) -> None:
         """Drop skip signals of batches that will not come."""
@@ -167,6 +169,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _skips(self) -> bool:
         self._signalled = bool(self._step_skip_queue)
         if self._signalled:
+            self._tracker.signalled_step()
             return self._step_skip_queue.popleft()
         mark = self._tracker.current
         return mark is not None and not mark.last

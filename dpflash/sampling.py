@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from ._validate import positive_int
 from .streams import uniform_words
@@ -37,6 +43,8 @@ class BatchTracker:
         backward_done: whether its gradients were taken.
         first_of_pass: whether no release was made yet in this pass over the data.
         next_draw: the draw at which a resumed run goes on.
+        signals_pending: whether another loader, such as that of Opacus' BatchMemoryManager, tells
+            the optimizer where logical batches end; then each physical batch has its own step().
     """
 
     def __init__(self) -> None:
@@ -45,21 +53,21 @@ class BatchTracker:
         self.first_of_pass = False
         self.next_draw = 0
         self.has_sums: Callable[[], bool] = lambda: False
+        self.signals_pending: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = lambda: None
         self.on_batch: Callable[[int], None] = lambda size: None
 
     def begin_pass(self) -> None:
-        """A new pass over the data drops what an unfinished logical batch left."""
-        if self.current is not None and self.current.last and self.has_sums():
-            self._refuse_unreleased()
+        """A new pass over the data drops what an unreleased logical batch left."""
         if self.has_sums():
             warnings.warn(
-                "the last logical batch was left before its end; its gradients are dropped and "
-                "were not released",
+                "the loop left its last logical batch before optimizer.step() released it; its "
+                "gradients are dropped",
                 stacklevel=3,
             )
         self.abandon()
         self.current = None
+        self.backward_done = False
         self.first_of_pass = True
 
     def begin_batch(self, mark: BatchMark) -> None:
@@ -74,9 +82,9 @@ class BatchTracker:
     def before_backward(self, batch_size: int) -> None:
         """Refuse to take the same samples into one release twice."""
         mark = self.current
-        if mark is None:
+        if mark is None and not self.signals_pending():
             return
-        if batch_size != mark.size:
+        if mark is not None and batch_size != mark.size:
             raise ValueError(
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
                 "give one loss for each sample that was drawn"
@@ -87,6 +95,11 @@ class BatchTracker:
                 "break the bound. Add the losses up and call engine.backward once for each batch"
             )
         self.backward_done = True
+
+    def signalled_step(self) -> None:
+        """A step that was told by a signal ends a physical batch of another loader."""
+        if self.current is None:
+            self.backward_done = False
 
     def released(self) -> None:
         self.current = None
@@ -174,6 +187,18 @@ class PoissonBatchSampler:
         self.position = position
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
+
+
+class _PassBatchSampler(BatchSampler):
+    """The loader's own batches; says when a pass begins, also where another loader iterates it."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, begin: Callable[[], None]):
+        super().__init__(sampler, batch_size, drop_last)
+        self._begin_pass = begin
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._begin_pass()
+        yield from super().__iter__()
 
 
 class _CollateWithEmpty:
@@ -268,17 +293,16 @@ class PrivateDataLoader(DataLoader):
             self._poisson = None
             super().__init__(
                 loader.dataset,
-                batch_size=batch_size,
-                sampler=loader.sampler,
+                batch_sampler=_PassBatchSampler(
+                    loader.sampler, batch_size, loader.drop_last, tracker.begin_pass
+                ),
                 collate_fn=loader.collate_fn,
-                drop_last=loader.drop_last,
                 **common,
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._poisson is None:
-            self._tracker.begin_pass()
-            remaining = len(self.sampler)  # type: ignore[arg-type]
+            remaining = len(self.dataset)  # type: ignore[arg-type]
             for number, batch in enumerate(super().__iter__()):
                 size = min(int(self.expected_batch_size), remaining)
                 remaining -= size

@@ -49,10 +49,11 @@ class PrivateEmbedding(PrivateModule):
 
     padding_idx: int | None
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.is_private_call():
-            return super().forward(indices)
+            return super().forward(input)
         context = self._dpflash
+        indices = input
         if indices.ndim == 1 and not torch.compiler.is_compiling():
             indices = self._one_dimensional(indices)
         indices = context.check_batch(indices)

@@ -55,10 +55,11 @@ class PrivateLinear(PrivateModule):
 
     _transposed = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    # Arguments are named as in the plain layers, which may be called by keyword.
+    def forward(self, input: Tensor) -> Tensor:
         if not self.is_private_call():
-            return super().forward(x)
-        x = self._dpflash.check_batch(x)
+            return super().forward(input)
+        x = self._dpflash.check_batch(input)
         if x.ndim == 1:
             raise ValueError(
                 f"input of module '{self._dpflash.name}' has shape {tuple(x.shape)}; a private "
@@ -89,3 +90,6 @@ class PrivateConv1D(PrivateLinear):
     """y = x W + b with x [B, ..., I], W [I, O]."""
 
     _transposed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)

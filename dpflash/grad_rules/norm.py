@@ -69,10 +69,10 @@ class PrivateLayerNorm(PrivateModule):
     normalized_shape: tuple[int, ...]
     eps: float
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.is_private_call():
-            return super().forward(x)
-        x = _checked(self, x)
+            return super().forward(input)
+        x = _checked(self, input)
         handles = self.private_handles(x.shape[0])
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         return _LayerNorm.apply(
