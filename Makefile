@@ -15,7 +15,8 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model privately on Python's own library sources
-	$(BIN)/dpflash train --out runs/demo
+	@out=runs/demo; n=1; while [ -e $$out ]; do n=$$((n+1)); out=runs/demo-$$n; done; \
+	  set -x; $(BIN)/dpflash train --out $$out
 
 test: $(STAMP) ## run every test that needs no GPU
 	$(ONE_THREAD) $(BIN)/pytest -n 2 -q

@@ -53,9 +53,7 @@ Step = Callable[[], None]
 def build_model(tokens: int, *, tied: bool) -> nn.Module:
     """The transformer of the comparison: D=256, 4 layers, 8 heads, SDPA."""
     torch.manual_seed(0)
-    return dpflash.nn.LongContextLM(
-        VOCABULARY, 256, 4, 8, max_seq_len=tokens, tie_embeddings=tied
-    )
+    return dpflash.nn.LongContextLM(VOCABULARY, 256, 4, 8, max_seq_len=tokens, tie_embeddings=tied)
 
 
 def build_batch(batch: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -133,4 +133,4 @@ def detach(model: nn.Module) -> None:
         if isinstance(module, PrivateModule):
             original = plain_class(module)
             del module.__dict__["_dpflash"]
-            module.__class__ = original
+            object.__setattr__(module, "__class__", original)

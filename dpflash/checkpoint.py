@@ -47,7 +47,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, ValueError) as e:
+    except PermissionError:
+        raise
+    except (  # A file that is cut short makes torch seek to before its start: an OSError.
+        RuntimeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        ValueError,
+    ) as e:
         raise ValueError(
             f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
             "earlier copy"

@@ -71,6 +71,9 @@ class PrivacyEngine:
         self.seed = seed
         self._key = master_key(seed)
         self._incarnation = 0
+        self._noiseless = False
+        self._unamplified = False
+        self._pass_noise = math.inf
         self._ledger = None if ledger is None else Ledger(ledger)
         if self._ledger is not None:
             for noise_multiplier, sample_rate in self._ledger.read():
@@ -80,8 +83,6 @@ class PrivacyEngine:
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._tracker = BatchTracker()
-        self._noiseless = False
-        self._unamplified = False
 
     def make_private(
         self,
@@ -359,7 +360,7 @@ class PrivacyEngine:
         self._attached().discard()
         detach(model)
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
-        self._incarnation += 1
+        self._key = derive_key(self._key, "next model")
         self._model = self._backward = None
         return model
 
@@ -413,12 +414,21 @@ class PrivacyEngine:
         Raises:
             FileNotFoundError, ValueError: for a missing, damaged or mismatched file; nothing is
                 changed then.
+            RuntimeError: where steps were released already and no ledger remembers them.
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
         state = checkpoint.read(path)
         self._check_fits(path, state)
+        here = (self._key, self._incarnation, self._optimizer.releases)
+        there = (state["key"], state["incarnation"], state["releases"])
+        if self._ledger is None and self._optimizer.releases and here != there:
+            raise RuntimeError(
+                f"path={os.fspath(path)!r}: {self._optimizer.releases} step(s) were released since "
+                "make_private, and loading would forget what they cost. Load right after "
+                "make_private; to go back within a run use PrivacyEngine(ledger=...)"
+            )
         self._model.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._key = state["key"]
@@ -426,14 +436,15 @@ class PrivacyEngine:
         self._optimizer.releases = state["releases"]
         self._optimizer.noise_multiplier = state["noise_multiplier"]
         self._optimizer.max_grad_norm = state["max_grad_norm"]
-        self._noiseless = state["noiseless"]
-        self._unamplified = state["unamplified"]
+        self._noiseless |= state["noiseless"]
+        self._unamplified |= state["unamplified"]
         self.seed = state["seed"]
         if self._ledger is None or state["ledger_releases"] is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
         elif self._ledger.releases != state["ledger_releases"]:
             # The accountant already holds the whole ledger.
-            self._incarnation += self._ledger.releases
+            # Each release has lengthened it, so no other branch of this key has its number.
+            self._incarnation = self._ledger.releases
         self._optimizer._noise_key = self._noise_key()
         self._loader.set_key(self._sampling_key())
         self._loader.load_state_dict(state["loader"])
@@ -521,7 +532,10 @@ class PrivacyEngine:
         elif self._loader.sample_rate is not None:
             rate = self._loader.sample_rate
         else:
-            rate = 1.0 if self._tracker.first_of_pass else None
+            # Batches of a pass are disjoint, so the step with the least noise pays for all.
+            paid = math.inf if self._tracker.first_of_pass else self._pass_noise
+            rate = 1.0 if noise_multiplier < paid else None
+            self._pass_noise = min(noise_multiplier, paid)
         if self._ledger is not None:
             self._ledger.append(noise_multiplier=noise_multiplier, sample_rate=rate)
         self._account(noise_multiplier, rate)
@@ -533,9 +547,7 @@ class PrivacyEngine:
             self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
 
 
-def _trained_parameters(
-    module: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[nn.Parameter]:
+def _trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The model's trainable parameters that the optimizer holds, in the model's order."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
         raise ValueError(

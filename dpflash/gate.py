@@ -106,16 +106,13 @@ class Gate:
         self.batch_size = batch_size
         self.generation = generation
         self.shapes: dict[int, list[LinearShape]] = {}
+        self._dense: set[int] = set()
         self._plan: dict[int, str] | None = None
+        self._task = -1
         self._kept: dict[int, _Kept] = {}
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
-        self.two_pass_allowed = owner.two_pass_allowed and not torch.is_autocast_enabled(
-            self.device.type
-        )
-        if any(p.dtype not in (torch.float32, torch.float64) for p in group.parameters):
-            self.two_pass_allowed = False
         self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *group.parameters)
 
     def register(self, position: int, shape: LinearShape) -> None:
@@ -123,12 +120,17 @@ class Gate:
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
 
+    def register_dense(self, position: int) -> None:
+        """Note a use whose per-sample gradient reaches the handle by autograd alone."""
+        self._dense.add(position)
+
     def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
         """A use with G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
+        self._enter()
         mode = self.owner.mode
         if mode == "sum":
             self._add(position, clipped_grad(x, dy, self.owner.factors))
-        elif mode == "norms" and len(self.shapes[position]) == 1:
+        elif mode == "norms" and self._single(position):
             self._add_squares(grad_norm(x, dy))
         elif mode == "clip" and self._way(position) == "stored":
             return per_sample_grad(x, dy)
@@ -138,12 +140,13 @@ class Gate:
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """A look-up: indices [B, T], dy [B, T, E]. Returns the handle's gradient."""
+        self._enter()
         mode = self.owner.mode
         rows = self.group.parameters[position].shape[0]
         if mode == "sum":
             factors = self.owner.factors
             self._add(position, embedding_clipped_grad(indices, dy, factors, rows))
-        elif mode == "norms" and len(self.shapes[position]) == 1:
+        elif mode == "norms" and self._single(position):
             self._add_squares(embedding_grad_norm(indices, dy))
         elif mode == "clip" and self._way(position) == "stored":
             return embedding_per_sample_grad(indices, dy, rows)
@@ -160,6 +163,17 @@ class Gate:
             memory_budget=owner.memory_budget,
             two_pass_allowed=owner.two_pass_allowed,
         )
+
+    def _enter(self) -> None:
+        """Drop what a foreign backward left, such as one for the gradient of the inputs."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self.reset()
+            self._task = task
+
+    def _single(self, position: int) -> bool:
+        """Whether a use is the parameter's only one, so that there is no cross term."""
+        return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
         if self._plan is None:
@@ -192,6 +206,7 @@ class Gate:
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The backward of the gate: per-sample gradients in, clipped sums out."""
         owner = self.owner
+        self._enter()
         owner.arrived(self)
         if owner.mode == "sum":
             factors = owner.factors
@@ -286,7 +301,8 @@ class PrivateBackward:
 
     def batch_size_for(self, leading: int) -> int:
         """B of the pass to which an operation whose first dimension is `leading` belongs."""
-        known = self.known_batch_size()
+        # Only a pass under way tells: a batch that was cut down to one sample is one sample.
+        known = None if self._stale else self._batch_size
         return known if leading == 1 and known is not None else leading
 
     def known_batch_size(self) -> int | None:
@@ -351,7 +367,7 @@ class PrivateBackward:
             if len(self.groups) == 1 and gates and self._two_pass(gates[0]):
                 self._backward_twice(losses, gates[0])
             else:
-                losses.sum().backward()
+                (losses.mean() if self.loss_reduction == "mean" else losses.sum()).backward()
             if not self._arrived:
                 raise RuntimeError(
                     "losses did not reach any private layer: no parameter got a gradient. Compute "

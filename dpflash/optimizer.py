@@ -95,7 +95,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # The wrapped optimizer's state, as its own.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.original_optimizer.param_groups
 
     @param_groups.setter
@@ -103,7 +103,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.original_optimizer.param_groups = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.original_optimizer.state
 
     @state.setter
@@ -111,7 +111,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.original_optimizer.state = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.original_optimizer.defaults
 
     @defaults.setter
@@ -126,10 +126,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"PrivateOptimizer({self.original_optimizer!r})"
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         return self.original_optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._backward.discard()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Release the logical batch, or do nothing where it has not ended.
 
         Args:
@@ -186,6 +186,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "unclipped, noiseless step"
             )
         parameters = self.params
+        self._check_others_have_no_gradient()
         self._check_only_gates_wrote(parameters)
         self._charge(self.noise_multiplier, self._signalled)
         step = self.releases
@@ -211,6 +212,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._tracker.released()
         for hook in self._step_hooks:
             hook(self)
+
+    def _check_others_have_no_gradient(self) -> None:
+        """The wrapped optimizer steps on any .grad, so one that is not released must not exist."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    parameter.grad = None
+                elif parameter not in self._parameter_ids and parameter.grad is not None:
+                    name = self._backward.names[parameter]
+                    parameter.grad = None
+                    raise RuntimeError(
+                        f"parameter '{name}' was frozen when the model was made private and has a "
+                        "gradient now, so nothing was released; call engine.detach(model), then "
+                        "make_private again"
+                    )
 
     def _check_only_gates_wrote(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -76,7 +76,7 @@ class BatchTracker:
             self._refuse_unreleased()
         self.current = mark
         self.backward_done = False
-        self.next_draw = mark.draw + 1 if mark.last else mark.draw
+        self.next_draw = mark.draw
         self.on_batch(mark.size)
 
     def before_backward(self, batch_size: int) -> None:
@@ -102,6 +102,8 @@ class BatchTracker:
             self.backward_done = False
 
     def released(self) -> None:
+        if self.current is not None:
+            self.next_draw = self.current.draw + 1
         self.current = None
         self.first_of_pass = False
 
@@ -195,10 +197,19 @@ class _PassBatchSampler(BatchSampler):
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, begin: Callable[[], None]):
         super().__init__(sampler, batch_size, drop_last)
         self._begin_pass = begin
+        self._passes = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         self._begin_pass()
-        yield from super().__iter__()
+        self._passes += 1
+        own = self._passes
+        for batch in super().__iter__():
+            if own != self._passes:
+                raise RuntimeError(
+                    "an earlier pass over the loader goes on beside a newer one, so a sample "
+                    "could be released twice for one payment; finish or leave a pass first"
+                )
+            yield batch
 
 
 class _CollateWithEmpty:
@@ -285,7 +296,7 @@ class PrivateDataLoader(DataLoader):
             self._poisson: PoissonBatchSampler | None = sampler
             super().__init__(
                 loader.dataset,
-                batch_sampler=sampler,  # type: ignore[arg-type]
+                batch_sampler=sampler,
                 collate_fn=_CollateWithEmpty(loader.collate_fn, loader.dataset),
                 **common,
             )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from dpflash.accounting import create_accountant, get_noise_multiplier
-
-from . import _validate, checkpoint, losses
-from .corpus import (
-    IGNORE_INDEX,
-    VOCAB_SIZE,
-    ByteDocuments,
-    TrainWindows,
-    default_data_dir,
-    held_out_batches,
-)
+from . import checkpoint, losses
+from .corpus import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .engine import PrivacyEngine
 from .ledger import Ledger
 from .nn import LongContextLM
 from .report import make_report, peak_memory_mb, write_report
 from .streams import derive_key, master_key
+from .training_config import Corpus, TrainingConfig, TrainingState, noise_for
 
-__all__ = ["Interrupted", "TrainingConfig", "TrainingRun", "holds_a_run"]
+__all__ = ["Interrupted", "TrainingRun", "holds_a_run"]
 
 CHECKPOINT = "checkpoint.pt"
 LEDGER = "ledger.jsonl"
@@ -55,117 +47,6 @@ class Interrupted(Exception):
     """The job stopped because it was asked to; its checkpoint is written."""
 
 
-@dataclass(frozen=True)
-class TrainingConfig:
-    """What decides a training job.
-
-    Attributes:
-        data: folder of text files; None for the sources of Python's standard library.
-        suffixes: endings of the files to take; None for all (with data=None: ".py").
-        max_total_bytes: the most bytes of documents that are held in memory.
-        seq_len: tokens of a window; a draw of a document trains on one window of it.
-        batch_size: expected documents of a step.
-        physical_batch_size: the most documents in memory at once.
-        steps: noisy steps.
-        target_epsilon: epsilon after all steps; None where noise_multiplier is given.
-        noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
-        delta: of the guarantee.
-        accountant: its name.
-        clipping, way, max_grad_norm: as in `PrivacyEngine.make_private`.
-        learning_rate: of Adam.
-        embed_dim, layers, heads: of the model.
-        eval_windows: held-out windows of an evaluation.
-        baseline: whether the same run without privacy follows.
-        checkpoint_every: steps between checkpoints.
-        seed: makes the run repeatable, and so not fit for release; None for a fresh key.
-        device: where to compute.
-
-    Raises:
-        ValueError: naming the argument, its value and the way out.
-    """
-
-    data: str | None = None
-    suffixes: Collection[str] | None = None
-    max_total_bytes: int = 512 * 2**20
-    seq_len: int = 2048
-    batch_size: int = 64
-    physical_batch_size: int = 16
-    steps: int = 24
-    target_epsilon: float | None = 8.0
-    noise_multiplier: float | None = None
-    delta: float = 1e-5
-    accountant: str = "rdp"
-    clipping: str = "flat"
-    way: str = "auto"
-    max_grad_norm: float = 1.0
-    learning_rate: float = 0.01
-    embed_dim: int = 64
-    layers: int = 2
-    heads: int = 1
-    eval_windows: int = 64
-    baseline: bool = True
-    checkpoint_every: int = 20
-    seed: int | None = None
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        _validate.positive_int(
-            max_total_bytes=self.max_total_bytes,
-            seq_len=self.seq_len,
-            batch_size=self.batch_size,
-            physical_batch_size=self.physical_batch_size,
-            steps=self.steps,
-            embed_dim=self.embed_dim,
-            layers=self.layers,
-            heads=self.heads,
-            eval_windows=self.eval_windows,
-            checkpoint_every=self.checkpoint_every,
-        )
-        _validate.probability(delta=self.delta)
-        _validate.positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
-        _validate.finite(learning_rate=self.learning_rate)
-        if self.target_epsilon is not None and self.noise_multiplier is not None:
-            raise ValueError(
-                f"noise_multiplier={self.noise_multiplier!r} beside target_epsilon="
-                f"{self.target_epsilon!r}: the target decides the noise; give one of them"
-            )
-        if self.target_epsilon is not None:
-            _validate.positive(target_epsilon=self.target_epsilon)
-            _validate.finite(target_epsilon=self.target_epsilon)
-        elif self.noise_multiplier is not None:
-            _validate.non_negative(noise_multiplier=self.noise_multiplier)
-            _validate.finite(noise_multiplier=self.noise_multiplier)
-        else:
-            raise ValueError("target_epsilon=None: give it, or a noise_multiplier")
-        data = default_data_dir() if self.data is None else Path(self.data)
-        suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
-        object.__setattr__(self, "data", os.fspath(data.absolute()))
-        object.__setattr__(self, "suffixes", None if suffixes is None else tuple(suffixes))
-
-
-@dataclass
-class TrainingState:
-    """What a checkpoint holds beside the engine's own state."""
-
-    config: dict[str, Any]
-    data_digest: str
-    noise_multiplier: float
-    init_seed: int
-    window_key: bytes
-    bits_before: float | None = None
-    bits_after: float | None = None
-    bits_nonprivate: float | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    baseline_losses: list[float] = field(default_factory=list)
-    baseline: dict[str, Any] | None = None
-    seconds: float = 0.0
-    tokens: int = 0
-    clipped_samples: int = 0
-    seen_samples: int = 0
-    peak_memory_mb: float = 0.0
-    finished: bool = False
-
-
 class TrainingRun:
     """One job in one folder; made by `start` or `resume`, done by `run`.
 
@@ -178,11 +59,13 @@ class TrainingRun:
     """
 
     def __init__(
-        self, config: TrainingConfig, folder: Path, state: TrainingState, corpus: _Corpus
+        self, config: TrainingConfig, folder: Path, state: TrainingState, corpus: Corpus
     ) -> None:
         self.config = config
         self.folder = folder
         self.state = state
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no such device here; use 'cpu'")
         self._held_out = corpus.held_out
         self._windows = TrainWindows(corpus.train.contents, config.seq_len, key=state.window_key)
         model = self._initial_model()
@@ -215,12 +98,11 @@ class TrainingRun:
             )
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
-        create_accountant(config.accountant)
-        corpus = _read_corpus(config)
+        corpus = Corpus.read(config)
         state = TrainingState(
-            config={f.name: getattr(config, f.name) for f in fields(config)},
+            config=config.as_dict(),
             data_digest=corpus.digest,
-            noise_multiplier=_noise_multiplier(config, len(corpus.train)),
+            noise_multiplier=noise_for(config, len(corpus.train)),
             init_seed=secrets.randbits(62) if config.seed is None else config.seed,
             window_key=derive_key(master_key(config.seed), "windows"),
         )
@@ -246,20 +128,21 @@ class TrainingRun:
                 f"resume={str(folder)!r}: no {CHECKPOINT} there; pass the folder of a run, or "
                 "start one with --out"
             )
-        given = dict(given or {})
+        given = given or {}
         saved = checkpoint.read(folder / CHECKPOINT).get("extra", {})
-        if not saved.keys() >= {f.name for f in fields(TrainingState)}:
-            raise ValueError(f"resume={str(folder)!r}: its checkpoint is not one of a training job")
-        moved = {"data": given.pop("data")} if given.get("data") is not None else {}
-        for name, value in given.items():
-            own = saved["config"].get(name)
-            if _plain(value) != _plain(own):
+        if saved.keys() != {f.name for f in fields(TrainingState)}:
+            raise ValueError(
+                f"resume={str(folder)!r}: its checkpoint is not one of a training job"
+            )
+        config = TrainingConfig(**{**saved["config"], **given})
+        for name in given.keys() - {"data"}:
+            own = saved["config"][name]
+            if getattr(config, name) != own:
                 raise ValueError(
-                    f"{name}={value!r}: the run to resume has {name}={own!r}; drop the option, or "
-                    "start a new run in another folder"
+                    f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "
+                    "option, or start a new run in another folder"
                 )
-        config = TrainingConfig(**{**saved["config"], **moved})
-        corpus = _read_corpus(config)
+        corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
                 f"data={config.data!r}: its documents are not those that the run began with, and "
@@ -279,6 +162,11 @@ class TrainingRun:
     def step(self) -> int:
         """Noisy steps that the model has."""
         return self._optimizer.releases
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that are trained on."""
+        return len(self._windows)
 
     @property
     def lost_steps(self) -> int:
@@ -310,7 +198,7 @@ class TrainingRun:
         """
         state = self.state
         if state.finished:
-            return self._report()
+            return self._written_report()
         self._save()
         if state.bits_before is None:
             state.bits_before = self._evaluate(self.model)
@@ -323,8 +211,7 @@ class TrainingRun:
         if self.config.baseline and state.bits_nonprivate is None:
             self._stop_if(should_stop)
             self._train_baseline(should_stop, progress)
-        report = self._report()
-        write_report(report, self.folder)
+        report = self._written_report()
         state.finished = True
         state.baseline = None
         self._save()
@@ -391,19 +278,16 @@ class TrainingRun:
             model.load_state_dict(state.baseline["model"])
             optimizer.load_state_dict(state.baseline["optimizer"])
 
-        def keep() -> None:
-            state.baseline = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
         with _bar("non-private", len(state.baseline_losses), config.steps, progress) as bar:
             for step in range(len(state.baseline_losses), config.steps):
                 loss = self._baseline_step(model, optimizer, step)
                 state.baseline_losses.append(loss)
                 bar.set_postfix(_postfix({"loss": loss}), refresh=False)
                 bar.update()
-                if should_stop() or (step + 1) % config.checkpoint_every == 0:
-                    keep()
-                    self._save()
+                state.baseline = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 self._stop_if(should_stop)
+                if (step + 1) % config.checkpoint_every == 0:
+                    self._save()
         state.bits_nonprivate = self._evaluate(model)
 
     def _baseline_step(
@@ -471,17 +355,45 @@ class TrainingRun:
             raise Interrupted(f"stopped at step {self.step}")
 
     def _save(self) -> None:
-        extra = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
-        self._engine.save_checkpoint(self.folder / CHECKPOINT, extra=extra)
+        self._engine.save_checkpoint(self.folder / CHECKPOINT, extra=self.state.as_dict())
 
-    def _report(self) -> dict[str, Any]:
-        return make_report(
+    def _written_report(self) -> dict[str, Any]:
+        report = make_report(
             self.config,
             self.state,
             epsilon=self.epsilon,
             lost_steps=self.lost_steps,
             sampler=self._engine.sampler,
             neighboring_relation=self._engine.neighboring_relation,
-            num_documents=len(self._windows),
+            num_documents=self.num_documents,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
         )
+        write_report(report, self.folder)
+        return report
+
+
+def holds_a_run(folder: str | os.PathLike[str]) -> bool:
+    """Whether a job was begun in a folder."""
+    return any((Path(folder) / name).exists() for name in (LEDGER, CHECKPOINT, WEIGHTS))
+
+
+def _save_weights(model: nn.Module, path: Path) -> None:
+    """The weights alone, without keys or diagnostics, in one step."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(model.state_dict(), file)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _bar(name: str, done: int, total: int, progress: bool) -> Any:
+    return tqdm(initial=done, total=total, desc=name, unit="step", disable=not progress)
+
+
+def _postfix(entry: Mapping[str, Any]) -> dict[str, str]:
+    """What a bar shows of a step."""
+    names = (("loss", "loss"), ("epsilon", "epsilon"))
+    return {label: f"{entry[key]:.3f}" for key, label in names if entry.get(key) is not None}

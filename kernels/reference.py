@@ -43,6 +43,7 @@ def squared_norm(grads: Tensor) -> Tensor:
         the relative error near 1e-8; a sample whose squares overflow fp32 is summed in fp64, so
         the result is non-finite only where an element is.
     """
+    grads = grads.unsqueeze(1) if grads.ndim == 1 else grads
     flat = _wide(grads).flatten(1) if grads.ndim < 3 else _wide(grads).flatten(1, -2)
     if flat.ndim == 2:
         return flat.double().square().sum(1)
@@ -144,6 +145,8 @@ def clip_reduce(grads: Tensor, factors: Tensor) -> Tensor:
     """
     factors, grads = _without_removed(factors, grads)
     wide = _wide(grads)
+    if wide.ndim == 1:
+        return factors.to(wide.dtype) @ wide
     return (factors.to(wide.dtype) @ wide.flatten(1)).view(grads.shape[1:])
 
 

@@ -35,14 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; by default those of this process.
 
     Returns:
-        The exit status: the subcommand's own, 2 for a refused argument, 130 after Ctrl-C.
+        The exit status: the subcommand's own, 2 for a refused argument or file, 130 after Ctrl-C.
     """
     args = _build_parser().parse_args(argv)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"dpflash: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,14 @@ class Handles:
             return self._context.backward.prepared(group)[position]
         return self._gate(group).handles[position]
 
+    def dense(self, name: str) -> Tensor | None:
+        """The handle for a use that leaves nothing with the gate, see `Gate.register_dense`."""
+        handle = self[name]
+        if handle is not None and not self.compiling:
+            group, position = self._slots[name]
+            self._gate(group).register_dense(position)
+        return handle
+
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
         """Where a matrix parameter's use may leave (x, dy); None while compiling."""
         if self.compiling or name not in self._slots:
@@ -113,8 +122,13 @@ class PrivateModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.
-        plain = plain_twin(self)
-        return plain.__reduce_ex__(protocol)
+        build, *rest = plain_twin(self).__reduce_ex__(protocol)
+        # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
+        return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -46,9 +46,11 @@ class PrivateLeaf(PrivateModule):
             return functional_call(twin, plain, args, kwargs)
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
-        per_sample = {n: h for n in own if (h := handles[n]) is not None}
+        per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
 
-        def one(parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]):
+        def one(
+            parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> Any:
             # Modules expect a batch dimension; theirs has one sample.
             inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
             named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}

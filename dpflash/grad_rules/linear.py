@@ -69,11 +69,9 @@ class PrivateLinear(PrivateModule):
         assert weight is not None
         dtype = autocast_dtype(x)
         handles = self.private_handles(x.shape[0])
-        flat = x.reshape(x.shape[0], -1, x.shape[-1]) if x.numel() else x.new_zeros(
-            x.shape[0], x.shape[1:-1].numel(), x.shape[-1]
-        ) + x.sum()  # fmt: skip
+        flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         outputs = weight.shape[1 if self._transposed else 0]
-        slot = handles.slot("weight", LinearShape(*flat.shape[:2], x.shape[-1], outputs))
+        slot = handles.slot("weight", LinearShape(x.shape[0], flat.shape[1], x.shape[-1], outputs))
         y = _Linear.apply(
             flat if dtype is None else flat.to(dtype),
             weight.detach() if dtype is None else weight.detach().to(dtype),

@@ -35,7 +35,15 @@ class _LayerNorm(torch.autograd.Function):
         x, mean, rstd, weight = ctx.saved_tensors
         dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim)
         needs = ctx.needs_input_grad
-        return dx, None, None, dweight if needs[3] else None, dbias if needs[4] else None, None, None
+        return (
+            dx,
+            None,
+            None,
+            dweight if needs[3] else None,
+            dbias if needs[4] else None,
+            None,
+            None,
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -79,8 +87,8 @@ class PrivateLayerNorm(PrivateModule):
             x,
             None if weight is None else weight.detach(),
             None if bias is None else bias.detach(),
-            handles["weight"],
-            handles["bias"],
+            handles.dense("weight"),
+            handles.dense("bias"),
             tuple(self.normalized_shape),
             self.eps,
         )
@@ -101,7 +109,7 @@ class PrivateRMSNorm(PrivateModule):
         return _RMSNorm.apply(
             x,
             None if weight is None else weight.detach(),
-            handles["weight"],
+            handles.dense("weight"),
             tuple(self.normalized_shape),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
         )

@@ -139,6 +139,9 @@ class LongContextLM(nn.Module):
         if self.position_embedding is not None:
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            if torch.compiler.is_compiling():
+                # A compiled private layer cannot ask for the size of the batch.
+                position_ids = position_ids.expand_as(tokens)
             x = x + self.position_embedding(position_ids)
         x = self.embedding_dropout(x)
         for block in self.blocks:

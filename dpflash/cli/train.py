@@ -1,0 +1,234 @@
+"""`dpflash train`: train a language model on a folder of text with differential privacy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dpflash.training_config import TrainingConfig
+
+__all__ = ["add_train_parser"]
+
+_DEFAULT_OUT = Path("runs/train")
+_INTERRUPTED = 130
+
+# Name of the option's value, type, help. The defaults are those of TrainingConfig.
+_OPTIONS: dict[str, tuple[str, type, str]] = {
+    "seq_len": ("N", int, "tokens of a window; a drawn document trains on one window"),
+    "batch_size": ("N", int, "expected number of documents in a step"),
+    "physical_batch_size": ("N", int, "the most documents in memory at once"),
+    "steps": ("N", int, "number of noisy steps"),
+    "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
+    "accountant": ("A", str, "name of the accountant"),
+    "clipping": ("NAME", str, "flat (one norm over all parameters) or per_layer"),
+    "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
+    "max_grad_norm": ("C", float, "bound of one document's gradient"),
+    "learning_rate": ("R", float, "of Adam"),
+    "embed_dim": ("N", int, "width of the model"),
+    "layers": ("N", int, "blocks of the model"),
+    "heads": ("N", int, "attention heads"),
+    "eval_windows": ("N", int, "held-out windows of an evaluation"),
+    "max_total_bytes": ("N", int, "the most bytes of text to hold in memory"),
+    "checkpoint_every": ("N", int, "steps between checkpoints"),
+}
+
+
+def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the subcommands of `dpflash`."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a language model on a folder of text, privately",
+        description=(
+            "Train a byte-level language model with differential privacy; one file is one unit of "
+            "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from."
+        ),
+        # What was given and what was not must be told apart when a run is resumed.
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder with text files (default: the *.py files of Python's standard library)",
+    )
+    parser.add_argument(
+        "--suffixes", nargs="+", metavar="S", help="take only files that end so, e.g. .txt .md"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help=f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on with the run in this folder; all other options come from its checkpoint",
+    )
+    defaults = {f.name: f.default for f in fields(TrainingConfig)}
+    for name, (metavar, kind, text) in _OPTIONS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
+            help=f"{text} (default: {defaults[name]})",
+        )
+    parser.add_argument(
+        "--target-epsilon",
+        type=float,
+        metavar="E",
+        help=f"epsilon after all steps (default: {defaults['target_epsilon']})",
+    )
+    parser.add_argument(
+        "--noise-multiplier",
+        type=float,
+        metavar="S",
+        help="noise over clipping bound, in place of a target; 0 for a run without privacy",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="make the run repeatable, for research: its noise can be recomputed by others",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (default: cpu)"
+    )
+    parser.add_argument(
+        "--no-baseline",
+        action="store_false",
+        dest="baseline",
+        help="leave out the non-private run to compare with",
+    )
+    parser.set_defaults(run=_run_train)
+
+
+def _run_train(args: argparse.Namespace) -> int:
+    # torch and the engine load slowly; the other subcommands do without them.
+    from dpflash.training import Interrupted
+
+    given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "resume")}
+    with _warnings_as_lines():
+        job = _job(args, given)
+        if job.state.finished:
+            print(f"The run in {job.folder} is finished; nothing is left to do.")
+        else:
+            _announce(job)
+        try:
+            with _stop_on_signals() as should_stop:
+                report = job.run(should_stop=should_stop, progress=True)
+        except Interrupted:
+            print(
+                f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
+                f"{job.epsilon:.3f}); go on with: dpflash train --resume {job.folder}"
+            )
+            return _INTERRUPTED
+    print("\n".join(_summary(report, job.folder)))
+    return 0
+
+
+def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
+    """The new or the resumed job that the options ask for."""
+    from dpflash.training import TrainingRun, holds_a_run
+
+    resumed = getattr(args, "resume", None)
+    out = getattr(args, "out", None)
+    if resumed is not None:
+        if out is not None and Path(out).resolve() != Path(resumed).resolve():
+            raise ValueError(f"out={out!r}: a resumed run stays in its folder; drop --out")
+        return TrainingRun.resume(resumed, given)
+    if "noise_multiplier" in given:
+        given.setdefault("target_epsilon", None)
+    folder = _DEFAULT_OUT if out is None else Path(out)
+    number = 1
+    while out is None and holds_a_run(folder):
+        number += 1
+        folder = _DEFAULT_OUT.with_name(f"{_DEFAULT_OUT.name}-{number}")
+    return TrainingRun.start(TrainingConfig(**given), folder)
+
+
+def _announce(job: Any) -> None:
+    config, state = job.config, job.state
+    print(f"data      {config.data}: {job.num_documents} documents to train on")
+    print(
+        f"privacy   noise multiplier {state.noise_multiplier:.4g}, {config.clipping} clipping at "
+        f"{config.max_grad_norm:g}, delta {config.delta:g}"
+    )
+    print(f"results   {job.folder}" + (f", going on after step {job.step}" if job.step else ""))
+
+
+def _summary(report: dict[str, Any], folder: Path) -> list[str]:
+    """The table at the end."""
+    from dpflash import training
+    from dpflash.report import PLOT, REPORT
+
+    def shown(key: str, form: str = ".3f", missing: str = "not measured") -> str:
+        return missing if report[key] is None else format(report[key], form)
+
+    epsilon = shown("epsilon", missing="none (no noise)")
+    if report["epsilon"] is not None:
+        epsilon = f"{math.ceil(report['epsilon'] * 1000) / 1000:.3f}"
+    plot = folder / PLOT
+    rows = [
+        ("bits per byte, before", shown("bits_per_byte_before")),
+        ("bits per byte, private", shown("bits_per_byte_after")),
+        ("bits per byte, non-private", shown("bits_per_byte_nonprivate")),
+        (f"epsilon at delta {report['delta']:g}", f"{epsilon} after {report['steps']} steps"),
+        ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
+        ("sampler", report["sampler"]),
+        ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
+        ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
+        ("model (for release)", str(folder / training.WEIGHTS)),
+        ("checkpoint (keep secret)", str(folder / training.CHECKPOINT)),
+        ("ledger", str(folder / training.LEDGER)),
+        ("report (not for release)", str(folder / REPORT)),
+        (
+            "picture (not for release)",
+            str(plot) if plot.exists() else "none; pip install 'dpflash[plot]' draws one",
+        ),
+    ]
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {value}" for label, value in rows] + [
+        f"note: {note}" for note in report["notes"]
+    ]
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Any]:
+    """Yields a function that says whether Ctrl-C or SIGTERM came; a second one ends at once."""
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("\nfinishing the step, then writing the checkpoint", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Shows warnings as the command's own lines, without places in the code."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"dpflash: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,153 @@
+"""What the privacy tests share: a float64 loop over single samples, and building private runs."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+
+
+class Oracle:
+    """Per-sample gradients by autograd in float64, one sample at a time, and their clipped sums."""
+
+    def __init__(self, model, loss, *batch):
+        self.model = copy.deepcopy(model).double()
+        self.names = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.grads = []
+        for i in range(batch[0].shape[0]):
+            single = [
+                t[i : i + 1].double() if t.is_floating_point() else t[i : i + 1] for t in batch
+            ]
+            found = torch.autograd.grad(
+                loss(self.model, *single).sum(), parameters, allow_unused=True
+            )
+            self.grads.append(
+                {
+                    n: torch.zeros_like(p) if g is None else g
+                    for n, p, g in zip(self.names, parameters, found, strict=True)
+                }
+            )
+
+    def norms(self, names=None):
+        names = self.names if names is None else names
+        return [
+            math.sqrt(sum(float(grads[n].square().sum()) for n in names)) for grads in self.grads
+        ]
+
+    def layers(self):
+        """Names of the parameters of each module, modules that share one merged."""
+        groups = []
+        by_id = {id(p): n for n, p in self.model.named_parameters() if p.requires_grad}
+        for module in self.model.modules():
+            own = {by_id[id(p)] for p in module.parameters(recurse=False) if id(p) in by_id}
+            if own:
+                merged = [g for g in groups if g & own]
+                groups = [g for g in groups if not g & own]
+                groups.append(own.union(*merged))
+        return groups
+
+    def clipped_sum(self, bound, clipping="flat"):
+        groups = [set(self.names)] if clipping == "flat" else self.layers()
+        share = bound / math.sqrt(len(groups))
+        totals = {n: torch.zeros_like(g) for n, g in self.grads[0].items()}
+        for group in groups:
+            for grads, norm in zip(self.grads, self.norms(group), strict=True):
+                factor = 1.0 if norm <= share else share / norm
+                for name in group:
+                    totals[name] += factor * grads[name]
+        return totals
+
+
+@pytest.fixture
+def oracle():
+    return Oracle
+
+
+@pytest.fixture
+def private():
+    """private(model, *data, ...) -> (engine, model, optimizer, loader); noise is off by default."""
+
+    def make(
+        model, *data, batch_size=4, lr=0.1, seed=0, ledger=None, workers=0, collate=None, **kwargs
+    ):
+        data = data or (torch.zeros(16, 1),)
+        engine = dpflash.PrivacyEngine(seed=seed, ledger=ledger)
+        loader = DataLoader(
+            TensorDataset(*data), batch_size=batch_size, num_workers=workers, collate_fn=collate
+        )
+        options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, **kwargs}
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return engine, *engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, **options
+        )
+
+    return make
+
+
+@pytest.fixture
+def sums():
+    """sums(engine, model): the clipped sums before noise, by parameter name, as they are kept."""
+
+    def of(engine, model):
+        held = engine._backward.sums
+        return {
+            n: held[p].detach().clone() if p in held else torch.zeros_like(p)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+    return of
+
+
+@pytest.fixture
+def distance():
+    """distance(a, b): ||a - b|| / ||b|| over all parameters together, in float64."""
+
+    def of(found, expected, *, absolute=False):
+        assert found.keys() == expected.keys()
+        difference = sum(
+            float((found[n].double() - expected[n].double()).square().sum()) for n in expected
+        )
+        scale = sum(float(expected[n].double().square().sum()) for n in expected)
+        return math.sqrt(difference) / (1.0 if absolute else math.sqrt(scale))
+
+    return of
+
+
+class TinyLM(nn.Module):
+    """Embedding, norm, a linear layer over tokens, tied head."""
+
+    def __init__(self, rows=11, width=6, tied=True, bias=True):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width)
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width, bias=bias)
+        self.head = nn.Linear(width, rows, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden + torch.tanh(self.mix(self.norm(hidden))))
+
+
+@pytest.fixture
+def tiny_lm():
+    return TinyLM
+
+
+@pytest.fixture
+def next_token_loss():
+    """Cross-entropy of each sequence's next tokens."""
+
+    def loss(model, tokens):
+        logits = model(tokens[:, :-1])
+        logits = getattr(logits, "logits", logits)
+        return dpflash.losses.cross_entropy(logits, tokens[:, 1:])
+
+    return loss

@@ -1,0 +1,502 @@
+"""Bad input is refused with the argument, its value and the way out, and nothing is changed."""
+
+import copy
+import math
+import os
+import stat
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from dpflash import PrivacyEngine
+from dpflash.attach import check_model
+
+DATA = TensorDataset(torch.randn(16, 3))
+
+
+def loader(**options):
+    return DataLoader(DATA, **{"batch_size": 4, **options})
+
+
+@pytest.fixture
+def refused():
+    """refused(error, pattern, model, ...) checks a make_private call and that it changed nothing."""
+
+    def check(error, *patterns, model=None, epsilon=False, optimizer=None, **arguments):
+        model = nn.Linear(3, 2) if model is None else model
+        model_types = [type(m) for m in model.modules()]
+        state = copy.deepcopy(model.state_dict())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"max_grad_norm": 1.0, "data_loader": loader()}
+        if epsilon:
+            options |= {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2}
+        else:
+            options |= {"noise_multiplier": 1.0}
+        engine = PrivacyEngine(seed=0)
+        make = engine.make_private_with_epsilon if epsilon else engine.make_private
+        with pytest.raises(error) as caught:
+            make(module=model, optimizer=optimizer, **{**options, **arguments})
+        for pattern in patterns:
+            assert pattern in str(caught.value)
+        assert [type(m) for m in model.modules()] == model_types
+        assert list(model.state_dict()) == list(state)
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+        assert all(bool((p.grad == 1).all()) for p in model.parameters())
+        assert engine.accountant.history == [] and engine.get_epsilon(1e-5) == 0
+        # The engine is as free as before.
+        good = nn.Linear(3, 2)
+        engine.make_private(
+            module=good,
+            optimizer=torch.optim.SGD(good.parameters(), lr=0.1),
+            data_loader=loader(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", math.nan),
+        ("noise_multiplier", math.inf),
+        ("noise_multiplier", "1"),
+        ("max_grad_norm", 0.0),
+        ("max_grad_norm", -2),
+        ("max_grad_norm", math.inf),
+        ("max_grad_norm", math.nan),
+        ("max_grad_norm", [1.0, 2.0]),
+        ("clipping", "per_sample"),
+        ("way", "ghost"),
+        ("loss_reduction", "none"),
+        ("physical_batch_size", 0),
+        ("physical_batch_size", 2.5),
+        ("memory_budget", -1),
+    ],
+    ids=str,
+)
+def test_a_value_outside_of_its_range_is_named(name, value, refused):
+    refused(ValueError, f"{name}={value!r}", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"clipping": "per_layer", "way": "stored"}, ["way='stored'", "way='auto'"]),
+        ({"way": "two_pass", "loss_reduction": "mean"}, ["way='two_pass'", "loss_reduction=None"]),
+        (
+            {"physical_batch_size": 2, "poisson_sampling": False},
+            ["physical_batch_size=2", "smaller batch_size"],
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_contradict_each_other_are_refused(arguments, words, refused):
+    refused(ValueError, *words, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_epsilon", 0.0),
+        ("target_epsilon", -1.0),
+        ("target_epsilon", math.inf),
+        ("target_delta", 0.0),
+        ("target_delta", 1.0),
+        ("target_delta", -1e-5),
+        ("epochs", 0),
+        ("epochs", 1.5),
+    ],
+    ids=str,
+)
+def test_a_target_outside_of_its_range_is_named(name, value, refused):
+    refused(ValueError, f"{name}={value!r}", epsilon=True, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1.0])
+def test_noise_beside_a_target_epsilon_is_refused(value, refused):
+    refused(
+        ValueError, f"noise_multiplier={value}", "make_private", epsilon=True, noise_multiplier=value
+    )
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -0.1, 2.0, math.nan])
+def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
+    with pytest.raises(ValueError, match="delta="):
+        PrivacyEngine().get_epsilon(delta)
+
+
+class Composite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x) * self.temperature
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.BatchNorm1d(3), ["BatchNorm1d", "mixes the samples", "nn.GroupNorm"]),
+        (nn.BatchNorm1d(3, affine=False), ["BatchNorm1d", "nn.LayerNorm"]),
+        (nn.SyncBatchNorm(3), ["SyncBatchNorm"]),
+        (nn.InstanceNorm1d(3, track_running_stats=True), ["track_running_stats"]),
+        (nn.MultiheadAttention(3, 1), ["dpflash.nn.MultiheadAttention"]),
+        (nn.LSTM(3, 3), ["LSTM", "requires_grad_(False)"]),
+        (nn.EmbeddingBag(3, 3), ["nn.Embedding"]),
+        (nn.Embedding(3, 3, max_norm=1.0), ["max_norm=1.0", "max_norm=None"]),
+        (nn.Embedding(3, 3, sparse=True), ["sparse=True", "sparse=False"]),
+        (nn.Embedding(3, 3, scale_grad_by_freq=True), ["scale_grad_by_freq=False"]),
+        (nn.LazyLinear(3), ["lazy"]),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), ["parametrized"]),
+        (Composite(), ["'temperature'", "module of its own", "requires_grad_(False)"]),
+        (nn.ParameterList([nn.Parameter(torch.ones(3))]), ["ParameterList", "nn.Linear"]),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_a_layer_that_cannot_be_trained_privately_is_refused_by_its_dotted_name(layer, words):
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "inner": nn.Sequential(nn.Tanh(), layer)})
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"'inner\.1") as caught:
+        check_model(model)
+    for word in words:
+        assert word in str(caught.value)
+    frozen_parameters = [p for p in model.parameters() if not isinstance(layer, nn.LazyLinear)]
+    with pytest.raises(ValueError, match=r"'inner\.1"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(frozen_parameters or [torch.zeros(1)], lr=0.1),
+            data_loader=loader(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_a_frozen_layer_without_a_rule_is_accepted():
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "rnn": nn.LSTM(3, 3).requires_grad_(False)})
+    check_model(model)
+
+
+def test_a_model_that_is_private_already_is_refused(private):
+    engine, model, optimizer, _ = private(nn.Linear(3, 2))
+    for other, pattern in ((engine, "has a model already"), (PrivacyEngine(), "detach")):
+        with pytest.raises(ValueError, match=pattern):
+            other.make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                data_loader=loader(),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+    engine.backward(model(torch.randn(4, 3)).sum(1))
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused(refused):
+    foreign = torch.optim.SGD([*nn.Linear(7, 5).parameters()], lr=0.1)
+    refused(ValueError, "2 parameter(s)", "(5, 7)", "module.parameters()", optimizer=foreign)
+
+
+def test_an_optimizer_without_a_trainable_parameter_is_refused(refused):
+    model = nn.Linear(3, 2).requires_grad_(False)
+    refused(ValueError, "no trainable parameter", model=model)
+
+
+def test_a_private_optimizer_is_refused_as_the_plain_one(private, refused):
+    _, _, optimizer, _ = private(nn.Linear(3, 2))
+    refused(ValueError, "optimizer=PrivateOptimizer", "original_optimizer", optimizer=optimizer)
+
+
+def test_add_param_group_is_refused(private):
+    _, _, optimizer, _ = private(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="detach"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("epsilon", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("max_grad_nrom", 1.0, "did you mean 'max_grad_norm'"),
+        ("poisson", True, "did you mean 'poisson_sampling'"),
+        ("cliping", "flat", "did you mean 'clipping'"),
+        ("grad_sample_mode", "ghost", "clipping="),
+        ("criterion", None, "dpflash.losses"),
+        ("batch_first", True, "first dimension"),
+        ("noise_generator", None, "PrivacyEngine(seed=...)"),
+        ("max_batch_size", 3, "physical_batch_size="),
+    ],
+)
+def test_an_unknown_keyword_is_refused_with_what_was_meant(name, value, meant, epsilon, refused):
+    refused(TypeError, f"'{name}'", meant, epsilon=epsilon, **{name: value})
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+class EveryOther(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(0, 16, 2))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize(
+    ("data_loader", "words"),
+    [
+        (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), ["batch_size", "batch_sampler"]),
+        (lambda: DataLoader(DATA, batch_size=None), ["batch_size"]),
+        (
+            lambda: loader(sampler=WeightedRandomSampler(torch.ones(16), 16)),
+            ["WeightedRandomSampler", "shuffle=True"],
+        ),
+        (lambda: loader(sampler=EveryOther()), ["EveryOther", "shuffle=True"]),
+        (
+            lambda: loader(sampler=torch.utils.data.RandomSampler(DATA, replacement=True)),
+            ["RandomSampler"],
+        ),
+        (lambda: DataLoader(Stream(), batch_size=4), ["IterableDataset", "map-style"]),
+        (lambda: DataLoader(TensorDataset(torch.zeros(0, 3)), batch_size=4), ["empty"]),
+        (lambda: [torch.zeros(4, 3)], ["data_loader=list", "DataLoader"]),
+    ],
+)
+def test_a_loader_whose_sampling_is_unknown_is_refused(data_loader, words, poisson, refused):
+    refused(ValueError, *words, data_loader=data_loader(), poisson_sampling=poisson)
+
+
+def test_a_private_loader_is_refused(private, refused):
+    *_, private_loader = private(nn.Linear(3, 2), *DATA.tensors)
+    refused(ValueError, "private already", data_loader=private_loader)
+
+
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("shape", [(4, 1), (4, 2), (1, 4)])
+def test_losses_that_are_not_one_number_a_sample_are_refused(shape, reduction, private):
+    engine, model, _, _ = private(nn.Linear(3, 2), loss_reduction=reduction)
+    losses = model(torch.randn(4, 3)).flatten()[: math.prod(shape)].reshape(shape)
+    with pytest.raises(ValueError, match=rf"\({shape[0]}, {shape[1]}\).*\[B\].*dpflash\.losses"):
+        engine.backward(losses)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_scalar_loss_is_refused_unless_its_reduction_is_declared(private):
+    engine, model, _, _ = private(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="loss_reduction"):
+        engine.backward(model(torch.randn(4, 3)).mean())
+    engine, model, _, _ = private(nn.Linear(3, 2), loss_reduction="mean")
+    engine.backward(model(torch.randn(4, 3)).mean())
+
+
+@pytest.mark.parametrize("losses", [1.0, None, [1.0, 2.0]], ids=str)
+def test_losses_that_are_no_tensor_are_refused(losses, private):
+    engine, *_ = private(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="expected a tensor"):
+        engine.backward(losses)
+
+
+@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
+def test_a_number_of_losses_other_than_the_batch_is_refused(way, private):
+    engine, model, optimizer, _ = private(nn.Linear(3, 2), way=way)
+    for losses in (model(torch.randn(4, 3))[:3].sum(1), model(torch.randn(4, 3)).flatten()):
+        with pytest.raises(ValueError, match=f"losses has {len(losses)} entries .* batch of 4"):
+            engine.backward(losses)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_losses_that_reach_no_private_layer_are_refused(private):
+    engine, model, _, _ = private(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="did not reach any private layer"):
+        engine.backward(nn.Linear(3, 2)(x).sum(1))
+    with pytest.raises(RuntimeError, match="do not require grad"):
+        engine.backward(model(x).detach().sum(1))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="do not require grad"):
+        engine.backward(model(x).sum(1))
+
+
+def test_a_call_before_make_private_is_refused(tmp_path):
+    engine = PrivacyEngine()
+    for call in (
+        lambda: engine.backward(torch.zeros(2)),
+        lambda: engine.save_checkpoint(tmp_path / "c"),
+        lambda: engine.load_checkpoint(tmp_path / "c"),
+        lambda: engine.prepare(2),
+        engine.diagnostics,
+    ):
+        with pytest.raises(RuntimeError, match="make_private first"):
+            call()
+
+
+def test_detach_refuses_another_model(private):
+    engine, model, *_ = private(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="not the one"):
+        engine.detach(nn.Linear(3, 2))
+    engine.backward(model(torch.randn(4, 3)).sum(1))
+
+
+@pytest.mark.parametrize("attribute", ["noise_multiplier", "max_grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+def test_a_bad_value_set_between_steps_is_refused_before_anything_is_released(
+    attribute, value, private
+):
+    engine, model, optimizer, _ = private(nn.Linear(3, 2), noise_multiplier=1.0)
+    before = model.weight.detach().clone()
+    setattr(optimizer, attribute, value)
+    with pytest.raises(ValueError, match=f"{attribute}="):
+        optimizer.step()
+    assert torch.equal(before, model.weight)
+    assert engine.accountant.history == []
+
+
+# Checkpoints
+
+
+def run(private, *, model=None, data=16, batch_size=4, optimizer=None, **options):
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(
+        model or nn.Linear(3, 2),
+        torch.randn(data, 3),
+        batch_size=batch_size,
+        noise_multiplier=1.0,
+        seed=None,
+        **options,
+    )
+    return engine, model, optimizer, loader
+
+
+def train(engine, model, optimizer, loader):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+
+
+@pytest.fixture
+def saved(private, tmp_path):
+    trained = run(private)
+    train(*trained)
+    path = tmp_path / "checkpoint"
+    trained[0].save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def unchanged():
+    """unchanged(run, path, error, pattern): loading is refused and alters nothing."""
+
+    def check(made, path, error, pattern):
+        engine, model, optimizer, private_loader = made
+        state = copy.deepcopy(model.state_dict())
+        before = (engine._key, engine._incarnation, private_loader.state_dict())
+        with pytest.raises(error, match=pattern) as caught:
+            engine.load_checkpoint(path)
+        assert str(path) in str(caught.value)
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+        assert before == (engine._key, engine._incarnation, private_loader.state_dict())
+        assert engine.accountant.history == [] and optimizer.releases == 0
+        train(*made)
+        assert sum(steps for _, _, steps in engine.accountant.history) == optimizer.releases > 0
+
+    return check
+
+
+def test_a_missing_checkpoint_is_refused(private, tmp_path, unchanged):
+    unchanged(run(private), tmp_path / "none", FileNotFoundError, "no checkpoint there")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_checkpoint_is_refused(keep, private, saved, unchanged):
+    content = saved.read_bytes()
+    saved.write_bytes(content[: int(keep * len(content))])
+    unchanged(run(private), saved, ValueError, "not a readable checkpoint")
+
+
+def test_a_checkpoint_with_a_flipped_byte_of_contents_is_refused(private, saved, unchanged):
+    content = bytearray(saved.read_bytes())
+    made = run(private)
+    made[0].load_checkpoint(saved)
+    position = content.find(made[1].weight.detach().numpy().tobytes())
+    assert position > 0
+    content[position + 5] ^= 1
+    saved.write_bytes(content)
+    unchanged(run(private), saved, ValueError, "not a readable checkpoint")
+
+
+@pytest.mark.parametrize("content", [{"format": "other"}, {"a": 1}, [1, 2], torch.zeros(3)], ids=str)
+def test_a_file_of_another_kind_is_refused(content, private, tmp_path, unchanged):
+    torch.save(content, tmp_path / "c")
+    unchanged(run(private), tmp_path / "c", ValueError, "not a dpflash checkpoint")
+
+
+def test_a_pickle_that_runs_code_is_refused(private, tmp_path, unchanged):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"format": "dpflash-checkpoint-1", "x": Evil()}, tmp_path / "c")
+    unchanged(run(private), tmp_path / "c", ValueError, "not a readable checkpoint")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"data": 20}, "data loader: .*16.*20"),
+        ({"batch_size": 5}, "data loader"),
+        ({"poisson_sampling": False}, "poisson.*shuffled"),
+        ({"model": nn.Linear(3, 4)}, "model: bias, weight"),
+        ({"model": nn.Sequential(nn.Linear(3, 2))}, "model: .*0.weight"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_run_is_refused(options, pattern, private, saved, unchanged):
+    made = run(private, **{k: copy.deepcopy(v) for k, v in options.items()})
+    with pytest.raises(ValueError, match=pattern):
+        made[0].load_checkpoint(saved)
+    assert made[0].accountant.history == [] and made[2].releases == 0
+
+
+def test_a_checkpoint_ahead_of_its_ledger_is_refused(private, tmp_path):
+    path, ledger = tmp_path / "c", tmp_path / "ledger"
+    first = run(private, ledger=ledger)
+    train(*first)
+    first[0].save_checkpoint(path)
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:2]))
+    second = run(private, ledger=ledger)
+    with pytest.raises(ValueError, match="ledger .*has 2 releases, the checkpoint 4"):
+        second[0].load_checkpoint(path)
+    assert second[0].accountant.history == [(1.0, 0.25, 2)]
+
+
+def test_a_checkpoint_is_replaced_in_one_step_and_readable_by_its_owner_only(
+    private, saved, monkeypatch
+):
+    before = saved.read_bytes()
+    assert stat.S_IMODE(saved.stat().st_mode) & 0o077 == 0
+    made = run(private)
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    for function in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, fail)
+            with pytest.raises(OSError, match="no space"):
+                made[0].save_checkpoint(saved)
+        assert saved.read_bytes() == before
+        assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+    made[0].save_checkpoint(saved)
+    assert saved.read_bytes() != before

@@ -1,0 +1,367 @@
+"""`dpflash train`, from the command line to the files that it leaves."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpflash.accounting import RDPAccountant
+from dpflash.cli import main
+from dpflash.training import Interrupted, TrainingRun
+from dpflash.training_config import TrainingConfig
+
+STEPS = 6
+TINY: dict[str, Any] = {
+    "seq_len": 24,
+    "batch_size": 6,
+    "physical_batch_size": 4,
+    "steps": STEPS,
+    "delta": 1e-3,
+    "embed_dim": 8,
+    "layers": 1,
+    "heads": 1,
+    "eval_windows": 4,
+    "checkpoint_every": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rng = random.Random(0)
+    for number in range(50):
+        text = "ab" * rng.randrange(10, 60) + f" {number}"
+        (folder / f"poem-{number}.txt").write_text(text)
+    return folder
+
+
+def options(data: Path, /, **changes: Any) -> list[str]:
+    """The words of a command that trains a tiny model."""
+    words = ["train", "--data", str(data)]
+    for name, value in {**TINY, **changes}.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def config(data: Path, **changes: Any) -> TrainingConfig:
+    return TrainingConfig(**{"data": str(data), "seed": 7, **TINY, **changes})
+
+
+def stop_after(calls: int) -> Any:
+    """A should_stop that says so when it is asked for that many times."""
+    asked = iter(range(1, 10_000))
+    return lambda: next(asked) == calls
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_a_run_leaves_what_its_summary_names(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert all(str(out / name) in shown for name in names)
+    report = report_of(out)
+    for word in (report["neighboring_relation"], report["sampler"], "non-private"):
+        assert word in shown
+    assert report.keys() >= {
+        *("epsilon", "delta", "target_epsilon", "neighboring_relation", "privacy_unit"),
+        *("sampler", "accountant", "noise_multiplier", "max_grad_norm", "clipping"),
+        *("sample_rate", "expected_batch_size", "num_documents", "steps", "seeded", "history"),
+        *("bits_per_byte_before", "bits_per_byte_after", "bits_per_byte_nonprivate"),
+        *("tokens_per_second", "peak_memory_mb", "versions", "not_covered_by_epsilon"),
+    }
+    assert report["neighboring_relation"] == "add_remove" and report["sampler"] == "poisson"
+    assert report["clipping"] == "per_layer" and report["seeded"] is False
+    assert [entry["step"] for entry in report["history"]] == list(range(1, STEPS + 1))
+    assert len(report["history_nonprivate"]) == STEPS
+    assert report["bits_per_byte_nonprivate"] < report["bits_per_byte_before"]
+    assert report["tokens_per_second"] > 0 and report["peak_memory_mb"] > 0
+    private = report["not_covered_by_epsilon"]
+    assert {"history.loss", "bits_per_byte_nonprivate", "clip_fraction"} <= private.keys()
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == STEPS
+
+
+def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nine steps of 6 out of some 45 documents: the run goes into a second pass over the data.
+    report = TrainingRun.start(
+        config(data, steps=9, target_epsilon=3.0, baseline=False), tmp_path / "out"
+    ).run()
+    assert 0.99 * 3 < report["epsilon"] <= 3 and report["steps"] == 9
+    assert report["sample_rate"] == 6 / report["num_documents"]
+    words = ["epsilon", "--json", "--steps", "9", "--delta", "1e-3"]
+    for name in ("noise_multiplier", "sample_rate"):
+        words += [f"--{name.replace('_', '-')}", repr(report[name])]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
+
+
+def test_each_step_sees_windows_of_its_own_draw(data: Path, tmp_path: Path) -> None:
+    job = TrainingRun.start(config(data, physical_batch_size=2, steps=8), tmp_path / "out")
+    seen: list[int] = []
+    windows = job._windows
+    plain = type(windows).window
+
+    def recording(index: int, step: int) -> Any:
+        seen.append(step)
+        return plain(windows, index, step)
+
+    windows.window = recording  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 8)
+    sampler = job._loader.batch_sampler
+    expected = [draw for draw in range(8) for _ in sampler.draw(draw) or [0]]  # type: ignore[union-attr]
+    assert seen[: len(expected)] == expected
+
+
+def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(
+    data: Path, tmp_path: Path
+) -> None:
+    whole = TrainingRun.start(config(data), tmp_path / "whole").run()
+    # Asked after the first evaluation, after each private step, then in the baseline.
+    for calls in (1, 3, STEPS + 1, STEPS + 4):
+        out = tmp_path / f"stopped-{calls}"
+        with pytest.raises(Interrupted):
+            TrainingRun.start(config(data), out).run(should_stop=stop_after(calls))
+        report = TrainingRun.resume(out).run()
+        assert same(weights(out), weights(tmp_path / "whole")), calls
+        for key in ("epsilon", "history", "history_nonprivate", "lost_steps", "clip_fraction"):
+            assert report[key] == whole[key], (calls, key)
+        assert report["bits_per_byte_nonprivate"] == whole["bits_per_byte_nonprivate"]
+
+
+def test_the_seed_repeats_a_run_and_only_the_seed_does(data: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, seed in (("a", 7), ("b", 7), ("c", 8), ("d", None), ("e", None)):
+        job = TrainingRun.start(config(data, seed=seed, steps=2, baseline=False), tmp_path / name)
+        assert job.run()["seeded"] is (seed is not None)
+        runs[name] = weights(tmp_path / name)
+    assert same(runs["a"], runs["b"])
+    assert not same(runs["a"], runs["c"])
+    assert not same(runs["d"], runs["e"])
+
+
+def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data: Path, tmp_path: Path) -> None:
+    job = TrainingRun.start(
+        config(
+            data,
+            target_epsilon=None,
+            noise_multiplier=0,
+            steps=30,
+            learning_rate=0.03,
+            baseline=False,
+        ),
+        tmp_path / "out",
+    )
+    report = job.run()
+    assert report["bits_per_byte_before"] > 7.5
+    assert report["bits_per_byte_after"] < 5
+    assert report["epsilon"] is None
+    assert any("no privacy" in note for note in report["notes"])
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["epsilon"] is None
+
+
+def test_a_finished_run_is_not_run_again(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*options(data, steps=2), "--no-baseline", "--out", str(out)]) == 0
+    before, ledger = weights(out), (out / "ledger.jsonl").read_bytes()
+    report = report_of(out)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(out)]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert same(weights(out), before) and (out / "ledger.jsonl").read_bytes() == ledger
+    assert report_of(out) == report
+
+
+def running(words: list[str], ledger: Path, lines: int) -> subprocess.Popen[str]:
+    """A process of the command, once it has made that many releases."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dpflash", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
+    number: signal.Signals, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = options(data, steps=40, checkpoint_every=1000, seed=7)
+    process = running([*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl", 3)
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, shown
+    assert f"dpflash train --resume {out}" in shown
+    job = TrainingRun.resume(out)
+    assert 3 <= job.step < 40 and job.lost_steps == 0
+    job.run()
+    whole = TrainingRun.start(
+        config(data, steps=40, checkpoint_every=1000, baseline=False), tmp_path / "whole"
+    )
+    assert whole.run()["epsilon"] == job.epsilon
+    assert same(weights(out), weights(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = options(data, steps=30, checkpoint_every=1000, seed=7)
+    process = running([*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl", 4)
+    process.kill()
+    process.communicate(timeout=120)
+    lost = len((out / "ledger.jsonl").read_text().splitlines())
+    assert 4 <= lost < 30
+    assert main(["train", "--resume", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert f"{lost} step(s)" in shown.err and f"note: {lost} step(s)" in shown.out
+    report = report_of(out)
+    assert report["lost_steps"] == lost and report["steps"] == 30
+    accountant = RDPAccountant()
+    accountant.history = [(report["noise_multiplier"], report["sample_rate"], 30 + lost)]
+    assert report["epsilon"] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
+    assert report["epsilon"] > report["target_epsilon"]
+    TrainingRun.start(
+        config(data, steps=30, checkpoint_every=1000, baseline=False), tmp_path / "whole"
+    ).run()
+    assert not same(weights(out), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": 0, "target_epsilon": 8}, "noise_multiplier=0"),
+        ({"noise_multiplier": -1}, "noise_multiplier=-1"),
+        ({"target_epsilon": 0}, "target_epsilon=0"),
+        ({"delta": 0}, "delta=0"),
+        ({"delta": 1}, "delta=1"),
+        ({"batch_size": 51}, "batch_size=51"),
+        ({"steps": 0}, "steps=0"),
+        ({"clipping": "sideways"}, "clipping='sideways'"),
+        ({"accountant": "none"}, "accountant='none'"),
+        ({"heads": 3}, "num_heads=3"),
+        ({"seed": -1}, "seed=-1"),
+        ({"data": "nowhere"}, "nowhere: no such folder"),
+        ({"suffixes": ".nothing"}, "no usable file"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_value_is_named_and_nothing_is_written(
+    changes: dict[str, Any],
+    message: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    assert main([*options(data, **changes), "--out", str(out)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("dpflash: error: ") and message in error
+    assert not out.exists()
+
+
+def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        TrainingRun.start(config(data), out).run(should_stop=stop_after(3))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def refused(words: list[str]) -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    assert f"--resume {out}" in refused([*options(data), "--out", str(out)])
+    resume = ["train", "--resume", str(out)]
+    assert "steps=7" in refused([*resume, "--steps", "7"])
+    assert "noise_multiplier=2" in refused([*resume, "--noise-multiplier", "2"])
+    assert "baseline=False" in refused([*resume, "--no-baseline"])
+    assert "drop --out" in refused([*resume, "--out", str(tmp_path / "other")])
+    assert "no checkpoint.pt there" in refused(["train", "--resume", str(tmp_path / "none")])
+    document = data / "poem-3.txt"
+    text = document.read_text()
+    document.write_text(text + "x")
+    assert "restore them" in refused(resume)
+    document.write_text(text)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "checkpoint.pt").write_bytes(before["checkpoint.pt"][:-1000])
+    assert "not a readable checkpoint" in refused(resume)
+    (out / "checkpoint.pt").write_bytes(before["checkpoint.pt"])
+    assert main([*resume, "--steps", str(STEPS), "--data", str(data)]) == 0
+    assert report_of(out)["steps"] == STEPS
+
+
+def test_without_out_a_free_folder_is_taken(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main([*options(data, steps=1), "--no-baseline"]) == 0
+    assert (tmp_path / "runs/train/report.json").is_file()
+    assert (tmp_path / "runs/train-2/report.json").is_file()
+
+
+def test_a_large_delta_is_warned_about(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = options(data, steps=1, delta=0.5)
+    assert main([*words, "--no-baseline", "--out", str(tmp_path / "out")]) == 0
+    assert "dpflash: warning: delta=0.5" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_summary_says_how_to_get_it(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "out"
+    assert main([*options(data, steps=1), "--no-baseline", "--out", str(out)]) == 0
+    assert "pip install 'dpflash[plot]'" in capsys.readouterr().out
+    assert not (out / "training.png").exists()
