@@ -55,7 +55,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         raise ValueError(
             f"module '{name}' is {kind}: recurrent layers have no rule for private training. "
-            "Replace it by an attention layer (dpflash.nn), or freeze it with requires_grad_(False)"
+            "Replace it by attention (dpflash.nn), or freeze it with requires_grad_(False)"
         )
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")

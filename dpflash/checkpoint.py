@@ -46,6 +46,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
     try:
+        # torch.load does not look at the checksums that torch.save writes.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
@@ -56,6 +61,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         pickle.UnpicklingError,
         zipfile.BadZipFile,
         ValueError,
+        LookupError,
+        TypeError,
     ) as e:
         raise ValueError(
             f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "

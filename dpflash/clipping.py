@@ -21,14 +21,16 @@ def clip_factors(squared_norms: Tensor, bound: float) -> Tensor:
         bound: clipping bound, in the units of the norms.
 
     Returns:
-        [B], fp32. A non-finite norm gives 0.
+        [B], fp32. A non-finite norm gives 0, as does one so large that c_i would be subnormal.
 
     Guarantees:
         c_i n_i <= bound in fp32 arithmetic; c_i depends on sample i alone.
     """
     norms = squared_norms.double().sqrt()
     factors = torch.where(norms > bound, bound / norms * _ROUND_DOWN, torch.ones_like(norms))
-    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms)).float()
+    # fp32 keeps too few digits of what lies below its normal numbers to round it down.
+    usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
+    return torch.where(usable, factors, torch.zeros_like(norms)).float()
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class PrivacyEngine:
                 above it come in parts and step() waits for the last.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
-            memory_budget: bytes that stored gradients may take; a quarter of the memory by default.
+            memory_budget: bytes that stored gradients may take; default a quarter of the memory.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -343,7 +343,7 @@ class PrivacyEngine:
 
     @property
     def neighboring_relation(self) -> str:
-        """The relation epsilon is for: "add_remove" one sample, or "zero_out" one (size public)."""
+        """What epsilon is for: "add_remove" one sample, or "zero_out" one (size public)."""
         if self._unamplified or self._loader is None or self._loader.sampler_name != "poisson":
             return "zero_out"
         return "add_remove"
@@ -425,8 +425,8 @@ class PrivacyEngine:
         there = (state["key"], state["incarnation"], state["releases"])
         if self._ledger is None and self._optimizer.releases and here != there:
             raise RuntimeError(
-                f"path={os.fspath(path)!r}: {self._optimizer.releases} step(s) were released since "
-                "make_private, and loading would forget what they cost. Load right after "
+                f"path={os.fspath(path)!r}: {self._optimizer.releases} step(s) were released "
+                "since make_private, and loading would forget what they cost. Load right after "
                 "make_private; to go back within a run use PrivacyEngine(ledger=...)"
             )
         self._model.load_state_dict(state["module"])
@@ -510,8 +510,8 @@ class PrivacyEngine:
         ledger = state["ledger_releases"]
         if self._ledger is not None and ledger is not None and self._ledger.releases < ledger:
             raise ValueError(
-                f"{where} the ledger {self._ledger.path}: it has {self._ledger.releases} releases, "
-                f"the checkpoint {ledger}. Restore the ledger; without it epsilon is unknown"
+                f"{where} the ledger {self._ledger.path}: it has {self._ledger.releases} "
+                f"releases, the checkpoint {ledger}. Restore it; epsilon is unknown without it"
             )
 
     def _charge(self, noise_multiplier: float, signalled: bool) -> None:

@@ -125,7 +125,7 @@ class Gate:
         self._dense.add(position)
 
     def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
-        """A use with G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
+        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
         self._enter()
         mode = self.owner.mode
         if mode == "sum":
@@ -464,7 +464,7 @@ class PrivateBackward:
         self.sums[parameter] = total if held is None else held + total
 
     def discard(self) -> None:
-        """Forget the clipped sums of an unreleased logical batch, and the gradients beside them."""
+        """Forget the clipped sums of an unreleased logical batch, and their gradients."""
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None

@@ -149,9 +149,7 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
         axes.spines["right"].set_visible(False)
         axes.grid(alpha=0.3)
     figure.suptitle(_title(report))
-    figure.supxlabel(
-        "epsilon does not cover the losses: keep this picture", fontsize=8, color=grey
-    )
+    figure.supxlabel("epsilon does not cover the losses: not for release", fontsize=8, color=grey)
 
 
 def _title(report: dict[str, Any]) -> str:

@@ -165,7 +165,8 @@ class PoissonBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         self.on_pass()
-        self.marks.clear()
+        # One queue a pass: an older pass that is still open keeps its own marks.
+        marks = self.marks = deque()
         steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
         self.pass_remainder = None
         for _ in range(steps):
@@ -175,7 +176,7 @@ class PoissonBatchSampler:
             size = self.physical_batch_size or max(len(indices), 1)
             parts = [indices[i : i + size] for i in range(0, len(indices), size)] or [[]]
             for number, part in enumerate(parts, start=1):
-                self.marks.append(BatchMark(draw, len(part), number == len(parts)))
+                marks.append(BatchMark(draw, len(part), number == len(parts)))
                 yield part
 
     def __len__(self) -> int:
@@ -320,8 +321,10 @@ class PrivateDataLoader(DataLoader):
                 self._tracker.begin_batch(BatchMark(number, size, True))
                 yield batch
             return
+        marks = None
         for batch in super().__iter__():
-            self._tracker.begin_batch(self._poisson.marks.popleft())
+            marks = self._poisson.marks if marks is None else marks
+            self._tracker.begin_batch(marks.popleft())
             yield batch
 
     def set_key(self, key: bytes) -> None:

@@ -65,7 +65,7 @@ def keystream(key: bytes, *, first: int, second: int, block: int, count: int) ->
 
 
 def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
-    """count words [count] uint64, uniform, at address `index`."""
+    """Uniform words [count], uint64, at address `index`."""
     parts = [
         np.frombuffer(
             keystream(

@@ -226,10 +226,10 @@ class TrainingRun:
                 begun = time.perf_counter()
                 self._windows.set_step(self._next_draw())
                 for inputs, targets in self._loader:
-                    # The loader fetches the next batch when it is asked for it, after this line.
-                    self._windows.set_step(self._next_draw())
                     before = self.step
                     batch_losses += self._physical_batch(inputs, targets)
+                    # The loader fetches the next batch when it is asked for it, after this line.
+                    self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
                     state.seconds += time.perf_counter() - begun

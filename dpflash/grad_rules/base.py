@@ -122,7 +122,7 @@ class PrivateModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.
-        build, *rest = plain_twin(self).__reduce_ex__(protocol)
+        build, *rest = tuple(plain_twin(self).__reduce_ex__(protocol))
         # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 

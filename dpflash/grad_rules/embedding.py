@@ -79,7 +79,7 @@ class PrivateEmbedding(PrivateModule):
         if length == 1:
             return indices
         raise ValueError(
-            f"indices of embedding '{self._dpflash.name}' have shape ({length},), which may be one "
-            "index for each sample or positions shared by all. Pass indices[:, None] for the "
+            f"indices of embedding '{self._dpflash.name}' have shape ({length},), which may be "
+            "one index for each sample or positions shared by all. Pass indices[:, None] for the "
             "former, indices[None, :] for the latter"
         )

@@ -12,7 +12,7 @@ import dpflash
 
 
 class Oracle:
-    """Per-sample gradients by autograd in float64, one sample at a time, and their clipped sums."""
+    """Per-sample gradients by autograd in float64, sample by sample, and their clipped sums."""
 
     def __init__(self, model, loss, *batch):
         self.model = copy.deepcopy(model).double()
@@ -70,7 +70,7 @@ def oracle():
 
 @pytest.fixture
 def private():
-    """private(model, *data, ...) -> (engine, model, optimizer, loader); noise is off by default."""
+    """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless."""
 
     def make(
         model, *data, batch_size=4, lr=0.1, seed=0, ledger=None, workers=0, collate=None, **kwargs

@@ -22,7 +22,7 @@ def loader(**options):
 
 @pytest.fixture
 def refused():
-    """refused(error, pattern, model, ...) checks a make_private call and that it changed nothing."""
+    """refused(error, *words, ...) checks a make_private call and that it changed nothing."""
 
     def check(error, *patterns, model=None, epsilon=False, optimizer=None, **arguments):
         model = nn.Linear(3, 2) if model is None else model
@@ -122,7 +122,11 @@ def test_a_target_outside_of_its_range_is_named(name, value, refused):
 @pytest.mark.parametrize("value", [0.0, -1.0, 1.0])
 def test_noise_beside_a_target_epsilon_is_refused(value, refused):
     refused(
-        ValueError, f"noise_multiplier={value}", "make_private", epsilon=True, noise_multiplier=value
+        ValueError,
+        f"noise_multiplier={value}",
+        "make_private",
+        epsilon=True,
+        noise_multiplier=value,
     )
 
 
@@ -435,7 +439,9 @@ def test_a_checkpoint_with_a_flipped_byte_of_contents_is_refused(private, saved,
     unchanged(run(private), saved, ValueError, "not a readable checkpoint")
 
 
-@pytest.mark.parametrize("content", [{"format": "other"}, {"a": 1}, [1, 2], torch.zeros(3)], ids=str)
+@pytest.mark.parametrize(
+    "content", [{"format": "other"}, {"a": 1}, [1, 2], torch.zeros(3)], ids=str
+)
 def test_a_file_of_another_kind_is_refused(content, private, tmp_path, unchanged):
     torch.save(content, tmp_path / "c")
     unchanged(run(private), tmp_path / "c", ValueError, "not a dpflash checkpoint")

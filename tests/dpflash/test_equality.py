@@ -34,10 +34,10 @@ every_way = pytest.mark.parametrize("way", WAYS)
 every_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
 )
-# Factors are rounded down by 2^-22 and kept in fp32.
+# Factors are rounded down by 2^-22 and kept in fp32. Measured: 2.4e-7.
 EXACT = 1e-6
-# Measured: at most 1.4e-6, of which the model's own fp32 rounding is nearly all.
-FP32 = 5e-6
+# The same models in fp32. Measured: 3.1e-7.
+FP32 = 2e-6
 
 
 def language_model():
@@ -365,7 +365,9 @@ def test_non_reentrant_checkpointing_agrees(kind, agree):
 @every_kind
 def test_the_library_model_agrees_with_activation_checkpointing(kind, agree, next_token_loss):
     torch.manual_seed(0)
-    model = LongContextLM(23, 8, 2, 2, max_seq_len=9, activation_checkpointing=True, norm="rms_norm")
+    model = LongContextLM(
+        23, 8, 2, 2, max_seq_len=9, activation_checkpointing=True, norm="rms_norm"
+    )
     agree(model, scaled(next_token_loss, 10.0), tokens(), **kind)
 
 

@@ -67,7 +67,9 @@ def test_a_rate_of_one_draws_everything_and_draws_are_functions_of_key_and_index
     assert sampler(7, 1.0).draw(3) == list(range(7))
     first, second = sampler(), sampler()
     assert [first.draw(i) for i in range(5)] == [second.draw(i) for i in (0, 1, 2, 3, 4)]
-    assert [first.draw(i) for i in range(9)] != [sampler(key=master_key(1)).draw(i) for i in range(9)]
+    assert [first.draw(i) for i in range(9)] != [
+        sampler(key=master_key(1)).draw(i) for i in range(9)
+    ]
     assert len({tuple(first.draw(i)) for i in range(20)}) > 15
 
 
@@ -198,7 +200,9 @@ class Record(dict):
         ),
         (
             lambda n: Pair(torch.zeros(n, 1).half(), {"y": torch.zeros(n, 2, 2)}),
-            lambda v: type(v) is Pair and v.a.dtype == torch.float16 and v.b["y"].shape == (0, 2, 2),
+            lambda v: (
+                type(v) is Pair and v.a.dtype == torch.float16 and v.b["y"].shape == (0, 2, 2)
+            ),
         ),
     ],
     ids=["tensor", "dict", "own mapping", "nested list", "named tuple"],
@@ -218,7 +222,9 @@ def test_an_empty_batch_has_the_structure_of_a_full_one(make, same):
     assert empty > 3 and max(sizes) > 0 and len(sizes) == 40
 
 
-@pytest.mark.parametrize("value", [object(), torch.tensor(1.0), None], ids=["object", "0-D", "None"])
+@pytest.mark.parametrize(
+    "value", [object(), torch.tensor(1.0), None], ids=["object", "0-D", "None"]
+)
 def test_a_batch_that_cannot_be_emptied_is_refused_with_the_way_out(value):
     loader = private_loader(Numbered(), 1, collate_fn=lambda samples: value)
     with pytest.raises(ValueError, match="empty batch .*collate_fn"):

@@ -101,7 +101,9 @@ def test_the_gram_form_never_gives_a_negative_square():
 def test_a_squared_norm_overflows_only_where_an_element_is_not_finite():
     grads = torch.tensor([[[1e30, 1e30]], [[1.0, 2.0]], [[math.inf, 0]], [[math.nan, 0]]])
     found = squared_norm(grads)
-    torch.testing.assert_close(found[:2], torch.tensor([2e60, 5.0], dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        found[:2], torch.tensor([2e60, 5.0], dtype=torch.float64), rtol=1e-6, atol=0
+    )
     assert not bool(torch.isfinite(found[2:]).any())
     assert squared_norm(torch.tensor([3.0, -2.0])).tolist() == [9, 4]
     assert squared_norm(torch.zeros(0, 3)).shape == squared_norm(torch.zeros(0)).shape == (0,)
