@@ -5,6 +5,7 @@
 10 the ledger before the release. (7, equality with a per-sample loop: test_equality.py.)
 """
 
+import contextlib
 import copy
 import io
 import math
@@ -767,6 +768,23 @@ def test_invariant_9_a_gradient_changed_between_backward_and_step_is_refused(tam
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_invariant_9_what_is_released_is_the_gates_sum_and_never_the_grad_beside_it(
+    dtype, private, sums
+):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(nn.Linear(3, 2).to(dtype))
+    engine.backward(model(torch.randn(4, 3).to(dtype)).float().square().mean(1))
+    expected = sums(engine, model)
+    assert {g.dtype for g in expected.values()} == {torch.float32}
+    model.weight.grad = None
+    if dtype == torch.bfloat16:
+        model.bias.grad.mul_(1.01)  # within what bf16 rounds, so it is not noticed
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, (expected[name] / 4).to(dtype))
+
+
 def test_invariant_9_a_loop_left_in_mid_batch_starts_afresh(private):
     torch.manual_seed(0)
     x = torch.randn(32, 3)
@@ -832,6 +850,40 @@ def test_invariant_9_a_batch_memory_manager_left_in_mid_batch_starts_afresh(priv
         sizes = train()
     assert engine.accountant.history == [(0.5, 0.5, 2)]
     assert sizes == [len(engine._loader._poisson.draw(i)) for i in (1, 2)]
+
+
+@pytest.mark.parametrize("managed", [False, pytest.param(True, marks=needs_opacus)])
+@pytest.mark.filterwarnings("ignore:.*gradients are dropped:UserWarning")
+def test_invariant_9_nothing_of_a_batch_that_was_left_gets_into_the_next_release(managed, private):
+    """Each sample is clipped to exactly C = 1, so the sum counts samples; no zero_grad helps."""
+    engine, model, optimizer, loader = private(
+        nn.Linear(1, 1, bias=False),
+        torch.full((32, 1), 7.0),
+        batch_size=16,
+        lr=0.0,
+        physical_batch_size=None if managed else 4,
+    )
+
+    def train(limit):
+        with contextlib.ExitStack() as stack:
+            batches = loader
+            if managed:
+                batches = stack.enter_context(
+                    BatchMemoryManager(
+                        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+                    )
+                )
+            for number, (batch,) in enumerate(batches):
+                if number == limit or optimizer.releases:
+                    return
+                engine.backward(model(batch).squeeze(1))
+                optimizer.step()
+
+    train(2)
+    assert optimizer.releases == 0
+    train(100)
+    count = len(engine._loader._poisson.draw(1))
+    assert float(model.weight.grad) * 16 == pytest.approx(count, abs=1e-3)
 
 
 def test_invariant_9_a_second_backward_on_one_batch_is_refused(private):
