@@ -76,6 +76,12 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             f"module '{name}' is parametrized; its parameters have no rule for private training. "
             "Call torch.nn.utils.parametrize.remove_parametrizations first"
         )
+    weight = module._parameters.get("weight", module)
+    if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
+            "pruning), which has no rule for private training. Make the weight a parameter again"
+        )
     if any(True for child in module.children() for _ in child.parameters()):
         raise ValueError(
             f"parameter '{own[0]}' hangs directly on module '{name}' ({kind}), which has other "

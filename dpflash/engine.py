@@ -316,7 +316,12 @@ class PrivacyEngine:
         if losses.ndim == 1:
             self._tracker.before_backward(losses.shape[0])
         nonfinite = backward.nonfinite_samples
-        backward.backward(losses)
+        try:
+            backward.backward(losses)
+        except BaseException:
+            # Its sums are dropped, so the batch may be tried again.
+            self._tracker.dropped()
+            raise
         if backward.nonfinite_samples > nonfinite:
             warnings.warn(
                 f"{backward.nonfinite_samples - nonfinite} sample(s) of a batch had a NaN or Inf "
@@ -391,6 +396,7 @@ class PrivacyEngine:
                 "incarnation": self._incarnation,
                 "releases": self._optimizer.releases,
                 "ledger_releases": None if self._ledger is None else self._ledger.releases,
+                "ledger_digest": None if self._ledger is None else self._ledger.digest(),
                 "noise_multiplier": self._optimizer.noise_multiplier,
                 "max_grad_norm": self._optimizer.max_grad_norm,
                 "loader": self._loader.state_dict(),
@@ -423,11 +429,12 @@ class PrivacyEngine:
         self._check_fits(path, state)
         here = (self._key, self._incarnation, self._optimizer.releases)
         there = (state["key"], state["incarnation"], state["releases"])
-        if self._ledger is None and self._optimizer.releases and here != there:
+        spent = bool(self.accountant.history) or self._noiseless or self._optimizer.releases
+        if self._ledger is None and spent and here != there:
             raise RuntimeError(
-                f"path={os.fspath(path)!r}: {self._optimizer.releases} step(s) were released "
-                "since make_private, and loading would forget what they cost. Load right after "
-                "make_private; to go back within a run use PrivacyEngine(ledger=...)"
+                f"path={os.fspath(path)!r}: this engine has spent privacy already, and loading "
+                "would forget it. Load into a new engine, right after make_private; to go back "
+                "within a run use PrivacyEngine(ledger=...)"
             )
         self._model.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -439,7 +446,7 @@ class PrivacyEngine:
         self._noiseless |= state["noiseless"]
         self._unamplified |= state["unamplified"]
         self.seed = state["seed"]
-        if self._ledger is None or state["ledger_releases"] is None:
+        if self._ledger is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
         elif self._ledger.releases != state["ledger_releases"]:
             # The accountant already holds the whole ledger.
@@ -507,8 +514,22 @@ class PrivacyEngine:
             raise ValueError(
                 f"{where} the accountant: saved with {state['accountant']['mechanism']!r}"
             )
+        keys = [sorted(g) for g in self._optimizer.param_groups]
+        if keys != [sorted(g) for g in state["optimizer"]["param_groups"]]:
+            raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
         ledger = state["ledger_releases"]
-        if self._ledger is not None and ledger is not None and self._ledger.releases < ledger:
+        if (self._ledger is None) != (ledger is None):
+            raise ValueError(
+                f"{where} the engine: one of them keeps a ledger and the other does not, so "
+                "releases would be lost. Build PrivacyEngine(ledger=...) as it was"
+            )
+        if self._ledger is None:
+            return
+        if self._ledger.digest(ledger) not in (state["ledger_digest"], None):
+            raise ValueError(
+                f"{where} the ledger {self._ledger.path}: it is of another run. Use its own"
+            )
+        if self._ledger.releases < ledger:
             raise ValueError(
                 f"{where} the ledger {self._ledger.path}: it has {self._ledger.releases} "
                 f"releases, the checkpoint {ledger}. Restore it; epsilon is unknown without it"
@@ -517,7 +538,7 @@ class PrivacyEngine:
     def _charge(self, noise_multiplier: float, signalled: bool) -> None:
         """Pay for a release before it is made."""
         assert self._loader is not None
-        drawn = signalled or self._tracker.current is not None
+        drawn = self._tracker.came_from_loader(signalled)
         rate: float | None
         if not drawn:
             # A batch of unknown origin: no amplification can be claimed for it.
@@ -568,7 +589,17 @@ def _trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> 
             "optimizer holds no trainable parameter of the module; check requires_grad and build "
             "it from module.parameters()"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
+            "own; use a first-order optimizer such as AdamW"
+        )
     for parameter in trained:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
+                "see its gradient before the noise; remove the hook"
+            )
         if not parameter.is_floating_point():
             raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
     return trained

@@ -12,6 +12,7 @@ gate instead (see `planner`), and autograd still tells when the last use is thro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from dpflash.kernels import (
     squared_norm,
 )
 
+from ._validate import positive
 from .clipping import Group, clip_factors
 from .planner import LinearShape, Plan, plan
 
@@ -342,7 +344,8 @@ class PrivateBackward:
 
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model will read; an eager model makes its own."""
-        gates = [Gate(self, group, batch_size, -1) for group in self.groups]
+        self._generation += 1
+        gates = [Gate(self, group, batch_size, self._generation) for group in self.groups]
         self._prepared = [gate.handles for gate in gates]
         for gate in gates:
             gate.handles = ()
@@ -407,8 +410,10 @@ class PrivateBackward:
         self._arrived = set()
         self._arrived_generation = None
         self._task = -1
-        if self.bound != self.bound:
-            self.bound = self.bound_source()
+        if math.isnan(self.bound):
+            bound = self.bound_source()
+            positive(max_grad_norm=bound)
+            self.bound = bound
 
     def arrived(self, gate: Gate) -> None:
         """Called by each gate as its backward runs; refuses what would break the sensitivity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.releases = len(self.read())
+        self._size = self.path.stat().st_size if self.path.exists() else 0
 
     def read(self) -> list[tuple[float, float | None]]:
         """(noise_multiplier, sample_rate) of each line.
@@ -59,8 +61,28 @@ class Ledger:
             "noise_multiplier": noise_multiplier,
             "sample_rate": sample_rate,
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with self.path.open("ab") as file:
+            if os.fstat(file.fileno()).st_size != self._size:
+                raise RuntimeError(
+                    f"ledger {self.path} was changed by another process or engine, so what this "
+                    "one knows of the privacy spent is incomplete. Give each running engine a "
+                    "ledger of its own, or start anew from this one"
+                )
+            try:
+                file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                # The release is not made; half a line would make the file unreadable.
+                os.truncate(self.path, self._size)
+                raise
+            self._size = os.fstat(file.fileno()).st_size
         self.releases += 1
+
+    def digest(self, releases: int | None = None) -> str | None:
+        """Digest of the first lines (all by default); None where there are fewer."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        count = self.releases if releases is None else releases
+        if len(lines) < count:
+            return None
+        return hashlib.blake2b(b"".join(lines[:count]), digest_size=16).hexdigest()

@@ -143,6 +143,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self._is_last_step_skipped:
             return
         self._backward.discard()
+        self._tracker.dropped()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -178,8 +179,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         backward = self._backward
         non_negative(noise_multiplier=self.noise_multiplier)
         finite(noise_multiplier=self.noise_multiplier)
-        positive(max_grad_norm=self.max_grad_norm)
         bound = self.max_grad_norm if math.isnan(backward.bound) else backward.bound
+        positive(max_grad_norm=bound)
         if self.noise_multiplier > 0 and math.isinf(bound):
             raise ValueError(
                 "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
@@ -197,7 +198,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             total = backward.sums.get(parameter)
             if total is None:
                 total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
-            total = total.contiguous()
+            # An interrupted release must find the sums as they were.
+            total = total.clone(memory_format=torch.contiguous_format)
             if std > 0:
                 gaussian_noise_(
                     total,
@@ -220,7 +222,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if not parameter.requires_grad:
                     parameter.grad = None
                 elif parameter not in self._parameter_ids and parameter.grad is not None:
-                    name = self._backward.names[parameter]
+                    name = self._backward.names.get(parameter, "(added later)")
                     parameter.grad = None
                     raise RuntimeError(
                         f"parameter '{name}' was frozen when the model was made private and has a "

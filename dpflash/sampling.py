@@ -45,6 +45,9 @@ class BatchTracker:
         next_draw: the draw at which a resumed run goes on.
         signals_pending: whether another loader, such as that of Opacus' BatchMemoryManager, tells
             the optimizer where logical batches end; then each physical batch has its own step().
+        emitted: sizes of the logical batches that the private sampler drew in this pass and that
+            no signalled release has used.
+        signalled: whether a release was told by a signal.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,9 @@ class BatchTracker:
         self.backward_done = False
         self.first_of_pass = False
         self.next_draw = 0
+        self.emitted: deque[int] = deque()
+        self.signalled = False
+        self._seen = 0
         self.has_sums: Callable[[], bool] = lambda: False
         self.signals_pending: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = lambda: None
@@ -67,8 +73,14 @@ class BatchTracker:
             )
         self.abandon()
         self.current = None
-        self.backward_done = False
+        self.dropped()
+        self.emitted.clear()
         self.first_of_pass = True
+
+    def dropped(self) -> None:
+        """The gradients of the logical batch under way were thrown away."""
+        self.backward_done = False
+        self._seen = 0
 
     def begin_batch(self, mark: BatchMark) -> None:
         previous = self.current
@@ -82,8 +94,6 @@ class BatchTracker:
     def before_backward(self, batch_size: int) -> None:
         """Refuse to take the same samples into one release twice."""
         mark = self.current
-        if mark is None and not self.signals_pending():
-            return
         if mark is not None and batch_size != mark.size:
             raise ValueError(
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
@@ -92,16 +102,30 @@ class BatchTracker:
         if self.backward_done:
             raise RuntimeError(
                 "a second backward on the same batch: its samples would enter the step twice and "
-                "break the bound. Add the losses up and call engine.backward once for each batch"
+                "break the bound. Add the losses up and call engine.backward once for each batch "
+                "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
             )
         self.backward_done = True
+        self._seen += batch_size
 
     def signalled_step(self) -> None:
         """A step that was told by a signal ends a physical batch of another loader."""
         if self.current is None:
             self.backward_done = False
 
+    def came_from_loader(self, signalled: bool) -> bool:
+        """Whether the release's samples are a draw of the private sampler.
+
+        A signal proves nothing by itself: the samples seen since the last release must be as many
+        as the next drawn batch has.
+        """
+        if not signalled:
+            return self.current is not None
+        self.signalled = True
+        return bool(self.emitted) and self.emitted.popleft() == self._seen
+
     def released(self) -> None:
+        self.dropped()
         if self.current is not None:
             self.next_draw = self.current.draw + 1
         self.current = None
@@ -153,6 +177,7 @@ class PoissonBatchSampler:
         self.position = 0
         self.pass_remainder: int | None = None
         self.on_pass: Callable[[], None] = lambda: None
+        self.on_draw: Callable[[int], None] = lambda size: None
         self._key = key
 
     def draw(self, index: int) -> list[int]:
@@ -173,6 +198,7 @@ class PoissonBatchSampler:
             draw = self.position
             self.position += 1
             indices = self.draw(draw)
+            self.on_draw(len(indices))
             size = self.physical_batch_size or max(len(indices), 1)
             parts = [indices[i : i + size] for i in range(0, len(indices), size)] or [[]]
             for number, part in enumerate(parts, start=1):
@@ -195,13 +221,13 @@ class PoissonBatchSampler:
 class _PassBatchSampler(BatchSampler):
     """The loader's own batches; says when a pass begins, also where another loader iterates it."""
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, begin: Callable[[], None]):
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)
-        self._begin_pass = begin
+        self._tracker = tracker
         self._passes = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._begin_pass()
+        self._tracker.begin_pass()
         self._passes += 1
         own = self._passes
         for batch in super().__iter__():
@@ -210,6 +236,7 @@ class _PassBatchSampler(BatchSampler):
                     "an earlier pass over the loader goes on beside a newer one, so a sample "
                     "could be released twice for one payment; finish or leave a pass first"
                 )
+            self._tracker.emitted.append(len(batch))
             yield batch
 
 
@@ -294,6 +321,7 @@ class PrivateDataLoader(DataLoader):
                 physical_batch_size=physical_batch_size,
             )
             sampler.on_pass = tracker.begin_pass
+            sampler.on_draw = tracker.emitted.append
             self._poisson: PoissonBatchSampler | None = sampler
             super().__init__(
                 loader.dataset,
@@ -306,7 +334,7 @@ class PrivateDataLoader(DataLoader):
             super().__init__(
                 loader.dataset,
                 batch_sampler=_PassBatchSampler(
-                    loader.sampler, batch_size, loader.drop_last, tracker.begin_pass
+                    loader.sampler, batch_size, loader.drop_last, tracker
                 ),
                 collate_fn=loader.collate_fn,
                 **common,
@@ -334,6 +362,9 @@ class PrivateDataLoader(DataLoader):
 
     def state_dict(self) -> dict[str, int]:
         """The position among the draws; a draw that was not released is drawn again."""
+        # Under another loader's signals nothing tells which draw is in the loop's hands.
+        if self._tracker.signalled and self._poisson is not None:
+            return {"next_draw": self._poisson.position}
         return {"next_draw": self._tracker.next_draw}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -367,8 +398,9 @@ def check_loader(loader: DataLoader, *, poisson: bool) -> tuple[int, int]:
     num_samples = len(loader.dataset)  # type: ignore[arg-type]
     if num_samples == 0:
         raise ValueError("data_loader.dataset is empty; training needs at least one sample")
-    plain = isinstance(loader.sampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
+    # A subclass may draw as it likes.
+    plain = type(loader.sampler) is SequentialSampler or (
+        type(loader.sampler) is RandomSampler
         and not loader.sampler.replacement
         and len(loader.sampler) == num_samples
     )

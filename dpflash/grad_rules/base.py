@@ -74,6 +74,11 @@ class Handles:
         if parameter is None or not parameter.requires_grad:
             return None
         group, position = self._slots[name]
+        if parameter is not self._context.backward.groups[group].parameters[position]:
+            raise RuntimeError(
+                f"parameter '{self._context.name}.{name}' is not the one that was made private: it "
+                "was replaced or tied since. Call engine.detach(model), then make_private again"
+            )
         if self.compiling:
             return self._context.backward.prepared(group)[position]
         return self._gate(group).handles[position]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import embedding_per_sample_grad
 
@@ -33,6 +34,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(indices, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
@@ -54,7 +56,7 @@ class PrivateEmbedding(PrivateModule):
             return super().forward(input)
         context = self._dpflash
         indices = input
-        if indices.ndim == 1 and not torch.compiler.is_compiling():
+        if indices.ndim == 1:
             indices = self._one_dimensional(indices)
         indices = context.check_batch(indices)
         handles = self.private_handles(indices.shape[0])

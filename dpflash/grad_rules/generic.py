@@ -6,6 +6,7 @@ it is the per-sample gradient. This costs what vmap costs; layers that matter ha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ class PrivateLeaf(PrivateModule):
                 f"module '{context.name}' ({type(self).__name__}) was called without a tensor, so "
                 "the batch cannot be told; it has no rule for private training"
             )
+        others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
+        if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):
+            raise ValueError(
+                f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a tuple, "
+                "list or dict, where the generic rule cannot tell the batch; pass them as "
+                "arguments of their own"
+            )
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
         kwargs = {
             k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
@@ -41,6 +49,9 @@ class PrivateLeaf(PrivateModule):
         batch_size = sizes.pop()
         own = {n: p for n, p in self._parameters.items() if p is not None}
         twin = plain_twin(self)
+        # The private module's own call runs the hooks.
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            twin.__dict__[hooks] = OrderedDict()
         if batch_size == 0:
             plain = {n: p.detach() for n, p in own.items()}
             return functional_call(twin, plain, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_grad
 
@@ -34,6 +35,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import layer_norm_backward, rms_norm_backward
 
@@ -31,6 +32,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = ctx.saved_tensors
         dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim)
@@ -65,6 +67,7 @@ class _RMSNorm(torch.autograd.Function):
         return (y if weight is None else y * weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
         dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.ndim)
