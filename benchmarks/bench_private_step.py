@@ -45,7 +45,7 @@ PROVIDERS = (
     "opacus-hooks",
     "opacus-ghost",
 )
-WARM_UP = 3
+WARM_UP = 2
 
 Step = Callable[[], None]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,16 +23,14 @@ from dpflash.kernels import (
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
-    embedding_grad_inner,
-    embedding_grad_norm,
     embedding_per_sample_grad,
-    grad_norm,
     per_sample_grad,
     squared_norm,
 )
 
 from ._validate import positive
 from .clipping import Group, clip_factors
+from .kept import KeptUses
 from .planner import LinearShape, Plan, plan
 
 
@@ -49,56 +46,6 @@ class _ClipGate(torch.autograd.Function):
         return (None, *ctx.gate.finish(grads))
 
 
-@dataclass
-class _Kept:
-    """What the uses of one matrix parameter left instead of a per-sample gradient."""
-
-    linear: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def _joined(self) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-        # Uses of one kind are one use of a longer sequence: G = sum_u dy_u^T x_u.
-        linear = embedding = None
-        if self.linear:
-            linear = (torch.cat([x for x, _ in self.linear], 1),
-                      torch.cat([dy for _, dy in self.linear], 1))  # fmt: skip
-        if self.embedding:
-            embedding = (torch.cat([i for i, _ in self.embedding], 1),
-                         torch.cat([dy for _, dy in self.embedding], 1))  # fmt: skip
-        return linear, embedding
-
-    def squared_norm(self) -> Tensor:
-        linear, embedding = self._joined()
-        if linear is None:
-            assert embedding is not None
-            return embedding_grad_norm(*embedding)
-        squares = grad_norm(*linear)
-        if embedding is not None:
-            squares = squares + embedding_grad_norm(*embedding)
-            squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
-        return squares
-
-    def clipped(self, factors: Tensor, rows: int) -> Tensor:
-        linear, embedding = self._joined()
-        if linear is None:
-            assert embedding is not None
-            return embedding_clipped_grad(*embedding, factors, rows)
-        total = clipped_grad(*linear, factors)
-        if embedding is not None:
-            total += embedding_clipped_grad(*embedding, factors, rows)
-        return total
-
-    def dense(self, rows: int) -> Tensor:
-        linear, embedding = self._joined()
-        if linear is None:
-            assert embedding is not None
-            return embedding_per_sample_grad(*embedding, rows)
-        total = per_sample_grad(*linear)
-        if embedding is not None:
-            total += embedding_per_sample_grad(*embedding, rows)
-        return total
-
-
 class Gate:
     """One clipping group in one forward pass: its handles and what its uses left behind."""
 
@@ -111,7 +58,7 @@ class Gate:
         self._dense: set[int] = set()
         self._plan: dict[int, str] | None = None
         self._task = -1
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, KeptUses] = {}
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
@@ -133,11 +80,11 @@ class Gate:
         if mode == "sum":
             self._add(position, clipped_grad(x, dy, self.owner.factors))
         elif mode == "norms" and self._single(position):
-            self._add_squares(grad_norm(x, dy))
+            self._add_squares(KeptUses(linear=[(x, dy)]).squared_norm())
         elif mode == "clip" and self._way(position) == "stored":
             return per_sample_grad(x, dy)
         else:
-            self._kept.setdefault(position, _Kept()).linear.append((x, dy))
+            self._kept.setdefault(position, KeptUses()).linear.append((x, dy))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
@@ -149,11 +96,11 @@ class Gate:
             factors = self.owner.factors
             self._add(position, embedding_clipped_grad(indices, dy, factors, rows))
         elif mode == "norms" and self._single(position):
-            self._add_squares(embedding_grad_norm(indices, dy))
+            self._add_squares(KeptUses(embedding=[(indices, dy)]).squared_norm())
         elif mode == "clip" and self._way(position) == "stored":
             return embedding_per_sample_grad(indices, dy, rows)
         else:
-            self._kept.setdefault(position, _Kept()).embedding.append((indices, dy))
+            self._kept.setdefault(position, KeptUses()).embedding.append((indices, dy))
         return None
 
     def plan(self) -> Plan:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 # Below this many elements a sample, one vectorised pass beats a loop of fused calls.
 _FUSED_CALL_ELEMENTS = 1 << 15
-# The longest row summed in fp32; its error grows with the square root of its length.
-_FP32_ROW = 1 << 14
+# Elements summed in fp32 before fp64 takes over; more would round beyond the clip's slack.
+_FP32_ROW = 64
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -39,16 +39,15 @@ def squared_norm(grads: Tensor) -> Tensor:
         grads: [B, ...], any floating dtype.
 
     Returns:
-        [B], fp64. Rows of the last dimension are summed in fp32 and the rows in fp64, which keeps
-        the relative error near 1e-8; a sample whose squares overflow fp32 is summed in fp64, so
-        the result is non-finite only where an element is.
+        [B], fp64. Short runs of elements are summed in fp32 and the runs in fp64; a sample whose
+        squares overflow fp32 is summed in fp64, so the result is non-finite only where an element
+        is.
     """
     grads = grads.unsqueeze(1) if grads.ndim == 1 else grads
-    flat = _wide(grads).flatten(1) if grads.ndim < 3 else _wide(grads).flatten(1, -2)
-    if flat.ndim == 2:
+    flat = _wide(grads).flatten(1)
+    if flat.shape[1] % _FP32_ROW:
         return flat.double().square().sum(1)
-    if flat.shape[2] > _FP32_ROW:
-        return flat.double().square().sum((1, 2))
+    flat = flat.view(flat.shape[0], -1, _FP32_ROW)
     squares = torch.linalg.vector_norm(flat, dim=2).double().square().sum(1)
     overflowed = ~torch.isfinite(squares)
     if bool(overflowed.any()):
@@ -115,6 +114,20 @@ def grad_norm(x: Tensor, dy: Tensor) -> Tensor:
     for i in range(x.shape[0]):
         squares[i] = squared_norm(per_sample_grad(x[i : i + 1], dy[i : i + 1]))[0]
     return squares
+
+
+def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
+    """sum_t ||x_t|| ||dy_t||, the size of what cancels in G_i; never below ||G_i||.
+
+    Args:
+        x: [B, T, I].
+        dy: [B, T, O].
+
+    Returns:
+        [B], fp64.
+    """
+    x_norms = torch.linalg.vector_norm(_wide(x), dim=2).double()
+    return (x_norms * torch.linalg.vector_norm(_wide(dy), dim=2).double()).sum(1)
 
 
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ FLOORS = {
     "clipping": 1,
     "corpus": 1,
     "functional": 1,
+    "kept": 1,
     "losses": 1,
     "mechanism": 1,
     "planner": 1,

@@ -76,8 +76,9 @@ class Handles:
         group, position = self._slots[name]
         if parameter is not self._context.backward.groups[group].parameters[position]:
             raise RuntimeError(
-                f"parameter '{self._context.name}.{name}' is not the one that was made private: it "
-                "was replaced or tied since. Call engine.detach(model), then make_private again"
+                f"parameter '{self._context.name}.{name}' is not the one that was made "
+                "private: it was replaced or tied since. Call engine.detach(model), then "
+                "make_private again"
             )
         if self.compiling:
             return self._context.backward.prepared(group)[position]

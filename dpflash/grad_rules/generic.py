@@ -32,8 +32,8 @@ class PrivateLeaf(PrivateModule):
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):
             raise ValueError(
-                f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a tuple, "
-                "list or dict, where the generic rule cannot tell the batch; pass them as "
+                f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a "
+                "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
                 "arguments of their own"
             )
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
