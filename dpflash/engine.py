@@ -436,6 +436,13 @@ class PrivacyEngine:
                 "would forget it. Load into a new engine, right after make_private; to go back "
                 "within a run use PrivacyEngine(ledger=...)"
             )
+        for name in ("noise_multiplier", "max_grad_norm"):
+            if getattr(self._optimizer, name) != state[name]:
+                warnings.warn(
+                    f"{name} is {state[name]!r} from the checkpoint now, not "
+                    f"{getattr(self._optimizer, name)!r}; set optimizer.{name} to change it",
+                    stacklevel=2,
+                )
         self._model.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._key = state["key"]

@@ -84,8 +84,14 @@ class BatchTracker:
 
     def begin_batch(self, mark: BatchMark) -> None:
         previous = self.current
-        if previous is not None and previous.draw != mark.draw and self.has_sums():
-            self._refuse_unreleased()
+        if previous is not None and previous.draw != mark.draw:
+            if self.has_sums():
+                self._refuse_unreleased()
+            warnings.warn(
+                "a drawn batch was not released: optimizer.step() must follow each logical batch, "
+                "an empty one too, or the number of steps tells which draws were empty",
+                stacklevel=3,
+            )
         self.current = mark
         self.backward_done = False
         self.next_draw = mark.draw
