@@ -61,7 +61,8 @@ class Ledger:
             "noise_multiplier": noise_multiplier,
             "sample_rate": sample_rate,
         }
-        with self.path.open("ab") as file:
+        line = json.dumps(record).encode() + b"\n"
+        with self.path.open("ab", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != self._size:
                 raise RuntimeError(
                     f"ledger {self.path} was changed by another process or engine, so what this "
@@ -69,8 +70,8 @@ class Ledger:
                     "ledger of its own, or start anew from this one"
                 )
             try:
-                file.write(json.dumps(record).encode() + b"\n")
-                file.flush()
+                if file.write(line) != len(line):
+                    raise OSError(f"ledger {self.path}: a line was written in part; disk full?")
                 os.fsync(file.fileno())
             except BaseException:
                 # The release is not made; half a line would make the file unreadable.
