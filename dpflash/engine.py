@@ -303,7 +303,12 @@ class PrivacyEngine:
             raise ValueError(
                 f"losses has shape {tuple(losses.shape)}: expected one loss per sample, [B]. Use "
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
-                + ("" if losses.ndim else "; a scalar needs make_private(loss_reduction=...)")
+                + (
+                    ""
+                    if losses.ndim
+                    else "; a scalar is taken only where it is a reduction over samples (make_private("
+                    "loss_reduction=...)), which Hugging Face's own loss, a mean over tokens, is not"
+                )
             )
         if losses.ndim == 1 and losses.shape[0] == 0:
             self._tracker.before_backward(0)
@@ -364,6 +369,8 @@ class PrivacyEngine:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
         detach(model)
+        assert self._optimizer is not None
+        self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._key = derive_key(self._key, "next model")
         self._model = self._backward = None

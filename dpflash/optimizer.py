@@ -65,6 +65,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._step_skip_queue: deque[bool] = deque()
         self._signalled = False
         self._is_last_step_skipped = False
+        self._releasing = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if not self._releasing:
+            raise RuntimeError(
+                "step() of the optimizer that was passed to make_private: it would apply gradients "
+                "without noise. Call step() of the optimizer that make_private returned"
+            )
+
+    def release_original(self) -> torch.optim.Optimizer:
+        """Let the wrapped optimizer step by itself again, as engine.detach does."""
+        self._guard.remove()
+        return self.original_optimizer
 
     # Opacus' BatchMemoryManager and schedulers use these.
 
@@ -164,7 +178,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
             return result
         self._is_last_step_skipped = False
         self._release()
-        self.original_optimizer.step()
+        self._releasing = True
+        try:
+            self.original_optimizer.step()
+        finally:
+            self._releasing = False
         return result
 
     def _skips(self) -> bool:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from .base import PrivateModule, plain_twin
@@ -28,6 +28,11 @@ class PrivateLeaf(PrivateModule):
             raise ValueError(
                 f"module '{context.name}' ({type(self).__name__}) was called without a tensor, so "
                 "the batch cannot be told; it has no rule for private training"
+            )
+        if isinstance(self, nn.modules.conv._ConvNd) and tensors[0].ndim != self.weight.ndim:
+            raise ValueError(
+                f"input of module '{context.name}' has shape {tuple(tensors[0].shape)}; a private "
+                "convolution needs batch and channels first: [B, channels, ...]"
             )
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):

@@ -201,3 +201,29 @@ def test_two_engines_on_one_ledger_are_refused(tmp_path):
         take(*first[:3], torch.randn(4, 3))
         with pytest.raises(RuntimeError, match="another process or engine"):
             take(*second[:3], torch.randn(4, 3))
+
+
+def test_the_optimizer_that_was_passed_in_cannot_step_past_the_noise():
+    model = nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = dpflash.PrivacyEngine()
+    engine.make_private(
+        module=model,
+        optimizer=plain,
+        data_loader=DataLoader(DATA, batch_size=16),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    before = model.weight.detach().clone()
+    engine.backward(model(torch.randn(4, 3)).square().mean(1))
+    with pytest.raises(RuntimeError, match="make_private returned"):
+        plain.step()
+    assert torch.equal(model.weight, before)
+    engine.detach(model)
+    plain.step()
+
+
+def test_a_convolution_without_a_channel_dimension_is_refused_as_in_the_plain_layer():
+    _, model, _, _ = make(nn.Conv1d(1, 4, 2))
+    with pytest.raises(ValueError, match="channels first"):
+        model(torch.randn(4, 3))
