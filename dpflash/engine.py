@@ -300,15 +300,14 @@ class PrivacyEngine:
             raise ValueError(f"losses={type(losses).__name__}: expected a tensor [B]")
         scalar_allowed = backward.loss_reduction is not None
         if losses.ndim != 1 and not (scalar_allowed and losses.ndim == 0):
+            scalar = (
+                "; a scalar is taken only where it is a reduction over samples, declared by "
+                "make_private(loss_reduction=...); Hugging Face's own loss, over tokens, is not"
+            )
             raise ValueError(
                 f"losses has shape {tuple(losses.shape)}: expected one loss per sample, [B]. Use "
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
-                + (
-                    ""
-                    if losses.ndim
-                    else "; a scalar is taken only where it is a reduction over samples (make_private("
-                    "loss_reduction=...)), which Hugging Face's own loss, a mean over tokens, is not"
-                )
+                + ("" if losses.ndim else scalar)
             )
         if losses.ndim == 1 and losses.shape[0] == 0:
             self._tracker.before_backward(0)

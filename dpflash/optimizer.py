@@ -71,8 +71,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if not self._releasing:
             raise RuntimeError(
-                "step() of the optimizer that was passed to make_private: it would apply gradients "
-                "without noise. Call step() of the optimizer that make_private returned"
+                "step() of the optimizer that was passed to make_private: it would apply "
+                "gradients without noise. Call step() of the optimizer that make_private returned"
             )
 
     def release_original(self) -> torch.optim.Optimizer:
