@@ -203,7 +203,6 @@ class PrivacyEngine:
             backward.discard()
 
         tracker.has_sums = lambda: bool(backward.sums)
-        tracker.signals_pending = lambda: bool(private_optimizer._step_skip_queue)
         tracker.abandon = abandon
         tracker.on_batch = backward.begin_batch
         for parameter in trained:
@@ -527,8 +526,9 @@ class PrivacyEngine:
             raise ValueError(
                 f"{where} the accountant: saved with {state['accountant']['mechanism']!r}"
             )
-        keys = [sorted(g) for g in self._optimizer.param_groups]
-        if keys != [sorted(g) for g in state["optimizer"]["param_groups"]]:
+        # Schedulers add keys to the groups, so only the optimizer's own options must be there.
+        options = set(self._optimizer.defaults)
+        if any(not options <= set(g) for g in state["optimizer"]["param_groups"]):
             raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
         ledger = state["ledger_releases"]
         if (self._ledger is None) != (ledger is None):

@@ -43,11 +43,10 @@ class BatchTracker:
         backward_done: whether its gradients were taken.
         first_of_pass: whether no release was made yet in this pass over the data.
         next_draw: the draw at which a resumed run goes on.
-        signals_pending: whether another loader, such as that of Opacus' BatchMemoryManager, tells
-            the optimizer where logical batches end; then each physical batch has its own step().
         emitted: sizes of the logical batches that the private sampler drew in this pass and that
             no signalled release has used.
-        signalled: whether a release was told by a signal.
+        signalled: whether a release was told by the signal of another loader, such as that of
+            Opacus' BatchMemoryManager, which calls step() for each physical batch.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,6 @@ class BatchTracker:
         self.signalled = False
         self._seen = 0
         self.has_sums: Callable[[], bool] = lambda: False
-        self.signals_pending: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = lambda: None
         self.on_batch: Callable[[int], None] = lambda size: None
 

@@ -227,3 +227,22 @@ def test_a_convolution_without_a_channel_dimension_is_refused_as_in_the_plain_la
     _, model, _, _ = make(nn.Conv1d(1, 4, 2))
     with pytest.raises(ValueError, match="channels first"):
         model(torch.randn(4, 3))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_one_with_a_scheduler_is_not(tmp_path):
+    engine, _, optimizer, _ = make()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine.save_checkpoint(tmp_path / "c")
+    engine, *_ = make()
+    engine.load_checkpoint(tmp_path / "c")
+    model = nn.Linear(3, 2)
+    engine = dpflash.PrivacyEngine()
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        data_loader=DataLoader(DATA, batch_size=16),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    with pytest.raises(ValueError, match="the optimizer"):
+        engine.load_checkpoint(tmp_path / "c")
