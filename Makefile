@@ -30,9 +30,8 @@ bench: $(STAMP) ## measure on this machine
 	mkdir -p $(RESULTS)
 	$(BIN)/python $(BENCH) --json $(RESULTS)/$(basename $(notdir $(BENCH))).json
 
-gpu: $(STAMP) ## the tests that need a GPU, then the measurements
-	TRITON_INTERPRET=0 $(BIN)/pytest -m gpu -q
-	TRITON_INTERPRET=0 $(MAKE) bench
+gpu: $(STAMP) ## the tests that need a GPU, tuning, then all measurements
+	benchmarks/gpu.sh
 
 clean: ## remove what was built, .venv included
 	rm -rf .venv build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

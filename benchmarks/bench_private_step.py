@@ -42,6 +42,7 @@ PROVIDERS = (
     "dpflash-flat-book_keeping",
     "dpflash-flat-two_pass",
     "dpflash-per_layer",
+    "dpflash-per_block",
     "opacus-hooks",
     "opacus-ghost",
 )

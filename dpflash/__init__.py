@@ -1,6 +1,7 @@
 """dpflash: differentially private training of long-context transformers."""
 
-from . import accounting, losses, nn, sampling
+from . import accounting, losses, nn, patterns, sampling
+from .boundary import Boundary, private_boundary
 from .engine import PrivacyEngine
 from .functional import attention
 from .optimizer import PrivateOptimizer
@@ -8,6 +9,7 @@ from .optimizer import PrivateOptimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "Boundary",
     "PrivacyEngine",
     "PrivateOptimizer",
     "__version__",
@@ -15,5 +17,7 @@ __all__ = [
     "attention",
     "losses",
     "nn",
+    "patterns",
+    "private_boundary",
     "sampling",
 ]

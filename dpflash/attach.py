@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from .gate import PrivateBackward
 from .grad_rules import ModuleContext, PrivateModule, rule_for
 from .grad_rules.base import plain_class
+from .grad_rules.linear import PrivateConv1D, PrivateLinear
 
 
 def check_model(model: nn.Module) -> None:
@@ -22,24 +23,25 @@ def check_model(model: nn.Module) -> None:
         ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
     """
     for name, module in model.named_modules():
-        name = name or "(the model itself)"
-        if isinstance(module, PrivateModule):
-            raise ValueError(
-                f"module '{name}' is private already; call engine.detach(model) first"
-            )
-        if isinstance(module, _BatchNorm):
-            raise ValueError(
-                f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
-                "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm"
-            )
-        if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise ValueError(
-                f"module '{name}' is {type(module).__name__} with track_running_stats=True: its "
-                "statistics mix samples and leave the model unprotected. Set it to False"
-            )
-        own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if not own:
-            continue
+        check_module(name or "(the model itself)", module)
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """`check_model` for one module, without those below it."""
+    if isinstance(module, PrivateModule):
+        raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
+    if isinstance(module, _BatchNorm):
+        raise ValueError(
+            f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
+            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise ValueError(
+            f"module '{name}' is {type(module).__name__} with track_running_stats=True: its "
+            "statistics mix samples and leave the model unprotected. Set it to False"
+        )
+    own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+    if own:
         _check_owner(name, module, own)
 
 
@@ -111,6 +113,21 @@ def owners(
         for name, module in model.named_modules()
         if (own := [p for p in module.parameters(recurse=False) if id(p) in wanted])
     ]
+
+
+def tileable(model: nn.Module) -> set[int]:
+    """Ids of the weights that are clipped by tiles: those of one linear layer and nothing else."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
+    return {
+        key
+        for key, modules in users.items()
+        if len(modules) == 1
+        and rule_for(modules[0]) in (PrivateLinear, PrivateConv1D)
+        and key == id(modules[0].weight)
+    }
 
 
 def attach(model: nn.Module, backward: PrivateBackward) -> None:

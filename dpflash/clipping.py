@@ -13,12 +13,19 @@ from torch import Tensor, nn
 _ROUND_DOWN = 1.0 - 2.0**-22
 
 
-def clip_factors(squared_norms: Tensor, bound: float) -> Tensor:
-    """c_i = min(1, bound / n_i), rounded down.
+# gamma of automatic clipping, as in its paper.
+_STABILITY = 0.01
+
+
+def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+    """c_i = min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic", rounded down.
 
     Args:
         squared_norms: [B], fp64, the n_i^2.
         bound: clipping bound, in the units of the norms.
+        function: "hard" or "automatic"; the latter needs a finite bound.
+
+    Source: automatic clipping is AUTO-S of Bu et al. (arXiv:2206.07136).
 
     Returns:
         [B], fp32. A non-finite norm gives 0, as does one so large that c_i would be subnormal.
@@ -27,7 +34,10 @@ def clip_factors(squared_norms: Tensor, bound: float) -> Tensor:
         c_i n_i <= bound in fp32 arithmetic; c_i depends on sample i alone.
     """
     norms = squared_norms.double().sqrt()
-    factors = torch.where(norms > bound, bound / norms * _ROUND_DOWN, torch.ones_like(norms))
+    if function == "automatic":
+        factors = bound / (norms + _STABILITY) * _ROUND_DOWN
+    else:
+        factors = torch.where(norms > bound, bound / norms * _ROUND_DOWN, torch.ones_like(norms))
     # fp32 keeps too few digits of what lies below its normal numbers to round it down.
     usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
     return torch.where(usable, factors, torch.zeros_like(norms)).float()
@@ -41,11 +51,14 @@ class Group:
         name: dotted name of the module, or "all".
         parameters: the trainable parameters, each once.
         share: the group's bound as a fraction of max_grad_norm.
+        tiled: the one parameter is a matrix, and each of its tiles is clipped by itself to its
+            part of the group's bound, see `dpflash.kernels.block_clipped_grad`.
     """
 
     name: str
     parameters: tuple[nn.Parameter, ...]
     share: float
+    tiled: bool = False
 
 
 def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
@@ -74,3 +87,21 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
     while share * share * len(merged) > 1.0:
         share = math.nextafter(share, 0.0)
     return [Group(name, tuple(own.values()), share) for name, own in merged]
+
+
+def per_block_groups(
+    parameters: Sequence[nn.Parameter], names: dict[nn.Parameter, str], tiled: set[int]
+) -> list[Group]:
+    """One group a parameter, those whose id is in `tiled` cut into tiles, C^2 by element count.
+
+    Guarantees:
+        The shares' squares sum to at most 1, so that one sample moves all groups together by at
+        most max_grad_norm.
+    """
+    elements = sum(p.numel() for p in parameters)
+    # Rounded down by more than the root and the later products round.
+    shares = [math.sqrt(p.numel() / elements) * (1.0 - 2.0**-50) for p in parameters]
+    return [
+        Group(names[p], (p,), share, id(p) in tiled)
+        for p, share in zip(parameters, shares, strict=True)
+    ]

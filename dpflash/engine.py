@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -17,8 +18,10 @@ from dpflash.accounting import Accountant, create_accountant, get_noise_multipli
 
 from . import checkpoint
 from ._validate import finite, non_negative, one_of, positive, positive_int, probability
-from .attach import attach, check_model, detach, owners
-from .clipping import flat_groups, per_layer_groups
+from .attach import attach, check_model, detach, owners, tileable
+from .check import CheckReport, run_check
+from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
+from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import PrivateBackward
 from .ledger import Ledger
 from .optimizer import PrivateOptimizer
@@ -26,7 +29,8 @@ from .planner import WAYS, default_memory_budget
 from .sampling import BatchTracker, PrivateDataLoader, check_loader
 from .streams import derive_key, master_key
 
-CLIPPINGS = ("flat", "per_layer")
+CLIPPINGS = ("flat", "per_layer", "per_block")
+CLIP_FUNCTIONS = ("hard", "automatic")
 
 # Arguments of peers that have no counterpart here.
 _REFUSED = {
@@ -94,6 +98,7 @@ class PrivacyEngine:
         max_grad_norm: float,
         clipping: str = "flat",
         way: str = "auto",
+        clip_function: str = "hard",
         poisson_sampling: bool = True,
         physical_batch_size: int | None = None,
         loss_reduction: str | None = None,
@@ -109,8 +114,10 @@ class PrivacyEngine:
                 privacy unit, batch_size the expected batch size.
             noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
             max_grad_norm: L2 bound C of one sample's gradient over all parameters.
-            clipping: "flat" (one norm over all parameters) or "per_layer" (one a module, each
-                with an equal share of C^2).
+            clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
+                an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
+                weight, and one a parameter elsewhere, C^2 shared by number of elements).
+            clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
             way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
             poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
                 passes over the data and accounts for them without amplification.
@@ -143,7 +150,14 @@ class PrivacyEngine:
         one_of(clipping=(clipping, CLIPPINGS))
         one_of(way=(way, ("auto", *WAYS)))
         one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
-        if clipping == "per_layer" and way != "auto":
+        one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
+        if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
+            raise ValueError(
+                f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
+                f"{max_grad_norm}: it needs a finite bound and flat or per_layer clipping; pass "
+                "clip_function='hard' here"
+            )
+        if clipping != "flat" and way != "auto":
             raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
         if way == "two_pass" and loss_reduction is not None:
             raise ValueError(
@@ -171,18 +185,15 @@ class PrivacyEngine:
             key=self._sampling_key(),
             physical_batch_size=physical_batch_size,
         )
-        groups = (
-            flat_groups(trained)
-            if clipping == "flat"
-            else per_layer_groups(owners(module, trained))
-        )
+        groups = _make_groups(module, trained, clipping)
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
             way=way,
             memory_budget=memory_budget or default_memory_budget(),
             loss_reduction=loss_reduction,
-            per_layer=clipping == "per_layer",
+            clip_function=clip_function,
+            flat=clipping == "flat",
         )
         private_optimizer = PrivateOptimizer(
             optimizer,
@@ -224,6 +235,7 @@ class PrivacyEngine:
         max_grad_norm: float,
         clipping: str = "flat",
         way: str = "auto",
+        clip_function: str = "hard",
         poisson_sampling: bool = True,
         physical_batch_size: int | None = None,
         loss_reduction: str | None = None,
@@ -273,6 +285,7 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             clipping=clipping,
             way=way,
+            clip_function=clip_function,
             poisson_sampling=poisson_sampling,
             physical_batch_size=physical_batch_size,
             loss_reduction=loss_reduction,
@@ -355,6 +368,58 @@ class PrivacyEngine:
         if self._unamplified or self._loader is None or self._loader.sampler_name != "poisson":
             return "zero_out"
         return "add_remove"
+
+    def check(
+        self, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+    ) -> CheckReport:
+        """Try on one batch whether losses[i] and its gradient depend on sample i alone.
+
+        Args:
+            model: plain or private; the check works on a plain copy and changes nothing.
+            batch: what loss_fn takes: a tensor, a tuple or a dict of tensors whose first
+                dimension is the batch, of two samples or more. Four to eight are enough. The
+                report is not covered by epsilon, so rather use data that are nobody's.
+            loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
+
+        Returns:
+            A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
+            test on this batch, not a proof.
+
+        Raises:
+            ValueError: for a batch that holds no tensor, one sample, or samples of unequal number.
+        """
+        return run_check(model, batch, loss_fn)
+
+    def groups(self) -> ClippingGroups:
+        """The clipping groups of the private model: their parameters, bounds and sensitivity.
+
+        Returns:
+            A sequence of `GroupInfo`, with the sensitivity of the whole; as text, a table.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        backward, optimizer = self._require_private("groups")
+        return describe_groups(backward.groups, backward.names, optimizer.max_grad_norm)
+
+    def plan(self) -> ClippingPlan:
+        """How each matrix parameter's clipped gradient is computed, and why.
+
+        Costs are those of the last forward pass's shapes, so run the model once before.
+
+        Returns:
+            A sequence of `PlannedUse`; as text, a table.
+
+        Raises:
+            ValueError: no model is private, or it has not run since it is.
+        """
+        backward, _ = self._require_private("plan")
+        return explain_plan(backward)
+
+    def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
+        if self._backward is None or self._optimizer is None:
+            raise ValueError(f"{method}() before make_private: there is no private model yet")
+        return self._backward, self._optimizer
 
     def prepare(self, batch_size: int) -> None:
         """Get a torch.compile'd model ready for a batch that did not come from the loader."""
@@ -616,6 +681,15 @@ def _trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> 
         if not parameter.is_floating_point():
             raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
     return trained
+
+
+def _make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
+    if clipping == "flat":
+        return flat_groups(trained)
+    if clipping == "per_layer":
+        return per_layer_groups(owners(module, trained))
+    names = {p: n for n, p in module.named_parameters()}
+    return per_block_groups(trained, names, tileable(module))
 
 
 def _refuse_keywords(unknown: dict[str, Any], method: Any) -> NoReturn:

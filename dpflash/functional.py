@@ -7,13 +7,16 @@ import math
 from typing import Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import _validate
+from .attention_op import Attention
+from .boundary import Boundary, cross
+from .patterns import Adaptive, Dense, Pattern
 
-# Rows of scores held at a time where the log-sum-exp is wanted and no gradient is.
-_QUERY_CHUNK = 512
+_MAX_HEAD_DIM = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
 
 @overload
@@ -22,10 +25,14 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    pattern: object = None,
+    pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: Literal[False] = False,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -33,86 +40,195 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    pattern: object = None,
+    pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: Literal[True],
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    pattern: object = None,
+    pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention, `o = softmax(softmax_scale * q k^T) v`, head by head.
+    """Softmax attention over the keys of a pattern, head by head, in memory O(T).
 
-    Query head h reads key/value head `h // (H // G)`. Strided views are taken as they are and an
-    empty batch gives an empty result.
+    ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
+    and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
+    views are taken as they are (last stride 1) and an empty batch gives an empty result.
+    Differentiable once with respect to q, k, v, sinks and alibi_slopes, through o and lse.
 
     Args:
-        q: `[B, H, T, D]`, floating point.
+        q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU); D up to 256. Heads come
+            before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` this would
+            attend over heads, which no check can tell.
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, S, D]`, dtype and device of `q`.
-        pattern: None, dense attention; other patterns arrive with the kernels.
-        causal: query t sees the keys 0..t only; needs T = S.
+        pattern: one of `dpflash.patterns`; None means dense attention.
+        causal: query t sees the keys 0..t only, for dense attention with T = S; a pattern says
+            this itself.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
-        return_lse: also return the log-sum-exp of each query's scaled scores. This path holds
-            `T * S` scores a head for the backward pass.
+        return_lse: also return the log-sum-exp of each query's scores.
+        key_padding_mask: `[B, S]`, bool, True where a key is *not* attended to, as in torch's
+            MultiheadAttention (a tokenizer's attention_mask is the other way round); the keys
+            that are left of a sample must be consecutive.
+        sinks: `[H]` or `[B, H]`: the score of one more key, whose value is 0.
+        alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
+            et al., arXiv:2108.12409, equation in section 3).
+        boundary: clip and noise the gradients of q, k and v where they leave, each sample's three
+            together, see `dpflash.private_boundary` for what that makes private and what not.
+            Gradients of sinks and alibi_slopes are not covered, so they are refused beside it.
 
     Returns:
         o: `[B, H, T, D]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
         `[B, H, T]`, natural logarithm, float32 (float64 for float64 inputs), differentiable.
-        A query with no key has o = 0 and lse = -inf.
+        A query with no key and no sink has o = 0, lse = -inf and gradient 0.
 
     Raises:
-        ValueError: for a pattern, for shapes, dtypes or devices that do not fit, for causal
-            attention with T != S, and for a softmax_scale that is not finite.
+        ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
+            or H, causal attention with T != S or beside a pattern that is not causal, a
+            softmax_scale that is not finite, and a padding mask with a hole.
 
     Guarantees:
-        Sample i of the result depends on sample i of q, k and v alone.
+        Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
+        sinks and alibi_slopes) alone. Repeats bit for bit.
     """
-    require_no_pattern(pattern)
     _require_fitting(q, k, v)
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"causal=True with {q.shape[2]} queries and {k.shape[2]} keys: which key is a query's "
-            "own would be a guess; pass as many queries as keys"
-        )
+    pattern = _resolve(pattern, causal, q, k)
     if softmax_scale is not None:
         _validate.finite(softmax_scale=softmax_scale)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-    if return_lse:
-        return _attention_with_lse(q, k, v, causal=causal, scale=scale)
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    sinks = _per_head("sinks", sinks, q)
+    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, q)
+    if key_padding_mask is not None:
+        _require_padding(key_padding_mask, k)
+    if boundary is not None:
+        if not isinstance(boundary, Boundary):
+            raise ValueError(
+                f"boundary={boundary!r}: expected dpflash.Boundary(max_grad_norm=..., "
+                "noise_multiplier=...) or None"
+            )
+        if sinks is not None or alibi_slopes is not None:
+            raise ValueError(
+                "boundary beside sinks or alibi_slopes: their gradients would leave unclipped; "
+                "train them with PrivacyEngine, or leave one of them out"
+            )
+        q, k, v = cross(boundary, q, k, v)
+    if torch.compiler.is_compiling():
+        # Dynamo refuses one tensor in several places of an autograd.Function.
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+    blocks = gates = None
+    if isinstance(pattern, Adaptive):
+        if key_padding_mask is not None:
+            raise ValueError(
+                "key_padding_mask with pattern=Adaptive(...): padding would enter the means by "
+                "which blocks are chosen; use another pattern, or batch samples of one length"
+            )
+        blocks, gates = pattern.choose(q, k, scale)
+    o, lse = Attention.apply(
+        q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, pattern.key, scale
     )
+    return (o, lse) if return_lse else o
 
 
-def require_no_pattern(pattern: object) -> None:
-    """Refuses every pattern but None."""
-    if pattern is not None:
+def _resolve(pattern: object, causal: bool, q: Tensor, k: Tensor) -> Pattern:
+    """The pattern meant, refused where it does not fit q and k."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
+    resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
+    if causal and not resolved.causal:
         raise ValueError(
-            f"pattern={pattern!r}: expected None; only dense attention exists so far, patterns "
-            "arrive with the kernels; pass pattern=None, with causal=True for a causal mask"
+            f"causal=True beside pattern={resolved!r}: the pattern says itself whether it is "
+            "causal; build it with causal=True"
+        )
+    queries, keys = q.shape[2], k.shape[2]
+    if queries != keys and (resolved.causal or not isinstance(resolved, Dense)):
+        name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
+        raise ValueError(
+            f"{name} with {queries} queries and {keys} keys: which key is a query's "
+            "own would be a guess; pass as many queries as keys, or dense attention that is not "
+            "causal"
+        )
+    return resolved
+
+
+def require_pattern(pattern: object) -> Pattern:
+    """Refuses what is no pattern."""
+    if not isinstance(pattern, Pattern):
+        shown = repr(pattern) if isinstance(pattern, str | type) else type(pattern).__name__
+        raise ValueError(
+            f"pattern={shown}: expected None or a pattern such as "
+            "dpflash.patterns.SlidingWindow(window=256, causal=True)"
+        )
+    return pattern
+
+
+def _per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+    """One number for each sample and head, `[B, H]`, from `[H]` or `[B, H]`."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: expected a tensor; use torch.as_tensor")
+    if tuple(x.shape) not in ((q.shape[1],), tuple(q.shape[:2])):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: expected [H]={[q.shape[1]]} or "
+            f"[B, H]={list(q.shape[:2])}; give one number per query head"
+        )
+    if not x.is_floating_point() or x.device != q.device:
+        raise ValueError(
+            f"{name} is {x.dtype} on {x.device}: expected floating point on {q.device}; "
+            f"use {name}.float().to(q.device)"
+        )
+    return x.expand(q.shape[:2])
+
+
+def _require_padding(mask: object, k: Tensor) -> None:
+    """Refuses a padding mask of another type, shape, dtype or device."""
+    expected = (
+        f"expected [B, S]={[k.shape[0], k.shape[2]]} of torch.bool, True where a key is ignored"
+    )
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"key_padding_mask is a {type(mask).__name__}: {expected}")
+    if tuple(mask.shape) != (k.shape[0], k.shape[2]) or mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: {expected}"
+        )
+    if mask.device != k.device:
+        raise ValueError(
+            f"key_padding_mask is on {mask.device}, k on {k.device}: expected one device; use "
+            "key_padding_mask.to(k.device)"
         )
 
 
 def _require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses shapes, dtypes and devices that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}: expected a tensor; use torch.as_tensor"
+            )
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}: expected 4 dimensions "
                 "[batch, heads, tokens, head_dim]; add missing ones with unsqueeze or unflatten"
             )
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES or (tensor.is_cuda and tensor.dtype == torch.float64):
             raise ValueError(
-                f"{name} has dtype {tensor.dtype}: expected a floating-point tensor; "
-                f"convert it with {name}.float()"
+                f"{name} has dtype {tensor.dtype} on {tensor.device}: expected float16, bfloat16, "
+                f"float32, or on the CPU float64; convert it with {name}.float()"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
@@ -130,34 +246,14 @@ def _require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
             "(dimension 0) and head_dim (dimension 3); lay q, k and v out as "
             "[batch, heads, tokens, head_dim]"
         )
+    if not 1 <= q.shape[3] <= _MAX_HEAD_DIM:
+        raise ValueError(
+            f"q has head_dim {q.shape[3]} (dimension 3): expected 1 to {_MAX_HEAD_DIM}; use more "
+            "heads of a smaller head_dim"
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: expected a number of key/value "
             "heads that divides the number of query heads; heads are dimension 1, so "
             "q.transpose(1, 2) if tokens stand there"
         )
-
-
-def _attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The same in plain operations, at least in float32, keeping each row's log-sum-exp."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    heads_per_group = q.shape[1] // k.shape[1]
-    # Autocast would send these products back to the narrow dtype.
-    with torch.autocast(q.device.type, enabled=False):
-        keys = k.to(dtype).repeat_interleave(heads_per_group, dim=1)
-        values = v.to(dtype).repeat_interleave(heads_per_group, dim=1)
-        outputs, lses = [], []
-        for start in range(0, max(q.shape[2], 1), _QUERY_CHUNK):
-            queries = q[:, :, start : start + _QUERY_CHUNK].to(dtype) * scale
-            # Keys behind a causal chunk's last query would only be masked.
-            visible = start + queries.shape[2] if causal else keys.shape[2]
-            scores = queries @ keys[:, :, :visible].transpose(2, 3)  # [B, H, chunk, visible]
-            if causal:
-                hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
-                scores = scores.masked_fill(hidden.triu(start + 1), -math.inf)
-            lse = scores.logsumexp(3)
-            outputs.append((scores - lse.unsqueeze(3)).exp() @ values[:, :, :visible])
-            lses.append(lse)
-        return torch.cat(outputs, dim=2).to(q.dtype), torch.cat(lses, dim=2)

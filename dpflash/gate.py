@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpflash.kernels import (
+    block_clip_reduce,
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
@@ -30,7 +31,7 @@ from dpflash.kernels import (
 
 from ._validate import positive
 from .clipping import Group, clip_factors
-from .kept import KeptUses
+from .kept import KeptUses, TiledUse
 from .planner import LinearShape, Plan, plan
 
 
@@ -68,6 +69,7 @@ class Gate:
         """Note a use of a matrix parameter, so that its way can be planned."""
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
+        self.owner.note_shapes(self)
 
     def register_dense(self, position: int) -> None:
         """Note a use whose per-sample gradient reaches the handle by autograd alone."""
@@ -81,7 +83,7 @@ class Gate:
             self._add(position, clipped_grad(x, dy, self.owner.factors))
         elif mode == "norms" and self._single(position):
             self._add_squares(KeptUses(linear=[(x, dy)]).squared_norm())
-        elif mode == "clip" and self._way(position) == "stored":
+        elif mode == "clip" and not self.group.tiled and self._way(position) == "stored":
             return per_sample_grad(x, dy)
         else:
             self._kept.setdefault(position, KeptUses()).linear.append((x, dy))
@@ -103,15 +105,25 @@ class Gate:
             self._kept.setdefault(position, KeptUses()).embedding.append((indices, dy))
         return None
 
+    def take_tiled(self, position: int, use: TiledUse) -> bool:
+        """A use that makes its gradient anew. False: return it to the handle instead."""
+        self._enter()
+        mode = self.owner.mode
+        if mode == "clip" and self._way(position) == "stored":
+            return False
+        kept = KeptUses(tiled=[use])
+        if mode == "sum":
+            rows = self.group.parameters[position].shape[0]
+            self._add(position, kept.clipped(self.owner.factors, rows))
+        elif mode == "norms" and self._single(position):
+            self._add_squares(kept.squared_norm())
+        else:
+            self._kept.setdefault(position, KeptUses()).tiled.append(use)
+        return True
+
     def plan(self) -> Plan:
         """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
-        owner = self.owner
-        return plan(
-            list(self.shapes.values()),
-            way=owner.way,
-            memory_budget=owner.memory_budget,
-            two_pass_allowed=owner.two_pass_allowed,
-        )
+        return self.owner.plan_for(self.shapes)
 
     def _enter(self) -> None:
         """Drop what a foreign backward left, such as one for the gradient of the inputs."""
@@ -157,12 +169,15 @@ class Gate:
         owner = self.owner
         self._enter()
         owner.arrived(self)
+        if self.group.tiled:
+            return self._finish_tiles(grads[0])
         if owner.mode == "sum":
             factors = owner.factors
         else:
             scale = self.batch_size if owner.loss_reduction == "mean" else 1
             squares = self.finish_norms(grads) * scale**2
-            factors = clip_factors(squares, self.group.share * owner.bound)
+            bound = self.group.share * owner.bound
+            factors = clip_factors(squares, bound, owner.clip_function)
             owner.note(squares, factors)
             factors = factors * scale
         results: list[Tensor | None] = []
@@ -183,6 +198,28 @@ class Gate:
             results.append(total)
         self.reset()
         return results
+
+    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
+        """`finish` for the one parameter of a group that is clipped tile by tile."""
+        owner = self.owner
+        (parameter,) = self.group.parameters
+        scale = self.batch_size if owner.loss_reduction == "mean" else 1
+        bound = self.group.share * owner.bound / scale
+        kept = self._kept.get(0)
+        if kept is None and grad is None:
+            return [None]
+        if kept is not None and grad is None:
+            total, factors = kept.block_clipped(bound)
+        else:
+            assert grad is not None
+            rows = parameter.shape[0]
+            dense = grad if kept is None else grad + kept.dense(rows)
+            total, factors = block_clip_reduce(dense, bound, return_factors=True)
+        owner.note(None, factors.amin(1))
+        total = total * scale if scale != 1 else total
+        owner.deposit(parameter, total)
+        self.reset()
+        return [total.to(parameter.dtype)]
 
     def reset(self) -> None:
         self._kept = {}
@@ -211,14 +248,16 @@ class PrivateBackward:
         way: str,
         memory_budget: int,
         loss_reduction: str | None,
-        per_layer: bool,
+        clip_function: str,
+        flat: bool,
     ):
         self.groups = list(groups)
         self.names = names
         self.way = way
         self.memory_budget = memory_budget
         self.loss_reduction = loss_reduction
-        self.two_pass_allowed = loss_reduction is None and not per_layer
+        self.clip_function = clip_function
+        self.two_pass_allowed = loss_reduction is None and flat
         self.slots = {
             id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group.parameters)
         }
@@ -232,6 +271,9 @@ class PrivateBackward:
         self.clipped_samples = 0
         self.nonfinite_samples = 0
         self.seen_samples = 0
+        self.last_shapes: dict[int, dict[int, list[LinearShape]]] = {}
+        self._shapes_generation = 0
+        self._index = {id(group): index for index, group in enumerate(self.groups)}
         self._gates: dict[int, Gate] = {}
         self._prepared: list[tuple[Tensor, ...]] = []
         self._used: set[str] = set()
@@ -244,6 +286,7 @@ class PrivateBackward:
         self._arrived: set[int] = set()
         self._arrived_generation: int | None = None
         self.factors = torch.empty(0)
+        self._removed: Tensor | None = None
         self._summing: Gate | None = None
 
     # Forward
@@ -282,6 +325,15 @@ class PrivateBackward:
             gate = Gate(self, self.groups[group], batch_size, self._generation)
             self._gates[group] = gate
         return gate
+
+    def plan_for(self, shapes: dict[int, list[LinearShape]]) -> Plan:
+        """The planner's choice for the uses of a gate's matrix parameters."""
+        return plan(
+            list(shapes.values()),
+            way=self.way,
+            memory_budget=self.memory_budget,
+            two_pass_allowed=self.two_pass_allowed,
+        )
 
     def begin_batch(self, size: int) -> None:
         """A physical batch of this size comes next."""
@@ -347,7 +399,8 @@ class PrivateBackward:
             gate.reset()
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
-            self.factors = clip_factors(squares, gate.group.share * self.bound)
+            bound = gate.group.share * self.bound
+            self.factors = clip_factors(squares, bound, self.clip_function)
             self.note(squares, self.factors)
         self._summing = gate
         self.mode = "sum"
@@ -356,6 +409,7 @@ class PrivateBackward:
     def _begin(self) -> None:
         self._arrived = set()
         self._arrived_generation = None
+        self._removed = None
         self._task = -1
         if math.isnan(self.bound):
             bound = self.bound_source()
@@ -403,17 +457,27 @@ class PrivateBackward:
             "loss per sample of the forward pass, batch first"
         )
 
-    def note(self, squares: Tensor, factors: Tensor) -> None:
+    def note(self, squares: Tensor | None, factors: Tensor) -> None:
         """Keep what reports show. Private: it depends on the data and is not noised."""
-        self.squared_norms = squares.detach()
-        nonfinite = int((factors == 0).sum())
-        self.nonfinite_samples += nonfinite
-        self.clipped_samples += int((factors < 1).sum()) - nonfinite
+        self.squared_norms = None if squares is None else squares.detach()
+        removed = factors == 0
+        # A sample that several groups remove is one sample.
+        anew = removed if self._removed is None else removed & ~self._removed
+        self._removed = removed if self._removed is None else removed | self._removed
+        self.nonfinite_samples += int(anew.sum())
+        self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
         self.seen_samples += factors.numel()
 
     def deposit(self, parameter: nn.Parameter, total: Tensor) -> None:
         held = self.sums.get(parameter)
         self.sums[parameter] = total if held is None else held + total
+
+    def note_shapes(self, gate: Gate) -> None:
+        """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""
+        if gate.generation != self._shapes_generation:
+            self.last_shapes = {}
+            self._shapes_generation = gate.generation
+        self.last_shapes[self._index[id(gate.group)]] = gate.shapes
 
     def discard(self) -> None:
         """Forget the clipped sums of an unreleased logical batch, and their gradients."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpflash.kernels import (
+    block_clipped_grad,
+    clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
     embedding_grad_inner,
@@ -16,6 +20,7 @@ from dpflash.kernels import (
     grad_magnitude,
     grad_norm,
     per_sample_grad,
+    squared_norm,
 )
 
 # A product over a sample's tokens rounds by about 2^-24 of the sum of their magnitudes, which
@@ -24,12 +29,34 @@ _ROUNDING = 4 * 2.0**-24
 _HARMLESS_CANCELLATION = 256.0
 
 
+class TiledUse(Protocol):
+    """A use that keeps no dy but makes G_i anew, some samples and rows of it at a time."""
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """(samples, rows) of tiles that are small enough to hold; together they are all of G."""
+
+    def grad(self, samples: slice, rows: slice) -> Tensor:
+        """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits at every call."""
+
+    def magnitude(self) -> Tensor:
+        """[B], fp64: at least the size of what cancels in G_i, see `grad_magnitude`."""
+
+
 @dataclass
 class KeptUses:
-    """Linear uses (x [B, T, I], dy [B, T, O]) and look-ups (indices [B, T], dy [B, T, E])."""
+    """Linear uses (x [B, T, I], dy [B, T, O]), look-ups (indices [B, T], dy [B, T, E]), and tiled.
+
+    Beside a tiled use the others are taken tile by tile too: each tile of G_i is the sum of all
+    uses, so that its norm has the cross terms in it.
+    """
 
     linear: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    tiled: list[TiledUse] = field(default_factory=list)
 
     def squared_norm(self) -> Tensor:
         """||G_i||^2 [B] of the sum over the uses, cross terms included.
@@ -38,25 +65,22 @@ class KeptUses:
         sample's tokens cancel so far that the product's rounding would outweigh G_i, the norm is
         raised by that rounding, so that the clip bounds it too.
         """
-        linear, embedding = _joined(self.linear), _joined(self.embedding)
-        squares = magnitudes = None
-        if linear is not None:
-            squares, magnitudes = grad_norm(*linear), grad_magnitude(*linear)
-        if embedding is not None:
-            own = embedding_grad_norm(*embedding)
-            size = embedding[1].double().norm(dim=2).sum(1)
-            squares = own if squares is None else squares + own
-            magnitudes = size if magnitudes is None else magnitudes + size
-            if linear is not None:
-                squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
-        assert squares is not None and magnitudes is not None
-        norms = squares.clamp(min=0).sqrt()
+        magnitudes = self._magnitudes()
+        norms = self._squares(torch.zeros_like(magnitudes)).clamp(min=0).sqrt()
         excess = (magnitudes - _HARMLESS_CANCELLATION * norms).clamp(min=0)
         return (norms + _ROUNDING * excess).square()
 
     def clipped(self, factors: Tensor, rows: int) -> Tensor:
         """sum_i factors_i G_i for a parameter with `rows` rows."""
         linear, embedding = _joined(self.linear), _joined(self.embedding)
+        if self.tiled:
+            total: Tensor | None = None
+            for samples, part, grad in self._tiles():
+                if total is None:
+                    total = grad.new_zeros(rows, *grad.shape[2:])
+                total[part] += clip_reduce(grad, factors[samples])
+            assert total is not None
+            return total
         if linear is None:
             assert embedding is not None
             return embedding_clipped_grad(*embedding, factors, rows)
@@ -65,9 +89,23 @@ class KeptUses:
             total += embedding_clipped_grad(*embedding, factors, rows)
         return total
 
+    def block_clipped(self, bound: float) -> tuple[Tensor, Tensor]:
+        """sum_i of G_i with each tile clipped, and the factors [B, tiles]; linear uses only."""
+        linear = _joined(self.linear)
+        assert linear is not None and not self.embedding and not self.tiled
+        return block_clipped_grad(*linear, bound, return_factors=True)
+
     def dense(self, rows: int) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...] after all."""
         linear, embedding = _joined(self.linear), _joined(self.embedding)
+        if self.tiled:
+            dense: Tensor | None = None
+            for samples, part, grad in self._tiles():
+                if dense is None:
+                    dense = grad.new_empty(self.tiled[0].batch_size, rows, *grad.shape[2:])
+                dense[samples, part] = grad
+            assert dense is not None
+            return dense
         if linear is None:
             assert embedding is not None
             return embedding_per_sample_grad(*embedding, rows)
@@ -75,6 +113,48 @@ class KeptUses:
         if embedding is not None:
             total += embedding_per_sample_grad(*embedding, rows)
         return total
+
+    def _squares(self, squares: Tensor) -> Tensor:
+        """Adds to `squares`."""
+        linear, embedding = _joined(self.linear), _joined(self.embedding)
+        if self.tiled:
+            for samples, _, grad in self._tiles():
+                squares[samples] += squared_norm(grad)
+            return squares
+        if linear is None:
+            assert embedding is not None
+            return squares + embedding_grad_norm(*embedding)
+        squares = squares + grad_norm(*linear)
+        if embedding is not None:
+            squares = squares + embedding_grad_norm(*embedding)
+            squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
+        return squares
+
+    def _magnitudes(self) -> Tensor:
+        sizes = [grad_magnitude(*use) for use in self.linear]
+        sizes += [dy.double().norm(dim=2).sum(1) for _, dy in self.embedding]
+        sizes += [use.magnitude() for use in self.tiled]
+        return torch.stack(sizes).sum(0)
+
+    def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(samples, rows, G of these), the sum over all uses, in the same bits at every call."""
+        for samples, rows in self.tiled[0].tiles():
+            grad = self.tiled[0].grad(samples, rows)
+            for use in self.tiled[1:]:
+                grad = grad + use.grad(samples, rows)
+            for x, dy in self.linear:
+                grad = grad + per_sample_grad(x[samples], dy[samples, :, rows])
+            for indices, dy in self.embedding:
+                grad = grad + _rows_of_embedding(indices[samples], dy[samples], rows)
+            yield samples, rows, grad
+
+
+def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
+    """Some rows of a look-up's per-sample gradient."""
+    outside = (indices < rows.start) | (indices >= rows.stop)
+    local = (indices - rows.start).masked_fill(outside, 0)
+    dy = dy.masked_fill(outside.unsqueeze(-1), 0)
+    return embedding_per_sample_grad(local, dy, rows.stop - rows.start)
 
 
 def _joined(uses: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpflash.kernels import gaussian_noise_
+
 from ._validate import finite, non_negative, positive
 from .gate import PrivateBackward
 from .sampling import BatchTracker
-from .streams import gaussian_noise_
 
 
 class PrivateOptimizer(torch.optim.Optimizer):

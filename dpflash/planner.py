@@ -45,11 +45,20 @@ class LinearShape:
         return self.batch * self.tokens * (self.inputs + self.outputs) * _ELEMENT
 
     @property
-    def book_keeping_seconds(self) -> float:
+    def norm_flops(self) -> int:
         """The norm: by Gram (fp64, twice the cost) or by computing G_i, whichever is less."""
         gram = 2 * 2 * self.tokens**2 * (self.inputs + self.outputs)
         direct = 2 * self.tokens * self.inputs * self.outputs
-        return self.batch * min(gram, direct) / _FLOPS
+        return self.batch * min(gram, direct)
+
+    @property
+    def book_keeping_seconds(self) -> float:
+        return self.norm_flops / _FLOPS
+
+    @property
+    def backward_flops(self) -> int:
+        """One more backward through the layer: both of its products."""
+        return 2 * 2 * self.batch * self.tokens * self.inputs * self.outputs
 
 
 @dataclass(frozen=True)

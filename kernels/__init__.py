@@ -1,34 +1,46 @@
 """Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
 
-from .reference import (
+from .block_reference import BLOCK
+from .grads import (
+    block_clip_reduce,
+    block_clipped_grad,
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
-    embedding_grad_inner,
     embedding_grad_norm,
-    embedding_per_sample_grad,
-    grad_inner,
-    grad_magnitude,
     grad_norm,
     layer_norm_backward,
-    normals_from_bits,
+    per_sample_bias_grad,
     per_sample_grad,
     rms_norm_backward,
     squared_norm,
 )
+from .noise import gaussian_noise_
+from .reference import (
+    embedding_grad_inner,
+    embedding_per_sample_grad,
+    grad_inner,
+    grad_magnitude,
+    normals_from_bits,
+)
 
 __all__ = [
+    "BLOCK",
+    "block_clip_reduce",
+    "block_clipped_grad",
     "clip_reduce",
     "clipped_grad",
     "embedding_clipped_grad",
     "embedding_grad_inner",
     "embedding_grad_norm",
     "embedding_per_sample_grad",
+    "gaussian_noise_",
     "grad_inner",
     "grad_magnitude",
     "grad_norm",
     "layer_norm_backward",
     "normals_from_bits",
+    "per_sample_bias_grad",
     "per_sample_grad",
     "rms_norm_backward",
     "squared_norm",

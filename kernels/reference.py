@@ -55,17 +55,33 @@ def squared_norm(grads: Tensor) -> Tensor:
     return squares
 
 
-def per_sample_grad(x: Tensor, dy: Tensor) -> Tensor:
+def per_sample_grad(
+    x: Tensor, dy: Tensor, *, return_squares: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """G_i = dy_i^T x_i.
 
     Args:
         x: [B, T, I].
         dy: [B, T, O].
+        return_squares: also return the squared norms of the result, fp64.
 
     Returns:
-        [B, O, I], fp32 (fp64 for fp64 operands).
+        [B, O, I], fp32 (fp64 for fp64 operands); with return_squares also [B].
     """
-    return torch.bmm(_wide(dy).transpose(1, 2), _wide(x))
+    grads = torch.bmm(_wide(dy).transpose(1, 2), _wide(x))
+    return (grads, squared_norm(grads)) if return_squares else grads
+
+
+def per_sample_bias_grad(dy: Tensor) -> Tensor:
+    """sum_t dy_t.
+
+    Args:
+        dy: [B, T, O].
+
+    Returns:
+        [B, O], fp32 (fp64 for fp64 operands).
+    """
+    return dy.sum(1, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
 def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tensor:
@@ -86,23 +102,25 @@ def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tens
     return (inputs * outputs).sum((1, 2))
 
 
-def grad_norm(x: Tensor, dy: Tensor) -> Tensor:
+def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     """||G_i||^2 for G = dy^T x, holding at most one sample's G_i at a time.
-
-    The Gram form (cost T^2 (I + O)) where it is cheaper than computing G_i (cost T I O).
 
     Args:
         x: [B, T, I].
         dy: [B, T, O].
+        form: "gram" (cost T^2 (I + O)), "tile" (G_i is computed, cost T I O), or None for the
+            cheaper one.
 
     Returns:
         Squared norms [B], fp64.
     """
     tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
-    if tokens == 1:
-        return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
-    # fp64 products cost twice what fp32 products do.
-    if 2 * tokens * (inputs + outputs) < inputs * outputs:
+    if form is None:
+        if tokens == 1:
+            return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
+        # fp64 products cost twice what fp32 products do.
+        form = "gram" if 2 * tokens * (inputs + outputs) < inputs * outputs else "tile"
+    if form == "gram":
         return torch.cat(
             [
                 grad_inner(x[i : i + 1], dy[i : i + 1], x[i : i + 1], dy[i : i + 1])
@@ -112,7 +130,7 @@ def grad_norm(x: Tensor, dy: Tensor) -> Tensor:
         ).clamp(min=0)
     squares = x.new_zeros(x.shape[0], dtype=torch.float64)
     for i in range(x.shape[0]):
-        squares[i] = squared_norm(per_sample_grad(x[i : i + 1], dy[i : i + 1]))[0]
+        squares[i] = squared_norm(torch.mm(_wide(dy[i]).t(), _wide(x[i])).unsqueeze(0))[0]
     return squares
 
 
@@ -146,21 +164,21 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     return weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
 
 
-def clip_reduce(grads: Tensor, factors: Tensor) -> Tensor:
-    """sum_i factors_i grads_i.
+def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tensor:
+    """sum_i factors_i grads_i / divisor.
 
     Args:
         grads: [B, ...].
         factors: [B], fp32.
+        divisor: of the sum.
 
     Returns:
         [...], fp32 (fp64 for fp64 operands).
     """
     factors, grads = _without_removed(factors, grads)
     wide = _wide(grads)
-    if wide.ndim == 1:
-        return factors.to(wide.dtype) @ wide
-    return (factors.to(wide.dtype) @ wide.flatten(1)).view(grads.shape[1:])
+    total = factors.to(wide.dtype) @ (wide if wide.ndim == 1 else wide.flatten(1))
+    return (total if divisor == 1 else total / divisor).view(grads.shape[1:])
 
 
 def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:

@@ -1,8 +1,14 @@
 """What holds for every test: GPU tests are skipped without a GPU, and time is not a failure."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported whether kernels are compiled or interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shared or busy machine makes any deadline fail now and then.
 hypothesis.settings.register_profile("dpflash", deadline=None)

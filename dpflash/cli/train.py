@@ -29,7 +29,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "steps": ("N", int, "number of noisy steps"),
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
-    "clipping": ("NAME", str, "flat (one norm over all parameters) or per_layer"),
+    "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
     "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
     "max_grad_norm": ("C", float, "bound of one document's gradient"),
     "learning_rate": ("R", float, "of Adam"),

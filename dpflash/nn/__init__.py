@@ -6,6 +6,7 @@ nowhere else, so that the gradient rules of those layers cover whole models.
 
 from .attention import MultiheadAttention
 from .language_model import LongContextLM
+from .linear_cross_entropy import LinearCrossEntropy
 from .transformer import TransformerBlock
 
-__all__ = ["LongContextLM", "MultiheadAttention", "TransformerBlock"]
+__all__ = ["LinearCrossEntropy", "LongContextLM", "MultiheadAttention", "TransformerBlock"]

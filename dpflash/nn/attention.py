@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
-from ..functional import attention, require_no_pattern
+from ..functional import attention, require_pattern
+from ..patterns import Pattern
+from .per_head import PerHead
 from .rotary import rotary_angles, rotate
 
 
@@ -34,10 +36,14 @@ class MultiheadAttention(nn.Module):
         device: where the parameters lie.
         dtype: dtype of the parameters.
         num_kv_heads: G, which divides H; None means H.
-        pattern: None, dense attention; other patterns arrive with the kernels.
+        pattern: one of `dpflash.patterns`; None means dense attention. A pattern takes no
+            attn_mask, no floating-point key_padding_mask and no dropout of weights.
         context_parallel: must be None so far.
         self_attention: whether query, key and value are always the same tensor.
         rotary: turn queries and keys by their positions; needs self-attention.
+        attention_sinks: learn the score of one more key for each head, whose value is 0.
+        alibi: learn for each head a slope by which scores fall with distance (ALiBi), starting
+            at ``2^(-8 (h + 1) / H)``.
 
     Raises:
         ValueError: for a value that is refused above, naming it and the way out.
@@ -61,17 +67,18 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        pattern: object = None,
+        pattern: Pattern | None = None,
         context_parallel: object = None,
         self_attention: bool = True,
         rotary: bool = False,
+        attention_sinks: bool = False,
+        alibi: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         _require_supported(add_bias_kv, add_zero_attn, batch_first, context_parallel)
-        require_no_pattern(pattern)
         _validate.positive_int(
             embed_dim=embed_dim,
             num_heads=num_heads,
@@ -80,6 +87,9 @@ class MultiheadAttention(nn.Module):
             vdim=vdim,
         )
         require_dropout(dropout)
+        for name, flag in (("attention_sinks", attention_sinks), ("alibi", alibi)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r}: expected True or False; pass one of the two")
         if embed_dim % num_heads != 0:
             raise ValueError(
                 f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}; "
@@ -94,6 +104,12 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f"kdim={kdim}, vdim={vdim}: self-attention projects one tensor of width "
                 f"embed_dim={embed_dim}; pass self_attention=False for other keys and values"
+            )
+        self.pattern = None if pattern is None else require_pattern(pattern)
+        if dropout > 0 and (pattern is not None or attention_sinks or alibi):
+            raise ValueError(
+                f"dropout={dropout} with a pattern, attention_sinks or alibi: weights are only "
+                "dropped in plain dense attention; pass dropout=0"
             )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -119,12 +135,21 @@ class MultiheadAttention(nn.Module):
             self.k_proj = nn.Linear(kdim, kv_dim, bias, device, dtype)
             self.v_proj = nn.Linear(vdim, kv_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.sinks = PerHead(num_heads, device, dtype) if attention_sinks else None
+        self.alibi_slopes = PerHead(num_heads, device, dtype) if alibi else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the input projections as torch does (Xavier) and sets all biases to 0."""
+        """Draws the input projections as torch does (Xavier); biases and sinks start at 0."""
+        if self.alibi_slopes is not None:
+            head = torch.arange(1, self.num_heads + 1)
+            with torch.no_grad():
+                self.alibi_slopes.weight.copy_(2.0 ** (-8.0 * head / self.num_heads))
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks.weight)
         for projection in self.children():
-            assert isinstance(projection, nn.Linear)
+            if not isinstance(projection, nn.Linear):
+                continue
             if projection is self.out_proj:
                 projection.reset_parameters()
             else:
@@ -178,7 +203,10 @@ class MultiheadAttention(nn.Module):
         if self.rotary:
             angles = rotary_angles(q.shape[2], self.head_dim, q.device)
             q, k = rotate(q, angles), rotate(k, angles)
-        o = self._attend(q, k, v, key_padding_mask, attn_mask, is_causal)
+        if self.pattern is None and self.sinks is None and self.alibi_slopes is None:
+            o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
+        else:
+            o = self._attend(query, q, k, v, key_padding_mask, attn_mask, is_causal)
         return self.out_proj(o.transpose(1, 2).flatten(2)), None
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -216,6 +244,7 @@ class MultiheadAttention(nn.Module):
 
     def _attend(
         self,
+        query: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -223,7 +252,34 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """Attention `[B, H, T, D]` under the masks, with dropout while training."""
+        """Attention `[B, H, T, D]` of the module's pattern, sinks and slopes."""
+        if attn_mask is not None:
+            raise ValueError(
+                f"attn_mask of shape {tuple(attn_mask.shape)} with pattern={self.pattern!r}: "
+                "expected None; say what is seen with the pattern, or build the module without "
+                "pattern, attention_sinks and alibi"
+            )
+        return attention(
+            q,
+            k,
+            v,
+            pattern=self.pattern,
+            causal=is_causal,
+            key_padding_mask=key_padding_mask,
+            sinks=None if self.sinks is None else self.sinks(query),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes(query),
+        )
+
+    def _attend_densely(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """Dense attention `[B, H, T, D]` under the masks, with dropout while training."""
         masks = _score_masks(q, k, key_padding_mask, attn_mask)
         dropout_p = self.dropout if self.training else 0.0
         if not masks and dropout_p == 0.0:
@@ -250,7 +306,7 @@ class MultiheadAttention(nn.Module):
         """What the printed projections do not show."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"dropout={self.dropout}, rotary={self.rotary}"
+            f"dropout={self.dropout}, rotary={self.rotary}, pattern={self.pattern}"
         )
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import _validate
+from .. import _validate, losses
+from ..patterns import Pattern
 from .attention import require_dropout
+from .linear_cross_entropy import LinearCrossEntropy
 from .transformer import TransformerBlock, make_norm
 
 _INIT_STD = 0.02
@@ -28,15 +30,18 @@ class LongContextLM(nn.Module):
         max_seq_len: the longest T that is taken.
         tie_embeddings: whether the head uses the token embedding's matrix.
         mlp_ratio: the hidden width of an MLP over embed_dim.
-        dropout: probability of dropping an element in training.
+        dropout: probability of dropping an element in training, see `TransformerBlock`.
         norm: "layer_norm" or "rms_norm".
         bias: whether projections and layer norms have biases; the head has none.
-        pattern: None, dense attention; other patterns arrive with the kernels.
+        pattern: a causal one of `dpflash.patterns`; None means dense attention.
         num_kv_heads: key/value heads; divides num_heads; None means num_heads.
         activation_checkpointing: recompute each block in the backward pass instead of keeping its
             activations.
-        positions: "rotary", which has no parameters, or "learned", one embedding for each of
-            max_seq_len positions.
+        positions: "rotary", which has no parameters, "learned", one embedding for each of
+            max_seq_len positions, or "alibi", one slope for each head of each block.
+        attention_sinks: learn the score of one more key for each head, whose value is 0.
+        chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
+            holds the logits; its parameters are those of `torch.nn.Linear`.
 
     Raises:
         ValueError: for a value outside of what is written above.
@@ -55,10 +60,12 @@ class LongContextLM(nn.Module):
         dropout: float = 0.0,
         norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
         bias: bool = True,
-        pattern: object = None,
+        pattern: Pattern | None = None,
         num_kv_heads: int | None = None,
         activation_checkpointing: bool = False,
-        positions: Literal["rotary", "learned"] = "rotary",
+        positions: Literal["rotary", "learned", "alibi"] = "rotary",
+        attention_sinks: bool = False,
+        chunked_loss: bool = False,
     ) -> None:
         super().__init__()
         _validate.positive_int(
@@ -68,7 +75,7 @@ class LongContextLM(nn.Module):
             num_heads=num_heads,
             max_seq_len=max_seq_len,
         )
-        _validate.one_of(positions=(positions, ("rotary", "learned")))
+        _validate.one_of(positions=(positions, ("rotary", "learned", "alibi")))
         require_dropout(dropout)
         self.max_seq_len = max_seq_len
         self.activation_checkpointing = activation_checkpointing
@@ -88,11 +95,14 @@ class LongContextLM(nn.Module):
                 pattern=pattern,
                 num_kv_heads=num_kv_heads,
                 rotary=positions == "rotary",
+                alibi=positions == "alibi",
+                attention_sinks=attention_sinks,
             )
             for _ in range(num_layers)
         )
         self.final_norm = make_norm(norm, embed_dim, bias)
-        self.lm_head = nn.Linear(embed_dim, vocab_size, bias=False)
+        head = LinearCrossEntropy if chunked_loss else nn.Linear
+        self.lm_head = head(embed_dim, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         self.reset_parameters()
@@ -112,14 +122,16 @@ class LongContextLM(nn.Module):
             nn.init.normal_(block.attention.out_proj.weight, std=residual_std)
             nn.init.normal_(block.mlp_down.weight, std=residual_std)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores the next token at each position.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Scores the next token at each position, or the targets that are given.
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len.
+            targets: `[B, T]`, int64, the next token at each position; -100 does not count.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
+            With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`.
 
         Raises:
             ValueError: for another shape or dtype, or a T above max_seq_len.
@@ -149,4 +161,9 @@ class LongContextLM(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
-        return self.lm_head(self.final_norm(x))
+        x = self.final_norm(x)
+        if targets is None:
+            return self.lm_head(x)
+        if isinstance(self.lm_head, LinearCrossEntropy):
+            return self.lm_head(x, targets)
+        return losses.cross_entropy(self.lm_head(x), targets)

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
+from ..functional import require_pattern
+from ..patterns import Pattern
 from .attention import MultiheadAttention, require_dropout
 
 
@@ -16,13 +18,16 @@ class TransformerBlock(nn.Module):
         embed_dim: E.
         num_heads: query heads; divides E.
         mlp_ratio: the hidden width of the MLP is ``mlp_ratio * E``, a whole number.
-        dropout: probability of dropping an attention weight or a residual's element in training.
+        dropout: probability of dropping a residual's element in training, and an attention weight
+            where attention is plain (no pattern, attention_sinks or alibi).
         causal: whether token t sees the tokens 0..t only.
         norm: "layer_norm" or "rms_norm".
         bias: whether projections and layer norms have biases.
-        pattern: None, dense attention; other patterns arrive with the kernels.
+        pattern: one of `dpflash.patterns`, causal as the block is; None means dense attention.
         num_kv_heads: key/value heads; divides num_heads; None means num_heads.
         rotary: whether attention turns queries and keys by their positions.
+        attention_sinks: learn the score of one more key for each head, whose value is 0.
+        alibi: learn for each head a slope by which scores fall with distance.
 
     Raises:
         ValueError: for a value outside of what is written above.
@@ -38,9 +43,11 @@ class TransformerBlock(nn.Module):
         causal: bool = True,
         norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
         bias: bool = True,
-        pattern: object = None,
+        pattern: Pattern | None = None,
         num_kv_heads: int | None = None,
         rotary: bool = False,
+        attention_sinks: bool = False,
+        alibi: bool = False,
     ) -> None:
         super().__init__()
         _validate.positive_int(embed_dim=embed_dim)
@@ -53,16 +60,23 @@ class TransformerBlock(nn.Module):
                 f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is no whole width; "
                 f"pass a multiple of 1/{embed_dim}"
             )
+        if pattern is not None and require_pattern(pattern).causal != causal:
+            raise ValueError(
+                f"pattern={pattern!r} with causal={causal}: expected both to agree; build the "
+                f"pattern with causal={causal}"
+            )
         self.causal = causal
         self.attention_norm = make_norm(norm, embed_dim, bias)
         self.attention = MultiheadAttention(
             embed_dim,
             num_heads,
-            dropout=dropout,
+            dropout=0.0 if pattern is not None or attention_sinks or alibi else dropout,
             bias=bias,
             num_kv_heads=num_kv_heads,
             pattern=pattern,
             rotary=rotary,
+            attention_sinks=attention_sinks,
+            alibi=alibi,
         )
         self.mlp_norm = make_norm(norm, embed_dim, bias)
         self.mlp_up = nn.Linear(embed_dim, hidden_dim, bias=bias)

@@ -31,7 +31,7 @@ except ImportError:
     opacus = None
 
 WAYS = ("stored", "book_keeping", "two_pass")
-KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}]
+KINDS = [{"way": way} for way in WAYS] + [{"clipping": c} for c in ("per_layer", "per_block")]
 every_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
 )

@@ -1,0 +1,140 @@
+"""Private boundary: what leaves through an activation's gradient is clipped and noised.
+
+Letters: B samples, C max_grad_norm, sigma noise_multiplier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import gaussian_noise_, squared_norm
+
+from . import _validate
+from .clipping import clip_factors
+from .streams import master_key
+
+_releases = itertools.count()
+_key = master_key()
+
+
+def _new_key() -> None:
+    """Gives a forked process noise of its own."""
+    global _key
+    _key = master_key()
+
+
+os.register_at_fork(after_in_child=_new_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """How gradients are clipped and noised where they leave, see `private_boundary`.
+
+    Args:
+        max_grad_norm: C, the L2 bound of one sample's gradient, over all tensors of the boundary.
+        noise_multiplier: sigma; the noise on every coordinate has standard deviation sigma C.
+
+    Raises:
+        ValueError: max_grad_norm is not positive and finite, or noise_multiplier negative or
+            infinite.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        _validate.positive(max_grad_norm=self.max_grad_norm)
+        _validate.finite(max_grad_norm=self.max_grad_norm)
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.finite(noise_multiplier=self.noise_multiplier)
+
+
+def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
+    """The identity, whose backward passes on a private gradient.
+
+    In the backward, row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with
+    ``c_i = min(1, C / ||dx_i||)``, the norm taken over all dimensions but the first. It is meant
+    for split and federated learning, where the gradients of activations are what one party hands
+    to another.
+
+    Args:
+        x: `[B, ...]`, floating point; its gradient has noise added in float32 (float64).
+        max_grad_norm: C, in the units of the gradient of the loss that is differentiated (of the
+            sum of per-sample losses, usually).
+        noise_multiplier: sigma.
+
+    Returns:
+        x, as a new tensor of the same values.
+
+    Raises:
+        ValueError: x has no batch dimension or is not floating point, or a number is not as
+            `Boundary` wants it.
+
+    Guarantees:
+        Private is the release of this gradient, to a party that sees nothing else which depends
+        on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
+        sigma under zero_out (one sample's loss replaced by one that does not depend on it), if row
+        i depends on sample i alone; n backwards compose as n full Gaussian steps. Nothing is
+        amplified by sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from
+        the operating system in each process and never repeated.
+
+        Not private: the forward pass (x itself, the loss), gradients of parameters behind the
+        boundary, the number and order of rows, and parameters before it as far as they also get
+        gradients by other roads. For weights use `PrivacyEngine`.
+    """
+    boundary = Boundary(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
+    return cross(boundary, x)[0]
+
+
+def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors `[B, ...]`, behind one boundary: the norm is over all of them together."""
+    for x in tensors:
+        if x.ndim == 0 or not x.is_floating_point():
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
+                "tensor whose first dimension is the batch"
+            )
+    if torch.compiler.is_compiling():
+        # A compiled graph would keep the number of its release, and repeat its noise.
+        raise RuntimeError(
+            "private_boundary inside of a compiled function: its noise would be compiled in; "
+            "compile what lies before and behind it apart"
+        )
+    return _Boundary.apply(boundary, *tensors)
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.boundary = boundary
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        squares = sum(squared_norm(grad) for grad in grads)
+        assert isinstance(squares, Tensor)
+        factors = clip_factors(squares, ctx.boundary.max_grad_norm)
+        std = ctx.boundary.noise_multiplier * ctx.boundary.max_grad_norm
+        step = next(_releases)
+        released = (
+            _release(grad, factors, std, step, number) for number, grad in enumerate(grads)
+        )
+        return (None, *released)
+
+
+def _release(grad: Tensor, factors: Tensor, std: float, step: int, number: int) -> Tensor:
+    """``c_i dx_i`` plus noise, rounded once to the gradient's dtype."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    weights = factors.to(dtype).view(-1, *[1] * (grad.ndim - 1))
+    clipped = (grad.to(dtype) * weights).masked_fill(weights == 0, 0.0).contiguous()
+    if std > 0:
+        gaussian_noise_(clipped, std=std, key=_key, step=step, parameter_id=number)
+    return clipped.to(grad.dtype)

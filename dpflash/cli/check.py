@@ -1,0 +1,96 @@
+"""`dpflash check`: whether a model and its loss keep the samples of a batch apart."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["add_check_parser"]
+
+_SHAPE = (
+    "expected package.module:function or path/file.py:function, where function() returns "
+    "(model, batch, loss_fn) and loss_fn(model, batch) the losses [B]"
+)
+
+
+def add_check_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `check` to the subcommands of `dpflash`."""
+    parser = subparsers.add_parser(
+        "check",
+        help="find what couples the samples of a batch or cannot be trained privately",
+        description="Find what couples the samples of a batch (batch statistics, a loss divided "
+        "by the batch's tokens), layers that cannot be trained privately and parameters without "
+        "a gradient, each with its remedy. It is a test on one batch, not a proof. Exit status: "
+        "0 without errors, 1 with, 2 where nothing could be checked.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="package.module:function or path/file.py:function; function() returns "
+        "(model, batch, loss_fn), the batch with two samples or more (4 to 8 are enough)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ..check import run_check
+
+    made = _called(args.target, _function(args.target))
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise ValueError(f"{args.target}: it returned {type(made).__name__}; {_SHAPE}")
+    report = run_check(*made)
+    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if args.json else report)
+    return 0 if report.ok else 1
+
+
+def _function(target: str) -> Callable[[], Any]:
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"{target!r}: {_SHAPE}")
+    module = _called(target, lambda: _module(where))
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        hint = f"it has {', '.join(known[:8])}" if known else "it has no public function"
+        raise ValueError(f"{target}: {where} has no function {name!r}; {hint}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    """A module by its dotted name, seen from the working directory, or by its file."""
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")
+        return importlib.import_module(where)
+    path = Path(where)
+    if not path.is_file():
+        raise ValueError(f"{where}: there is no such file")
+    # As `python file.py` has it, so that it may import its neighbours.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _called(target: str, function: Callable[[], Any]) -> Any:
+    """What a user's code returns; where it fails, its traceback and a refusal in one line."""
+    try:
+        return function()
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error

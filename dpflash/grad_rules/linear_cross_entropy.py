@@ -1,0 +1,374 @@
+"""A linear head with its cross-entropy, in chunks of tokens: [B, T, V] logits never exist.
+
+The forward keeps two numbers a token, and whoever needs the logits' gradient later makes a part
+of it anew: dlogits = scale (softmax(x W^T + b) - onehot(targets)).
+
+Letters: B samples, T tokens, E model dim, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import per_sample_grad
+
+from ..planner import _ELEMENT, _FLOPS, LinearShape
+from .base import Slot, autocast_dtype
+from .linear import PrivateLinear
+
+# What is held of the logits at once, in elements: 64 MiB in fp32.
+_CHUNK_ELEMENTS = 1 << 24
+# Tokens of a tile of the weight's gradient; more would leave too few rows for a product.
+_TILE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the forward leaves, and everything that is made anew from it.
+
+    Attributes:
+        x: [B, T, E].
+        weight, bias: [V, E] and [V] or None, in x's dtype.
+        targets: [B, T], int64; what is not in 0..V-1 has scale 0.
+        lse: [B, T], fp32 or wider, log-sum-exp of the logits.
+        nll: [B, T], lse minus the target's logit.
+        scale: [B, T], the loss' derivative by nll; 0 where the target is ignored.
+        chunk_tokens: rows of V logits that may be held at once.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    lse: Tensor
+    nll: Tensor
+    scale: Tensor
+    chunk_tokens: int
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.x.shape[0]
+
+    def dlogits(self, samples: slice, tokens: slice, rows: slice) -> Tensor:
+        """The logits' gradient for some samples, tokens and classes, fp32 or wider."""
+        bias = None if self.bias is None else self.bias[rows]
+        lse = self.lse[samples, tokens].unsqueeze(-1)
+        part = F.linear(self.x[samples, tokens], self.weight[rows], bias).to(lse.dtype)
+        part.sub_(lse).exp_()
+        targets = self.targets[samples, tokens].unsqueeze(-1)
+        inside = (targets >= rows.start) & (targets < rows.stop)
+        local = (targets - rows.start).clamp_(0, max(rows.stop - rows.start - 1, 0))
+        part.scatter_add_(-1, local, -inside.to(part.dtype))
+        return part.mul_(self.scale[samples, tokens].unsqueeze(-1))
+
+    def gradients(
+        self, *, x: bool, weight: bool, bias: bool, per_sample: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients that are asked for; of weight and bias [B, ...] if `per_sample`."""
+        batch, classes = self.x.shape[0], self.weight.shape[0]
+        leading = (batch,) if per_sample else ()
+        dx = torch.empty_like(self.x) if x else None
+        dweight = self.lse.new_zeros(*leading, *self.weight.shape) if weight else None
+        dbias = self.lse.new_zeros(*leading, classes) if bias else None
+        with _no_autocast(self.x):
+            for samples, tokens in _chunks(self.x, self.chunk_tokens):
+                part = self.dlogits(samples, tokens, slice(0, classes))
+                if dx is not None:
+                    dx[samples, tokens] = part.to(dx.dtype) @ self.weight
+                wide = self.x[samples, tokens].to(part.dtype)
+                if dweight is not None and per_sample:
+                    dweight[samples].baddbmm_(part.transpose(1, 2), wide)
+                elif dweight is not None:
+                    dweight.addmm_(part.flatten(0, 1).t(), wide.flatten(0, 1))
+                if dbias is not None and per_sample:
+                    dbias[samples] += part.sum(1)
+                elif dbias is not None:
+                    dbias += part.sum((0, 1))
+        return dx, dweight, dbias
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """See `TiledUse`: the logits' part of a tile is no larger than a chunk."""
+        (batch, tokens, width), classes = self.x.shape, self.weight.shape[0]
+        length = max(1, min(tokens, _TILE_TOKENS))
+        group = max(1, min(batch, _TILE_TOKENS // length))
+        # A tile of G_i is held too, [group, height, E].
+        height = self.chunk_tokens * classes // (group * max(length, width))
+        height = max(1, min(classes, height))
+        for i in range(0, max(batch, 1), group):
+            for v in range(0, classes, height):
+                yield slice(i, min(i + group, batch)), slice(v, min(v + height, classes))
+
+    def grad(self, samples: slice, rows: slice) -> Tensor:
+        """See `TiledUse`: G_i = dlogits_i^T x_i [samples, rows, E]."""
+        tokens = self.x.shape[1]
+        grad = None
+        with _no_autocast(self.x):
+            for t in range(0, max(tokens, 1), _TILE_TOKENS):
+                part = slice(t, min(t + _TILE_TOKENS, tokens))
+                own = per_sample_grad(self.x[samples, part], self.dlogits(samples, part, rows))
+                grad = own if grad is None else grad.add_(own)
+        assert grad is not None
+        return grad
+
+    def magnitude(self) -> Tensor:
+        """See `TiledUse`: ||softmax - onehot|| is at most sqrt(2) (1 - softmax at the target)."""
+        missing = -torch.expm1(-self.nll.double().clamp(min=0))
+        sizes = torch.linalg.vector_norm(self.x.double(), dim=2) * self.scale.double().abs()
+        return (2**0.5 * missing * sizes).sum(1)
+
+
+@dataclass(frozen=True)
+class _HeadShape(LinearShape):
+    """The costs of a head, which keeps no dy and computes the logits anew."""
+
+    @property
+    def book_keeping_bytes(self) -> int:
+        return self.batch * self.tokens * self.inputs * _ELEMENT
+
+    @property
+    def book_keeping_seconds(self) -> float:
+        """Logits anew for the norm and for the sum, and one G_i more than `stored`."""
+        product = 2 * self.tokens * self.inputs * self.outputs
+        return 3 * self.batch * product / _FLOPS
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+    chunk_tokens: int | None,
+    weight_handle: Tensor | None = None,
+    bias_handle: Tensor | None = None,
+    slot: Slot | None = None,
+) -> Tensor:
+    """Losses [B] of x [B, ..., E] and targets [B, ...], checked before; handles if private."""
+    flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+    dtype = autocast_dtype(x)
+    return _LinearCrossEntropy.apply(
+        flat if dtype is None else flat.to(dtype),
+        weight,
+        bias,
+        weight_handle,
+        bias_handle,
+        targets.reshape(flat.shape[:2]),
+        slot,
+        ignore_index,
+        reduction,
+        chunk_tokens or max(1, _CHUNK_ELEMENTS // weight.shape[0]),
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """losses [B] of x [B, T, E]; gradients for W and b, or per sample for their handles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_handle: Tensor | None,
+        bias_handle: Tensor | None,
+        targets: Tensor,
+        slot: Slot | None,
+        ignore_index: int,
+        reduction: str,
+        chunk_tokens: int,
+    ) -> Tensor:
+        valid = targets != ignore_index
+        forward = torch.ops.dpflash.linear_cross_entropy if _compiling() else _statistics
+        lse, nll = forward(
+            x, weight.to(x.dtype), _like(bias, x), targets.masked_fill(~valid, 0), chunk_tokens
+        )
+        nll = nll.masked_fill(~valid, 0)
+        ctx.save_for_backward(x, weight, bias, targets, lse, nll)
+        ctx.slot = slot
+        ctx.ignore_index = ignore_index
+        ctx.mean = reduction == "mean"
+        ctx.chunk_tokens = chunk_tokens
+        losses = nll.sum(1)
+        return losses / valid.sum(1).clamp(min=1) if ctx.mean else losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, targets, lse, nll = ctx.saved_tensors
+        valid = targets != ctx.ignore_index
+        scale = dlosses / valid.sum(1).clamp(min=1) if ctx.mean else dlosses
+        scale = torch.where(valid, scale.unsqueeze(1), 0)
+        need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
+        # Handles come with detached parameters, so either both are plain or both per sample.
+        per_sample = weight_handle or bias_handle
+        arguments = (x, weight.to(x.dtype), _like(bias, x), targets, lse, nll, scale)
+        needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
+        if _compiling():
+            backward = torch.ops.dpflash.linear_cross_entropy_backward
+            dx, dweight, dbias = backward(*arguments, ctx.chunk_tokens, *needs)
+        else:
+            head = Head(*arguments, ctx.chunk_tokens)
+            slot: Slot | None = ctx.slot
+            left = weight_handle and slot is not None and slot.gate.take_tiled(slot.position, head)
+            dx, dweight, dbias = head.gradients(
+                x=need_x, weight=needs[1] and not left, bias=needs[2], per_sample=per_sample
+            )
+        dweight = dweight if needs[1] else None
+        dbias = dbias if needs[2] else None
+        plain = (None, None) if per_sample else (_like(dweight, weight), _like(dbias, weight))
+        handles = (dweight, dbias) if per_sample else (None, None)
+        return (dx if need_x else None, *plain, *handles, None, None, None, None, None)
+
+
+class PrivateLinearCrossEntropy(PrivateLinear):
+    """Losses of x [B, ..., E] and targets [B, ...]; without targets `PrivateLinear`'s logits."""
+
+    ignore_index: int
+    reduction: str
+    chunk_tokens: int | None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None or not self.is_private_call():
+            arguments = (x,) if targets is None else (x, targets)
+            return super().forward(*arguments)
+        self.check(x, targets)  # type: ignore[operator]
+        x, targets = self._dpflash.check_batch(x), self._dpflash.check_batch(targets)
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        handles = self.private_handles(x.shape[0])
+        tokens = x.shape[1:-1].numel()
+        shape = _HeadShape(x.shape[0], tokens, x.shape[-1], weight.shape[0])
+        return linear_cross_entropy(
+            x,
+            weight.detach(),
+            None if bias is None else bias.detach(),
+            targets,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            chunk_tokens=self.chunk_tokens,
+            weight_handle=handles["weight"],
+            bias_handle=handles["bias"] if bias is not None else None,
+            slot=handles.slot("weight", shape),
+        )
+
+
+def _statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """(lse, lse - the target's logit), each [B, T]."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    lse, nll = x.new_empty(targets.shape, dtype=wide), x.new_empty(targets.shape, dtype=wide)
+    with _no_autocast(x):
+        for samples, tokens in _chunks(x, chunk_tokens):
+            logits = F.linear(x[samples, tokens], weight, bias).to(wide)
+            own = logits.gather(-1, targets[samples, tokens].unsqueeze(-1)).squeeze(-1)
+            highest = logits.amax(-1, keepdim=True)
+            sums = logits.sub_(highest).exp_().sum(-1)
+            lse[samples, tokens] = sums.log_().add_(highest.squeeze(-1))
+            nll[samples, tokens] = lse[samples, tokens] - own
+    return lse, nll
+
+
+def _chunks(x: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
+    """(samples, tokens) of at most `size` tokens: several whole samples, or a part of one."""
+    batch, tokens = x.shape[:2]
+    length = max(1, min(tokens, size))
+    group = max(1, size // max(1, tokens))
+    for i in range(0, batch, group):
+        for t in range(0, tokens, length):
+            yield slice(i, min(i + group, batch)), slice(t, min(t + length, tokens))
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(other.dtype)
+
+
+# The compiler takes the loops as two operators; it would keep what the backward computes anew.
+_LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
+    "SymInt chunk_tokens) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
+    "Tensor lse, Tensor nll, Tensor scale, SymInt chunk_tokens, bool need_x, bool need_weight, "
+    "bool need_bias, bool per_sample) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _fake_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(targets.shape, dtype=wide), x.new_empty(targets.shape, dtype=wide)
+
+
+def _gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    nll: Tensor,
+    scale: Tensor,
+    chunk_tokens: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    per_sample: bool,
+) -> tuple[Tensor, ...]:
+    head = Head(x, weight, bias, targets, lse, nll, scale, chunk_tokens)
+    grads = head.gradients(x=need_x, weight=need_weight, bias=need_bias, per_sample=per_sample)
+    return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _fake_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    nll: Tensor,
+    scale: Tensor,
+    chunk_tokens: int,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    per_sample: bool,
+) -> tuple[Tensor, ...]:
+    leading = (x.shape[0],) if per_sample else ()
+    return (
+        torch.empty_like(x) if need_x else lse.new_empty(0),
+        lse.new_empty(*leading, *weight.shape) if need_weight else lse.new_empty(0),
+        lse.new_empty(*leading, weight.shape[0]) if need_bias else lse.new_empty(0),
+    )
+
+
+_LIBRARY.impl("linear_cross_entropy", _statistics, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_cross_entropy_backward", _gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("dpflash::linear_cross_entropy", _fake_statistics, lib=_LIBRARY)
+torch.library.register_fake(
+    "dpflash::linear_cross_entropy_backward", _fake_gradients, lib=_LIBRARY
+)

@@ -1,0 +1,127 @@
+"""The head of a language model and its loss in one layer that never holds all logits."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _validate
+from ..grad_rules.linear_cross_entropy import linear_cross_entropy
+
+
+class LinearCrossEntropy(nn.Linear):
+    """Cross-entropy of each sample under the logits x W^T + b, computed in chunks of tokens.
+
+    Value and gradients are those of ``dpflash.losses.cross_entropy(F.linear(x, W, b), targets)``,
+    but at no time is there more of the logits than a chunk: the backward pass computes them
+    anew. Its parameters are those of `torch.nn.Linear`, so that ``head.weight = embedding.weight``
+    ties it; without targets it returns the logits.
+
+    Letters: B samples, T tokens, E features, V classes.
+
+    Args:
+        in_features: E.
+        num_classes: V.
+        bias: whether there is a b.
+        ignore_index: targets of this value do not count. A sample with no other target has the
+            loss 0 and a zero gradient.
+        reduction: "mean" or "sum", over the sample's own valid targets.
+        chunk_tokens: tokens whose V logits may be held at once; None for 2^24 logits (64 MiB).
+        device: of the parameters.
+        dtype: of the parameters. Under autocast products take its dtype; losses and softmax are
+            in float32, or wider.
+
+    Raises:
+        ValueError: for a value outside of what is written above.
+
+    Guarantees:
+        Entry i of the losses depends on ``x[i]`` and ``targets[i]`` alone.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum"] = "mean",
+        chunk_tokens: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _validate.positive_int(in_features=in_features, num_classes=num_classes)
+        _validate.one_of(reduction=(reduction, ("mean", "sum")))
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+            raise ValueError(f"ignore_index={ignore_index!r}: expected an integer; pass -100")
+        if chunk_tokens is not None:
+            _validate.positive_int(chunk_tokens=chunk_tokens)
+        super().__init__(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The losses of the samples, or without targets the logits.
+
+        Args:
+            x: `[B, T, E]` (or `[B, ..., E]`), of the weight's dtype.
+            targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
+                prediction.
+
+        Returns:
+            `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.
+
+        Raises:
+            ValueError: for shapes and dtypes that do not fit, or (on a CPU, outside of
+                `torch.compile`) a target outside of `0..V-1`.
+        """
+        if targets is None:
+            return F.linear(x, self.weight, self.bias)
+        self.check(x, targets)
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            self.bias,
+            targets,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def check(self, x: Tensor, targets: Tensor) -> None:
+        """Refuses what `forward` does not take."""
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x has dtype {x.dtype}, the weight {self.weight.dtype}: expected the same; use "
+                "x.to(head.weight.dtype) or torch.autocast"
+            )
+        if targets.dtype != torch.int64:
+            raise ValueError(
+                f"targets have dtype {targets.dtype}: expected torch.int64 class indices; convert "
+                "integers with targets.long(), soft targets are not supported"
+            )
+        if x.ndim < 2 or x.shape[-1] != self.in_features or x.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)} does not fit targets of shape "
+                f"{tuple(targets.shape)}: expected x [B, ..., {self.in_features}] and targets "
+                "[B, ...]; the batch comes first and features last, add a batch with unsqueeze(0)"
+            )
+        # On an accelerator the check would wait for the device at every step.
+        if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = (targets < 0) | (targets >= self.out_features)
+            outside &= targets != self.ignore_index
+            if bool(outside.any()):
+                raise ValueError(
+                    f"targets hold {int(targets[outside][0])}: expected 0.."
+                    f"{self.out_features - 1} or ignore_index={self.ignore_index}; raise "
+                    "num_classes or mark padding with ignore_index"
+                )
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, and what this layer adds."""
+        return (
+            f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
+            f"reduction={self.reduction!r}, chunk_tokens={self.chunk_tokens}"
+        )

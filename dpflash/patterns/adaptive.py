@@ -1,0 +1,206 @@
+"""Attention to the key blocks that score highest.
+
+Letters: B samples, H query heads, T tokens, n blocks, K kept blocks, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
+
+from . import _arguments
+from .base import Pattern
+
+_SCORES_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Pattern):
+    """Each block of queries sees its own block and the `keep - 1` blocks that score highest.
+
+    A block of queries scores a block of keys by ``softmax_scale * mean(q) . mean(k)``, in every
+    sample and head by itself. A chosen block enters the softmax with the gate
+    ``log sigmoid(score)`` added to its tokens' scores, so that choosing has a gradient; the own
+    block enters without. When causal, a block chooses among the blocks before it by the mean of
+    the queries *before* it, so no output depends on a later token.
+
+    Args:
+        block_size: tokens in a block, 16 to 256.
+        keep: blocks seen by each block of queries, its own included.
+        causal: query t sees keys 0..t of the chosen blocks only.
+
+    Raises:
+        ValueError: for values outside of these.
+    """
+
+    block_size: int = 64
+    keep: int = 4
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "keep"):
+            _arguments.store(self, **{name: _arguments.integer(name, getattr(self, name), 1)})
+        _arguments.flag("causal", self.causal)
+        if not 16 <= self.block_size <= 256:
+            raise ValueError(
+                f"block_size={self.block_size}: expected 16 to 256; 64 is a good start"
+            )
+        self._fix_key()
+
+    def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
+        """Refused: what is seen depends on q and k."""
+        raise ValueError(
+            f"{self!r} has no mask of its own, since it chooses from q and k: call "
+            "choose(q, k, softmax_scale) and look at the blocks it returns"
+        )
+
+    def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
+        raise ValueError(
+            f"{self!r} has no graph or picture of its own, since it chooses from q and k: call "
+            "choose(q, k, softmax_scale) and look at the blocks it returns"
+        )
+
+    def edges(self, num_tokens: int, num_heads: int = 1) -> int:
+        """Pairs (query, key) that see each other, summed over the heads.
+
+        Exact where all blocks are whole; a short last block counts as if every query that could
+        choose it did.
+        """
+        self._check_size(num_tokens, num_heads)
+        size = self.block_size
+        blocks = -(-num_tokens // size)
+        pairs = 0
+        for block in range(blocks):
+            rows = min(size, num_tokens - block * size)
+            others = min(self.keep - 1, block if self.causal else blocks - 1)
+            own = rows * (rows + 1) // 2 if self.causal else rows * rows
+            elsewhere = block * size if self.causal else num_tokens - rows
+            pairs += own + rows * min(size * others, elsewhere)
+        return pairs * num_heads
+
+    def choose(self, q: Tensor, k: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """The blocks that each block of queries sees.
+
+        Args:
+            q: `[B, H, T, D]`.
+            k: `[B, G, T, D]`, G divides H.
+            softmax_scale: factor of q k.
+
+        Returns:
+            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 where there is none, and gates of
+            the same shape, float32, differentiable with respect to q and k.
+        """
+        q_means = _block_means(q, self.block_size)
+        k_means = _block_means(k, self.block_size)
+        k_means = k_means.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        if self.causal:
+            # The block before: a mean over the own block would tell of later tokens.
+            q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
+        n = q_means.shape[2]
+        own = torch.arange(n, device=q.device).expand(*q_means.shape[:3]).unsqueeze(3)
+        if n == 0 or min(self.keep, n) == 1:
+            return own.int(), torch.zeros(own.shape, dtype=torch.float32, device=q.device)
+        others = self._top(q_means.detach(), k_means.detach(), softmax_scale)
+        index = others.clamp(min=0).flatten(2).unsqueeze(3).expand(-1, -1, -1, k_means.shape[3])
+        chosen = k_means.gather(2, index).unflatten(2, others.shape[2:])
+        scores = softmax_scale * (q_means.unsqueeze(3) * chosen).sum(4)
+        gates = F.pad(F.logsigmoid(scores), (1, 0))
+        return torch.cat((own, others), dim=3).int(), gates
+
+    def _top(self, q_means: Tensor, k_means: Tensor, softmax_scale: float) -> Tensor:
+        """`[B, H, n, K - 1]`: the best blocks besides the own one, -1 where there are fewer."""
+        n = q_means.shape[2]
+        kept = min(self.keep, n) - 1
+        rows = max(1, _SCORES_AT_A_TIME // n)
+        index = torch.arange(n, device=q_means.device)
+        found = []
+        for first in range(0, n, rows):
+            # How a product rounds may depend on how many samples it has. In float64, rounded to
+            # float32, near-equal scores come out equal, and no sample's choice moves another's.
+            products = q_means[:, :, first : first + rows].double() @ k_means.double().mT
+            scores = (softmax_scale * products).float()
+            own = index[first : first + rows].unsqueeze(1)
+            taken = index >= own if self.causal else index == own
+            best = scores.masked_fill(taken, -torch.inf).topk(kept, dim=3)
+            found.append(best.indices.masked_fill(best.values == -torch.inf, -1))
+        return torch.cat(found, dim=2)
+
+
+def _block_means(x: Tensor, block_size: int) -> Tensor:
+    """`[B, H, n, D]`, float32 at least: the mean of each block, the last one's over its tokens."""
+    tokens = x.shape[2]
+    blocks = -(-tokens // block_size)
+    padded = F.pad(x, (0, 0, 0, blocks * block_size - tokens))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sums = padded.unflatten(2, (blocks, block_size)).sum(3, dtype=dtype)
+    index = torch.arange(blocks, device=x.device)
+    counts = (tokens - index * block_size).clamp(max=block_size)
+    return sums / counts.unsqueeze(1)
+
+
+def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:
+    """The tile graph of chosen blocks, built on their device without looking at them from here.
+
+    Args:
+        blocks: `[B, H, n, K]` from `Adaptive.choose`.
+        gates: `[B, H, n, K]` from `Adaptive.choose`; run r of `rows` has the gate
+            ``gates.flatten()[r]``.
+        pattern: which chose.
+        num_tokens: T.
+    """
+    batch, heads, n, kept = blocks.shape
+    device, size = blocks.device, pattern.block_size
+    variants = torch.arange(batch * heads, device=device, dtype=torch.int32)
+    borders = torch.arange(batch * heads + 1, device=device, dtype=torch.int32) * n
+    starts = torch.arange(n, device=device).repeat(batch * heads) * size
+    lengths = (num_tokens - starts).clamp(max=size)
+
+    chosen = blocks.reshape(-1).long()
+    none = chosen < 0
+    lo, hi = (0 if pattern.causal else -UNBOUNDED), UNBOUNDED
+    run_lengths = (num_tokens - chosen * size).clamp(max=size).masked_fill(none, 0)
+    first_run = torch.arange(batch * heads * n, device=device) * kept
+    rows = Side(
+        _groups(starts, lengths, first_run, first_run + kept),
+        _runs(chosen.clamp(min=0) * size, run_lengths, lo, hi),
+        gates.detach().reshape(-1),
+        borders,
+        max_groups=n,
+        max_length=min(size, num_tokens),
+        runtime=True,
+    )
+
+    # Seen from the keys: the same pairs, sorted by (sample, head, key block).
+    head = torch.arange(batch * heads, device=device).repeat_interleave(n * kept)
+    order = torch.argsort(head * (n + 1) + chosen.masked_fill(none, n), stable=True)
+    sorted_keys = (head * (n + 1) + chosen.masked_fill(none, n))[order]
+    wanted = torch.arange(batch * heads, device=device).repeat_interleave(n) * (n + 1)
+    wanted = wanted + torch.arange(n, device=device).repeat(batch * heads)
+    first = torch.searchsorted(sorted_keys, wanted)
+    end = torch.searchsorted(sorted_keys, wanted, right=True)
+    query_block = (order // kept) % n
+    cols = Side(
+        _groups(starts, lengths, first, end),
+        _runs(query_block * size, (num_tokens - query_block * size).clamp(max=size), -hi, -lo),
+        gates.detach().reshape(-1)[order],
+        borders,
+        max_groups=n,
+        max_length=min(size, num_tokens),
+        runtime=True,
+    )
+    per_sample = variants.view(batch, heads)
+    return TileGraph(num_tokens, num_tokens, rows, cols, per_sample, per_sample, pattern.causal)
+
+
+def _groups(starts: Tensor, lengths: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    return torch.stack((starts, torch.ones_like(starts), lengths, first, end), dim=1).int()
+
+
+def _runs(starts: Tensor, lengths: Tensor, lo: int, hi: int) -> Tensor:
+    ones = torch.ones_like(starts)
+    return torch.stack((starts, ones, lengths, lo * ones, hi * ones), dim=1).int()

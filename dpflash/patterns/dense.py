@@ -1,0 +1,41 @@
+"""Dense attention: every query sees every key, or every key up to its own position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpflash.kernels.tile_graph import UNBOUNDED, TileGraph
+
+from . import _arguments, _builder
+from .base import Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Pattern):
+    """Query i sees key j, if causal for j <= i only.
+
+    Args:
+        causal: no query sees a key behind its own position.
+
+    Raises:
+        ValueError: causal is not a bool.
+    """
+
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        _arguments.flag("causal", self.causal)
+        self._fix_key()
+
+    def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
+        self._check_size(num_tokens, num_heads)
+        mask = torch.ones(num_heads, num_tokens, num_tokens)
+        return mask.tril() if self.causal else mask
+
+    def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
+        group, run = (0, 1, num_tokens, 1), (0, 1, num_tokens, -UNBOUNDED, UNBOUNDED)
+        rows = _builder.tables([group], [run])
+        return _builder.make_graph(num_tokens, [0] * num_heads, rows, rows, self.causal)

@@ -1,0 +1,82 @@
+"""Packed documents: attention within each, none between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpflash.kernels.tile_graph import UNBOUNDED, TileGraph
+
+from . import _arguments, _builder
+from .base import Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents(Pattern):
+    """Query i sees key j where both are of one document.
+
+    The borders hold for every sample of a batch: documents of several samples are packed into one
+    sample, as for flash-attn's functions of variable length. Another packing is another pattern,
+    which takes well under a millisecond to make.
+
+    Args:
+        cu_seqlens: the documents' borders, ``(0, length of the first, ..., T)``: integers or an
+            integer 1-D tensor; stored as a tuple. A document may be empty.
+        causal: no query sees a key behind its own position.
+
+    Raises:
+        ValueError: borders that are not integers, do not start with 0, fall, or are fewer than 2.
+    """
+
+    cu_seqlens: Sequence[int]
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        borders = _arguments.integers("cu_seqlens", self.cu_seqlens, 0)
+        if len(borders) < 2:
+            raise _arguments.refusal(
+                "cu_seqlens",
+                borders,
+                "at least 2 borders",
+                "pass (0, num_tokens) for one document",
+            )
+        if borders[0] != 0:
+            raise _arguments.refusal("cu_seqlens", borders, "0 as first", "put a 0 in front")
+        if any(end < begin for begin, end in zip(borders, borders[1:], strict=False)):
+            raise _arguments.refusal(
+                "cu_seqlens", borders, "borders that never fall", "pass cumulative lengths"
+            )
+        _arguments.store(self, cu_seqlens=borders)
+        _arguments.flag("causal", self.causal)
+        self._fix_key()
+
+    def _check_size(self, num_tokens: int, num_heads: int) -> None:
+        super()._check_size(num_tokens, num_heads)
+        if num_tokens != self.cu_seqlens[-1]:
+            raise _arguments.refusal(
+                "num_tokens",
+                num_tokens,
+                f"cu_seqlens[-1] = {self.cu_seqlens[-1]}",
+                "let the last document end with the sequence",
+            )
+
+    def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
+        self._check_size(num_tokens, num_heads)
+        starts = torch.tensor(self.cu_seqlens)
+        document = (torch.arange(num_tokens)[:, None] >= starts[None, :]).sum(1)
+        seen = document[:, None] == document[None, :]
+        if self.causal:
+            seen = seen.tril()
+        return seen.float().repeat(num_heads, 1, 1)
+
+    def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
+        borders = np.array(self.cu_seqlens)
+        start, length, one = borders[:-1], np.diff(borders), np.ones(len(borders) - 1, dtype=int)
+        groups = np.stack((start, one, length, one), axis=1)
+        runs = np.stack((start, one, length, -UNBOUNDED * one, UNBOUNDED * one), axis=1)
+        rows = _builder.tables(groups, runs)
+        return _builder.make_graph(num_tokens, [0] * num_heads, rows, rows, self.causal)

@@ -1,0 +1,103 @@
+"""Attention over a tile graph: the tensors' device chooses how it is computed.
+
+Signatures and semantics are those of the plain twin, `attention_reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import attention_cpu
+from .attention_reference import AttentionGrads
+from .layout import heads_outside as heads_outside
+from .tile_graph import TileGraph
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `attention_reference.attention_forward`."""
+    q, scale = _positive_scale(q, scale)
+    return _house(q).attention_forward(
+        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range
+    )
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+    token_sums: bool = False,
+    run_grads: bool = False,
+) -> AttentionGrads:
+    """See `attention_reference.attention_backward`."""
+    if key_range is not None or graph.rows.leaves_rows_blind(q.shape[2]):
+        # A row without key has gradient 0 whatever comes from above, NaN included.
+        blind = lse == -math.inf
+        do = do.masked_fill(blind.unsqueeze(3), 0.0)
+        dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+    turned, positive = _positive_scale(q, scale)
+    grads = _house(q).attention_backward(
+        do,
+        dlse,
+        turned,
+        k,
+        v,
+        o,
+        lse,
+        graph,
+        positive,
+        sinks=sinks,
+        slopes=slopes,
+        key_range=key_range,
+        token_sums=token_sums,
+        run_grads=run_grads,
+    )
+    if scale > 0:
+        return grads
+    sign = -1.0 if scale < 0 else 0.0
+    q_sum = None if grads.q_sum is None else sign * grads.q_sum
+    return grads._replace(dq=sign * grads.dq, q_sum=q_sum)
+
+
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Scores with a scale that is not positive, by another q: -inf * scale must stay -inf."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
+def _house(q: Tensor) -> ModuleType:
+    """The module that runs on q's device."""
+    if q.device.type == "cpu":
+        return attention_cpu
+    try:
+        from . import attention_launch
+    except ImportError as error:
+        raise ImportError(
+            f"attention on device {q.device} needs triton: pip install 'triton>=3.6', or move the "
+            "tensors to the CPU"
+        ) from error
+    return attention_launch

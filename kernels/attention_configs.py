@@ -1,0 +1,70 @@
+"""Tile sizes of the attention kernels, one table by architecture, head dim and dtype.
+
+The table is `attention_configs.json`; `benchmarks/tune_attention.py` writes it on a GPU. Nothing
+is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["forward", "dq", "dkdv"]
+
+# Head dims of the table; others use the next one above.
+HEAD_DIMS = (64, 128, 256)
+
+
+class Config(NamedTuple):
+    """How a kernel is cut.
+
+    Attributes:
+        block_m: rows of a tile (queries; keys for dkdv).
+        block_n: columns of a chunk.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# In the interpreter the sizes matter for coverage only: several tiles and chunks at small T.
+INTERPRETED = Config(block_m=16, block_n=16, num_warps=4, num_stages=1)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, Config]]:
+    """Configs by architecture, then by "kernel/head_dim/bits"."""
+    text = Path(__file__).with_name("attention_configs.json").read_text(encoding="utf-8")
+    return {
+        arch: {name: Config(*sizes) for name, sizes in rows.items()}
+        for arch, rows in json.loads(text).items()
+    }
+
+
+def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
+    """The name under which the table holds a kernel's config."""
+    bucket = next(size for size in HEAD_DIMS if size >= head_dim)
+    bits = 32 if dtype == torch.float32 else 16
+    return f"{kernel}/{bucket}/{bits}"
+
+
+def config(kernel: Kernel, head_dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The config of a kernel on a device; unknown architectures use the nearest older one."""
+    return table()[architecture(device)][entry(kernel, head_dim, dtype)]
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The column of the table that fits a GPU."""
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"

@@ -1,0 +1,198 @@
+"""Attention over tile graphs on the CPU: torch's flash operation on pieces of the graph.
+
+Pieces are merged by their log-sum-exp, so memory is linear in T. The backward of a piece is the
+flash backward with the o and lse of the whole row. For slopes and gradients of multiplicities,
+which torch's operation does not have, plain PyTorch runs the pieces, a bounded part at a time.
+
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention_cpu_pieces import (
+    Chunk,
+    Grads,
+    PlainGrads,
+    Tokens,
+    Upstream,
+    Work,
+    add,
+    flash_backward,
+    flash_forward,
+    plain_backward,
+    plain_forward,
+    put,
+    take,
+)
+from .attention_reference import AttentionGrads
+from .tile_graph import TileGraph
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
+
+    Computes in float32 (float64 for float64) and gives the same bits each time.
+
+    Args:
+        q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
+        k: `[B, G, S, D]`.
+        v: `[B, G, S, D]`.
+        graph: whose runs give m, the multiplicity of key j for query i in head h.
+        scale: factor of q k.
+        sinks: `[B, H]`, the score of one more key whose value is 0.
+        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409).
+        key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
+            including, ``key_range[b, 1]``.
+
+    Returns:
+        o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
+        (float64 for float64). A query without key (and sink) has o = 0 and lse = -inf.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    work = Work.of(q, k, graph, key_range, plain=slopes is not None)
+    tokens = Tokens(*_widen((q, k, v), dtype, work))
+    of_heads = None if slopes is None else slopes.to(dtype).flatten()
+
+    def run(chunk: Chunk) -> tuple[Tensor, Tensor]:
+        if work.plain:
+            return plain_forward(tokens, chunk, scale, of_heads)
+        return flash_forward(tokens, chunk, scale)
+
+    whole = work.whole()
+    if whole is not None:
+        o, lse = run(whole)
+    else:
+        o = q.new_zeros(q.shape, dtype=dtype)
+        lse = q.new_full((*q.shape[:3], 1), -math.inf, dtype=dtype)
+        for chunk in work.chunks():
+            _merge(o, lse, chunk.rows, *run(chunk))
+    if sinks is not None:
+        before, lse = lse, torch.logaddexp(lse, sinks.to(dtype)[:, :, None, None])
+        o = o * (before - _finite(lse)).exp()
+    return o.to(q.dtype), lse.squeeze(3)
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+    token_sums: bool = False,
+    run_grads: bool = False,
+) -> AttentionGrads:
+    """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
+
+    Args:
+        do: gradient of o, shape of o.
+        dlse: gradient of lse, shape of lse; None means 0.
+        q, k, v, graph, scale, sinks, slopes, key_range: as they went into `attention_forward`.
+        o, lse: as they came out of it.
+        token_sums: also return the sums of dq, dk and dv over tokens.
+        run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
+
+    Returns:
+        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded.
+    """
+    dtype = lse.dtype
+    work = Work.of(q, k, graph, key_range, plain=slopes is not None or run_grads)
+    wide_q, wide_k, wide_v, wide_do, wide_o = _widen((q, k, v, do, o), dtype, work, dlse)
+    tokens = Tokens(wide_q, wide_k, wide_v)
+    blind = (lse == -math.inf).unsqueeze(3)
+    upstream = Upstream(
+        wide_do, wide_o, lse.unsqueeze(3).masked_fill(blind, math.inf).contiguous()
+    )
+    of_heads = None if slopes is None else slopes.to(dtype).flatten()
+    sums = PlainGrads.zeros(q.shape[0] * q.shape[1], graph, dtype)
+
+    def run(chunk: Chunk) -> Grads:
+        if work.plain:
+            return plain_backward(tokens, upstream, chunk, scale, of_heads, sums)
+        return flash_backward(tokens, upstream, chunk, scale)
+
+    dq, dk, dv = (x[..., : q.shape[3]] for x in _over_pieces(work, tokens, run))
+    dsinks = None
+    if sinks is not None:
+        p = (sinks.to(dtype)[:, :, None, None] - upstream.lse).exp()
+        dsinks = -(p * (wide_do * wide_o).sum(3, keepdim=True)).sum((2, 3))
+    return AttentionGrads(
+        dq.to(q.dtype),
+        dk.to(k.dtype),
+        dv.to(v.dtype),
+        dsinks,
+        None if slopes is None else sums.slopes.view(slopes.shape),
+        sums.log_multiplicity if run_grads else None,
+        dq.sum(2) if token_sums else None,
+        dk.sum(2) if token_sums else None,
+        dv.sum(2) if token_sums else None,
+    )
+
+
+def _over_pieces(work: Work, tokens: Tokens, run: Callable[[Chunk], Grads]) -> Grads:
+    """dq, dk and dv, summed over all pieces."""
+    whole = work.whole()
+    if whole is not None:
+        return run(whole)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in tokens)
+    for chunk in work.chunks():
+        of_q, of_k, of_v = run(chunk)
+        add(dq, chunk.rows, of_q)
+        add(dk, chunk.columns, of_k)
+        add(dv, chunk.columns, of_v)
+    return dq, dk, dv
+
+
+def _widen(
+    inputs: Sequence[Tensor], dtype: torch.dtype, work: Work, dlse: Tensor | None = None
+) -> list[Tensor]:
+    """In the dtype of the computation, and contiguous as far as the operations need it."""
+    wide = [x.to(dtype) for x in inputs]
+    if dlse is not None:
+        # One more column turns rowsum(do o) into rowsum(do o) - dlse and nothing else; the
+        # others up to a multiple of 8 are for speed.
+        wide = [F.pad(x, (0, 8 - x.shape[3] % 8)) for x in wide]
+        wide[-2][..., -1] = dlse
+        wide[-1][..., -1] = -1.0
+    if work.gathers():
+        return [x.contiguous() for x in wide]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
+
+
+def _merge(o: Tensor, lse: Tensor, where: Tensor | slice, o_new: Tensor, lse_new: Tensor) -> None:
+    """Takes a piece's result into o and lse `[B, H, T, 1]`; an lse of either may be -inf."""
+    lse_old = take(lse, where)
+    total = torch.logaddexp(lse_old, lse_new)
+    pivot = _finite(total)
+    o_new = o_new * (lse_new - pivot).exp()
+    put(o, where, o_new.addcmul_(take(o, where), (lse_old - pivot).exp()))
+    put(lse, where, total)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The lse, 0 where a row has no key, so that nothing becomes inf - inf."""
+    return lse.masked_fill(lse == -math.inf, 0.0)

@@ -1,0 +1,303 @@
+"""Runs the Triton attention kernels: allocation, grids, and what is summed outside of them.
+
+Signatures are those of the plain twin, `attention_reference.py`, plus the buffers to write into.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from . import attention_triton as kernels
+from .attention_configs import INTERPRETED, Config, Kernel, config
+from .attention_reference import AttentionGrads
+from .layout import heads_outside
+from .tile_graph import Side, TileGraph
+
+_LOG2E = math.log2(math.e)
+_INTERPRETED = not isinstance(kernels._attention_forward_kernel, triton.JITFunction)
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `attention_reference.attention_forward`; scale > 0, and o lies in memory as q does."""
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    batch, heads, queries, head_dim = q.shape
+    complete = graph.rows.is_complete(queries)
+    o = _result_like(q, complete)
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    if not complete:
+        lse.fill_(-math.inf)
+        if sinks is not None:
+            lse = torch.maximum(lse, sinks.float().unsqueeze(2))
+    sizes = _config("forward", q)
+    tiles, borders, num_tiles = graph.rows.tiles(sizes.block_m, last_first=graph.causal)
+    if o.numel() and num_tiles:
+        kernels._attention_forward_kernel[_grid(num_tiles, batch, heads)](
+            q, k, v, o, lse,
+            _vector(sinks), _vector(slopes), key_range,
+            tiles, borders, *_tables(graph.rows, graph.row_variants),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
+            num_tiles, scale * _LOG2E,
+            **_head_dims(head_dim), **_options(q, sizes),
+            HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
+            HAS_KEY_RANGE=key_range is not None,
+        )  # fmt: skip
+    return o, lse
+
+
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    graph: TileGraph,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    key_range: Tensor | None = None,
+    token_sums: bool = False,
+    run_grads: bool = False,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> AttentionGrads:
+    """See `attention_reference.attention_backward`; scale > 0.
+
+    Args beyond those of the twin:
+        out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
+    """
+    do, q, k, v = (_unit_stride(x) for x in (do, q, k, v))
+    delta, pivot = _delta(o, do, lse, dlse)
+    if out is None:
+        rows_complete = graph.rows.is_complete(q.shape[2])
+        cols_complete = graph.cols.is_complete(k.shape[2])
+        dq = _result_like(q, rows_complete)
+        dk = _result_like(k, cols_complete)
+        dv = _result_like(v, cols_complete)
+    else:
+        dq, dk, dv = out
+        for side, grads in ((graph.rows, (dq,)), (graph.cols, (dk, dv))):
+            if not side.is_complete(grads[0].shape[2]):
+                for grad in grads:
+                    grad.zero_()
+    arguments = (do, q, k, v, pivot, delta, graph, scale)
+    vectors = (_vector(slopes), key_range, token_sums)
+    q_sum, dslopes, dlog = _launch_dq(dq, *arguments, *vectors, run_grads)
+    k_sum, v_sum = _launch_dkdv(dk, dv, *arguments, *vectors)
+    dsinks = None
+    if sinks is not None:
+        weights = (sinks.float().unsqueeze(2) - lse.masked_fill(lse == -math.inf, math.inf)).exp()
+        dsinks = -(weights * delta).sum(2)
+    return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, q_sum, k_sum, v_sum)
+
+
+def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`[B, H, T]`, float32: ``rowsum(o do) - dlse``, and lse in base 2, +inf where it was -inf."""
+    batch, heads, queries, head_dim = o.shape
+    delta = o.new_empty((batch, heads, queries), dtype=torch.float32)
+    pivot = torch.empty_like(delta)
+    block = 64
+    num_blocks = -(-queries // block)
+    if delta.numel():
+        kernels._attention_delta_kernel[_grid(num_blocks, batch, heads)](
+            o, do, lse, None if dlse is None else dlse.float().contiguous(), delta, pivot,
+            *o.stride()[:3], *do.stride()[:3], heads, queries, num_blocks,
+            D=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
+            HAS_DLSE=dlse is not None,
+        )  # fmt: skip
+    return delta, pivot
+
+
+def _launch_dq(
+    dq: Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pivot: Tensor,
+    delta: Tensor,
+    graph: TileGraph,
+    scale: float,
+    slopes: Tensor | None,
+    key_range: Tensor | None,
+    token_sums: bool,
+    run_grads: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Writes dq; returns its sum over tokens, dslopes and the gradient of the runs' logs."""
+    batch, heads, queries, head_dim = q.shape
+    sizes = _config("dq", q)
+    side = graph.rows
+    tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=graph.causal)
+    num_runs = side.runs.shape[0]
+    places = -(-side.max_length // sizes.block_m)
+    # Variants may have fewer tiles than the longest one: what no program writes must be 0.
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device=q.device)
+    q_sums = zeros((batch, heads, num_tiles, head_dim)) if token_sums else None
+    slope_sums = zeros((batch, heads, num_tiles)) if slopes is not None else None
+    run_sums = zeros((places, num_runs)) if run_grads else None
+    if dq.numel() and num_tiles:
+        kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
+            q, k, v, do, pivot, delta, dq,
+            slopes, key_range, q_sums, slope_sums, run_sums,
+            tiles, borders, *_tables(side, graph.row_variants),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+            _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
+            num_tiles, num_runs, scale, scale * _LOG2E,
+            **_head_dims(head_dim), **_options(q, sizes),
+            HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+            TOKEN_SUMS=token_sums, RUN_GRADS=run_grads,
+        )  # fmt: skip
+    return (
+        None if q_sums is None else q_sums.sum(2),
+        None if slope_sums is None else slope_sums.sum(2),
+        None if run_sums is None else run_sums.sum(0),
+    )
+
+
+def _launch_dkdv(
+    dk: Tensor,
+    dv: Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pivot: Tensor,
+    delta: Tensor,
+    graph: TileGraph,
+    scale: float,
+    slopes: Tensor | None,
+    key_range: Tensor | None,
+    token_sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Writes dk and dv; returns their sums over tokens.
+
+    Query heads of one key head that use different variants get a program each; their results
+    are added afterwards.
+    """
+    batch, heads, queries, head_dim = q.shape
+    groups, keys = k.shape[1:3]
+    sizes = _config("dkdv", q)
+    side = graph.cols
+    tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=False)
+    shared = graph.heads_share_cols(heads // groups)
+    heads_per_program = heads // groups if shared else 1
+    if not shared:
+        per_head = (batch, heads, keys, head_dim)
+        wide = torch.zeros(2, *per_head, dtype=torch.float32, device=q.device)
+        narrow, (dk, dv) = (dk, dv), wide.unbind(0)
+    programs = heads // heads_per_program
+    k_sums = v_sums = None
+    if token_sums:
+        shape = (2, batch, programs, num_tiles, head_dim)
+        k_sums, v_sums = torch.zeros(shape, dtype=torch.float32, device=q.device).unbind(0)
+    if dk.numel() and num_tiles:
+        kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
+            q, k, v, do, pivot, delta, dk, dv,
+            slopes, key_range, k_sums, v_sums,
+            tiles, borders, *_tables(side, graph.col_variants),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+            *dk.stride()[:3], *dv.stride()[:3],
+            _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
+            queries, num_tiles, scale, scale * _LOG2E,
+            **_head_dims(head_dim), **_options(q, sizes),
+            HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+            TOKEN_SUMS=token_sums,
+        )  # fmt: skip
+    if not shared:
+        for result, per_query_head in zip(narrow, (dk, dv), strict=True):
+            result.copy_(per_query_head.unflatten(1, (groups, -1)).sum(2))
+    if k_sums is None or v_sums is None:
+        return None, None
+    of_groups = (batch, groups, programs // groups * num_tiles, head_dim)
+    return k_sums.reshape(of_groups).sum(2), v_sums.reshape(of_groups).sum(2)
+
+
+def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
+    """One program for each tile of each head of each sample."""
+    programs = num_tiles * batch * heads
+    if programs >= 2**31:
+        raise ValueError(
+            f"{batch} samples x {heads} heads x {num_tiles} tiles: expected fewer than 2^31 "
+            "programs; split the batch"
+        )
+    return (programs,)
+
+
+def _tables(side: Side, variants: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel reads of a side, beside its tiles."""
+    return variants, side.groups, side.runs, side.float_log_multiplicity()
+
+
+def _sample_stride(variants: Tensor) -> int:
+    """Elements between the variants of two samples; 0 where all samples share them."""
+    return variants.shape[1] if variants.ndim == 2 else 0
+
+
+def _head_dims(head_dim: int) -> dict[str, int]:
+    """D as one power of two, or as two where that wastes less: 80 = 64 + 16."""
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    low = whole // 2
+    rest = max(16, 1 << (head_dim - low - 1).bit_length()) if head_dim > 16 else 0
+    if whole == head_dim or head_dim <= 16 or rest >= low:
+        return {"D": head_dim, "D0": whole, "D1": 0}
+    return {"D": head_dim, "D0": low, "D1": rest}
+
+
+def _config(kernel: Kernel, q: Tensor) -> Config:
+    if _INTERPRETED:
+        return INTERPRETED
+    return config(kernel, q.shape[3], q.dtype, q.device)
+
+
+def _options(q: Tensor, sizes: Config) -> dict[str, object]:
+    """Constexprs and launch options that follow from dtype, device and config."""
+    options: dict[str, object] = {
+        "BLOCK_M": sizes.block_m,
+        "BLOCK_N": sizes.block_n,
+        "UPCAST": _INTERPRETED,
+        "PRECISION": precision(torch.version.hip is not None),
+        "num_warps": sizes.num_warps,
+        "num_stages": sizes.num_stages,
+        "enable_fp_fusion": True,
+    }
+    return options
+
+
+def precision(hip: bool) -> str:
+    """How float32 products are taken: exactly, or with three TF32 products, which is as good."""
+    return "ieee" if hip else "tf32x3"
+
+
+def _vector(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _result_like(x: Tensor, complete: bool) -> Tensor:
+    """A tensor of x's shape that lies in memory as x does; zeros if not complete."""
+    make = x.new_empty if complete else x.new_zeros
+    if heads_outside(x):
+        return make(x.shape)
+    batch, heads, tokens, head_dim = x.shape
+    return make((batch, tokens, heads, head_dim)).transpose(1, 2)

@@ -1,0 +1,54 @@
+"""Tile sizes of the per-sample gradient kernels, one table by architecture, kernel and dtype.
+
+The table is `grad_configs.json`. Its values come from ahead-of-time compilation. Nothing is tuned
+at run time, and the clipping groups of block_clipped_grad do not come from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["per_sample_grad", "gram", "clipped_grad", "block_clipped_grad"]
+KERNELS: tuple[Kernel, ...] = ("per_sample_grad", "gram", "clipped_grad", "block_clipped_grad")
+
+
+class GradConfig(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        block_m: rows of a tile (outputs; tokens for gram).
+        block_n: columns of a tile (inputs; tokens for gram, then equal to block_m).
+        block_k: terms of a step (tokens; inputs or outputs for gram).
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# In the interpreter the sizes matter for coverage only: several tiles and steps at small sizes.
+INTERPRETED = GradConfig(block_m=32, block_n=32, block_k=16, num_warps=4, num_stages=1)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, GradConfig]]:
+    """Configs by architecture, then by "kernel/bits"."""
+    text = Path(__file__).with_name("grad_configs.json").read_text(encoding="utf-8")
+    return {
+        arch: {name: GradConfig(*sizes) for name, sizes in rows.items()}
+        for arch, rows in json.loads(text).items()
+    }
+
+
+def entry(kernel: Kernel, dtype: torch.dtype) -> str:
+    """The name under which the table holds a kernel's config."""
+    return f"{kernel}/{32 if dtype == torch.float32 else 16}"

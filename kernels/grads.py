@@ -1,0 +1,270 @@
+"""Per-sample gradient operations: the tensors' device chooses how they are computed.
+
+Signatures and semantics are those of the plain twins, `reference.py` and `block_reference.py`,
+which run on the CPU. On a GPU the Triton kernels run, except where operands are float64: for
+those the plain twins run on every device.
+
+Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import block_reference, reference
+from .block_reference import BLOCK
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SIDES = (16, 32, 64, 128)
+
+
+@overload
+def per_sample_grad(
+    x: Tensor, dy: Tensor, *, return_squares: Literal[False] = False
+) -> Tensor: ...
+@overload
+def per_sample_grad(
+    x: Tensor, dy: Tensor, *, return_squares: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+def per_sample_grad(
+    x: Tensor, dy: Tensor, *, return_squares: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `reference.per_sample_grad`."""
+    _check_uses(x, dy)
+    return _house(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
+
+
+def per_sample_bias_grad(dy: Tensor) -> Tensor:
+    """See `reference.per_sample_bias_grad`."""
+    _check("dy", dy, 3)
+    return _house(dy).per_sample_bias_grad(dy)
+
+
+def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+    """See `reference.grad_norm`."""
+    _check_uses(x, dy)
+    if form not in (None, "gram", "tile"):
+        raise ValueError(f"form is {form!r}: give 'gram', 'tile', or None for the cheaper one")
+    return _house(x, dy).grad_norm(x, dy, form=form)
+
+
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+    """See `reference.clipped_grad`."""
+    _check_uses(x, dy)
+    _check_factors(factors, x)
+    return _house(x, dy).clipped_grad(x, dy, factors)
+
+
+@overload
+def block_clipped_grad(
+    x: Tensor,
+    dy: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def block_clipped_grad(
+    x: Tensor,
+    dy: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def block_clipped_grad(
+    x: Tensor,
+    dy: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `block_reference.block_clipped_grad`.
+
+    Raises:
+        ValueError: bound is not above 0, or block is no pair of powers of two from 16 to 128.
+    """
+    _check_uses(x, dy)
+    _check_blocks(bound, block)
+    house = _house(x, dy)
+    return (block_reference if house is reference else house).block_clipped_grad(
+        x, dy, bound, block=block, return_factors=return_factors
+    )
+
+
+@overload
+def block_clip_reduce(
+    grads: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def block_clip_reduce(
+    grads: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def block_clip_reduce(
+    grads: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `block_reference.block_clip_reduce`, which runs on every device.
+
+    Raises:
+        ValueError: as `block_clipped_grad`.
+    """
+    _check("grads", grads, 3)
+    _check_blocks(bound, block)
+    return block_reference.block_clip_reduce(
+        grads, bound, block=block, return_factors=return_factors
+    )
+
+
+def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tensor:
+    """See `reference.clip_reduce`."""
+    _check("grads", grads)
+    _check_factors(factors, grads)
+    if not divisor > 0 or math.isinf(divisor):
+        raise ValueError(f"divisor is {divisor!r}: give a finite number above 0")
+    return _house(grads).clip_reduce(grads, factors, divisor=divisor)
+
+
+def squared_norm(grads: Tensor) -> Tensor:
+    """See `reference.squared_norm`."""
+    _check("grads", grads)
+    return _house(grads).squared_norm(grads)
+
+
+def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
+    """See `reference.embedding_grad_norm`."""
+    _check_look_ups(indices, dy)
+    return _house(dy).embedding_grad_norm(indices, dy)
+
+
+def embedding_clipped_grad(
+    indices: Tensor, dy: Tensor, factors: Tensor, num_embeddings: int
+) -> Tensor:
+    """See `reference.embedding_clipped_grad`."""
+    _check_look_ups(indices, dy)
+    _check_factors(factors, dy)
+    return _house(dy).embedding_clipped_grad(indices, dy, factors, num_embeddings)
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.layer_norm_backward`."""
+    _check_norm(dy, x, ndim)
+    return _house(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+) -> tuple[Tensor, Tensor]:
+    """See `reference.rms_norm_backward`."""
+    _check_norm(dy, x, ndim)
+    return _house(dy, x).rms_norm_backward(dy, x, rstd, weight, ndim)
+
+
+def _house(*tensors: Tensor) -> ModuleType:
+    """The module that runs on these tensors."""
+    device = tensors[0].device
+    if device.type == "cpu" or any(t.dtype == torch.float64 for t in tensors):
+        return reference
+    try:
+        from . import grad_launch
+    except ImportError as error:
+        raise ImportError(
+            f"per-sample gradients on device {device} need triton: pip install 'triton>=3.6', or "
+            "move the tensors to the CPU"
+        ) from error
+    return grad_launch
+
+
+def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}: convert it to float32, bfloat16, float16 or float64"
+        )
+    if ndim is not None and tensor.ndim != ndim:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: give {ndim} dimensions, samples and tokens "
+            "first"
+        )
+
+
+def _check_same(names: str, tensors: Sequence[Tensor], ndim: int) -> None:
+    """Equal leading dimensions, one device."""
+    first, second = tensors
+    if first.shape[:ndim] != second.shape[:ndim]:
+        raise ValueError(
+            f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: give both the "
+            f"same {'samples' if ndim == 1 else 'samples and tokens'}"
+        )
+    if first.device != second.device:
+        raise ValueError(
+            f"{names} are on devices {first.device} and {second.device}: move both to one"
+        )
+
+
+def _check_blocks(bound: float, block: tuple[int, int]) -> None:
+    if isinstance(bound, Tensor) or not bound > 0:
+        raise ValueError(f"bound is {bound!r}: give a number above 0, in the units of the norms")
+    if len(block) != 2 or any(side not in _SIDES for side in block):
+        raise ValueError(
+            f"block is {block!r}: give two powers of two from 16 to 128, outputs and inputs of a "
+            f"tile, for instance {BLOCK}"
+        )
+
+
+def _check_uses(x: Tensor, dy: Tensor) -> None:
+    _check("x", x, 3)
+    _check("dy", dy, 3)
+    _check_same("x and dy", (x, dy), 2)
+
+
+def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
+    _check("dy", dy, 3)
+    if indices.ndim != 2 or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}: give rows of "
+            "the table as int64, [samples, tokens]"
+        )
+    _check_same("indices and dy", (indices, dy), 2)
+
+
+def _check_factors(factors: Tensor, of_samples: Tensor) -> None:
+    batch = of_samples.shape[0]
+    if factors.shape != (batch,):
+        raise ValueError(
+            f"factors has shape {tuple(factors.shape)}: give one factor for each of the {batch} "
+            "samples"
+        )
+    _check("factors", factors)
+    _check_same("factors and the samples", (factors, of_samples), 1)
+
+
+def _check_norm(dy: Tensor, x: Tensor, ndim: int) -> None:
+    _check("x", x)
+    _check("dy", dy)
+    if not 0 < ndim < x.ndim:
+        raise ValueError(
+            f"ndim is {ndim} where x has shape {tuple(x.shape)}: give the number of normalised "
+            "dimensions, at least one fewer than x has"
+        )
+    _check_same("dy and x", (dy, x), x.ndim)

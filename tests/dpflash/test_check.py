@@ -1,0 +1,601 @@
+"""`engine.check` finds what couples the samples of a batch, and says nothing of what does not."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpflash
+import dpflash.check
+from dpflash.check import CheckReport, Problem
+from dpflash.patterns import Adaptive
+
+B = 5
+CLASSES = 3
+WIDTH = 8
+VOCABULARY = 50
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def vectors(batch=B):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, WIDTH, generator=generator)
+    return x, torch.randint(0, CLASSES, (batch,), generator=generator)
+
+
+def images():
+    return torch.randn(4, 3, 6, 6), torch.randint(0, CLASSES, (4,))
+
+
+def documents(length=12, batch=B):
+    tokens = torch.randint(0, VOCABULARY, (batch, length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def per_sample(model, batch):
+    return dpflash.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+def check(model, batch, loss_fn=per_sample):
+    return dpflash.PrivacyEngine().check(model, batch, loss_fn)
+
+
+def found(report, kind):
+    return [problem.where for problem in report.problems if problem.kind == kind]
+
+
+def around(*layers):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, CLASSES))
+
+
+def language_model(**more):
+    sizes = {"embed_dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 64}
+    return dpflash.nn.LongContextLM(VOCABULARY, **{**sizes, **more})
+
+
+class PerTensorQuantizer(nn.Module):
+    def forward(self, x):
+        scale = x.detach().abs().max() / 7
+        return x + ((x / scale).round() * scale - x).detach()
+
+
+class PerSampleQuantizer(nn.Module):
+    def forward(self, x):
+        scale = x.detach().abs().amax(tuple(range(1, x.ndim)), keepdim=True) / 7
+        return x + ((x / scale).round() * scale - x).detach()
+
+
+class BackwardScale(nn.Module):
+    """Couples in the backward alone: the forward is the identity."""
+
+    class _Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * ctx.saved_tensors[0].abs().mean()
+
+    def forward(self, x):
+        return self._Scaled.apply(x)
+
+
+class SparseAttention(nn.Module):
+    """Each query keeps its best keys, by scores of its own sample or of the batch's mean."""
+
+    def __init__(self, of_the_batch):
+        super().__init__()
+        self.of_the_batch = of_the_batch
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.embedding(tokens)).chunk(3, -1)
+        scores = q @ k.transpose(1, 2)
+        ranked = scores.mean(0, keepdim=True).expand_as(scores) if self.of_the_batch else scores
+        kept = torch.full_like(scores, -1e9).scatter(-1, ranked.topk(3, -1).indices, 0.0)
+        return self.head((scores + kept).softmax(-1) @ v)
+
+
+class RunningMean(nn.Module):
+    """Subtracts what earlier batches left behind."""
+
+    def __init__(self, buffer=True):
+        super().__init__()
+        self.mean = 0.0
+        if buffer:
+            del self.mean
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        out = x - self.mean
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return out
+
+
+class TimeFirst(nn.Module):
+    """A recurrence over the first dimension, written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = nn.Linear(WIDTH, WIDTH)
+        self.remembers = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        steps = self.reads(x.transpose(0, 1))
+        state = torch.zeros_like(steps[0])
+        for step in steps:
+            state = torch.tanh(step + self.remembers(state))
+        return self.head(state)
+
+
+class RelativeBias(nn.Module):
+    """Attention with one learned bias for each distance, as T5 has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Embedding(20, 1)
+        self.reads = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1])
+        bias = self.bias((places[:, None] - places).abs()).squeeze(-1)
+        x = self.reads(x)
+        return self.head(((x @ x.transpose(1, 2) + bias).softmax(-1) @ x).mean(1))
+
+
+class Functional(nn.Module):
+    """Uses a weight outside of its own module, besides or instead of the module."""
+
+    def __init__(self, also_called):
+        super().__init__()
+        self.also_called = also_called
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.twice(x) if self.also_called else x
+        return self.head(torch.tanh(F.linear(x, self.twice.weight)))
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, self.training)
+
+
+def divided_by_the_batchs_tokens(model, batch):
+    x, y = batch
+    each = F.cross_entropy(model(x).movedim(-1, 1), y, reduction="none", ignore_index=-100)
+    return each.flatten(1).sum(1) * len(y) / (y != -100).sum()
+
+
+def mean_for_everyone(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1]).expand(len(batch[0]))
+
+
+# What must be caught
+
+
+def test_batch_norm_is_found_as_a_layer_as_coupling_and_as_state():
+    report = check(around(nn.BatchNorm1d(WIDTH)), vectors())
+    assert not report.ok
+    assert found(report, "unsupported") == ["1"]
+    assert found(report, "coupling") == ["1"]
+    assert found(report, "state") == ["1.running_mean", "1.running_var"]
+    assert found(report, "batch_size") == ["loss_fn"]
+    assert "nn.GroupNorm" in str(report)
+
+
+def test_every_unsupported_layer_is_listed_not_only_the_first():
+    model = around(nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.BatchNorm1d(WIDTH))
+    assert found(check(model, vectors()), "unsupported") == ["1", "3"]
+
+
+def test_a_loss_divided_by_the_valid_tokens_of_the_batch_is_found():
+    # All samples of this batch have equally many tokens, so only other targets can tell.
+    report = check(language_model(), documents(), divided_by_the_batchs_tokens)
+    assert found(report, "coupling") == ["loss_fn"]
+    assert "targets of the others are ignored" in report.problems[0].message
+    assert "dpflash.losses.cross_entropy" in report.problems[0].remedy
+
+
+def test_targets_ignored_already_reveal_it_by_their_own_mark():
+    x, y = (t.clone() for t in documents())
+    y[:, 9:] = -7  # as many in each sample
+
+    def loss(model, batch):
+        logits = model(batch[0]).movedim(-1, 1)
+        each = F.cross_entropy(logits, batch[1], reduction="none", ignore_index=-7)
+        return each.sum(1) * len(each) / (batch[1] != -7).sum()
+
+    assert found(check(language_model(), (x, y), loss), "coupling") == ["loss_fn"]
+
+
+def test_one_mean_loss_for_all_samples_is_found():
+    report = check(around(nn.ReLU()), vectors(), mean_for_everyone)
+    assert found(report, "coupling") == ["loss_fn"]
+
+
+def test_a_per_tensor_quantizer_is_found_and_named():
+    report = check(around(PerTensorQuantizer()), vectors())
+    assert found(report, "coupling") == ["1"]
+    assert "amax over all dimensions but the first" in report.problems[0].remedy
+
+
+def test_a_pattern_chosen_by_the_batchs_mean_is_found_and_named():
+    report = check(SparseAttention(of_the_batch=True), documents())
+    assert found(report, "coupling") == ["(the model itself)"]
+
+
+def test_coupling_by_a_small_share_of_another_sample_is_found():
+    class Leak(nn.Module):
+        def forward(self, x):
+            return x + 1e-7 * x.roll(1, 0)
+
+    assert found(check(around(Leak()), vectors()), "coupling") == ["1"]
+
+
+def test_coupling_in_the_backward_alone_is_found():
+    report = check(around(BackwardScale()), vectors())
+    assert found(report, "coupling")
+    assert "0.weight, 0.bias" in report.problems[0].message
+    assert "2.weight" not in report.problems[0].message
+
+
+def test_losses_in_another_order_than_the_batch_are_found():
+    report = check(around(nn.ReLU()), vectors(), lambda m, b: per_sample(m, b).roll(1))
+    assert found(report, "coupling") == ["loss_fn"]
+    assert "that of sample 0 is losses[1]" in report.problems[0].message
+
+
+def test_a_running_statistic_is_found_in_a_buffer():
+    assert found(check(around(RunningMean()), vectors()), "state") == ["1.mean"]
+
+
+def test_a_running_statistic_is_found_outside_of_a_buffer():
+    report = check(around(RunningMean(buffer=False)), vectors())
+    assert found(report, "state") == ["(the model itself)"]
+
+
+@pytest.mark.parametrize("length", [B, B + 2], ids=["T-equals-B", "T-differs"])
+def test_time_first_layers_are_found_even_where_time_equals_the_batch(length):
+    x = torch.randn(B, length, WIDTH)
+    report = check(TimeFirst(), (x, vectors()[1]))
+    assert found(report, "first_dimension") == ["reads"]
+
+
+def test_a_bias_over_positions_is_found_where_positions_equal_the_batch():
+    report = check(RelativeBias(), (torch.randn(B, B, WIDTH), vectors()[1]))
+    assert found(report, "first_dimension") == ["bias"]
+    assert not found(report, "coupling")
+
+
+def test_a_private_norm_that_is_no_samples_norm_is_found(monkeypatch):
+    # The last net, under what the shapes of the inputs tell.
+    monkeypatch.setattr(dpflash.check._Check, "_first_dimensions", lambda self: None)
+    report = check(TimeFirst(), (torch.randn(B, B, WIDTH), vectors()[1]))
+    assert found(report, "first_dimension") == ["(the model itself)"]
+
+
+def test_a_layer_over_flattened_tokens_is_found():
+    class Flattened(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens).flatten(0, 1)).unflatten(0, tokens.shape)
+
+    assert found(check(Flattened(), documents()), "first_dimension") == ["head"]
+
+
+@pytest.mark.parametrize("also_called", [True, False], ids=["also-called", "never-called"])
+def test_a_weight_used_outside_of_its_module_is_found(also_called):
+    report = check(Functional(also_called), vectors())
+    assert found(report, "outside_use") == ["twice.weight"]
+
+
+def test_a_trainable_parameter_without_a_gradient_is_a_warning():
+    model = around(nn.ReLU())
+    model.unused = nn.Linear(2, 2)
+    report = check(model, vectors(), lambda m, b: per_sample(m[:3], b))
+    assert report.ok
+    assert found(report, "no_gradient") == ["unused.weight", "unused.bias"]
+
+
+def test_a_model_that_cannot_take_an_empty_batch_is_a_warning():
+    model = around(nn.ReLU())
+
+    def loss(m, batch):
+        assert len(batch[0]) > 0
+        return per_sample(m, batch)
+
+    report = check(model, vectors(), loss)
+    assert report.ok and found(report, "empty_batch") == ["loss_fn"]
+    assert "if len(x):" in report.problems[0].remedy
+
+
+def test_randomness_is_a_warning_and_does_not_hide_coupling():
+    assert check(around(Noisy()), vectors()).ok
+    report = check(around(Noisy(), PerTensorQuantizer()), vectors())
+    assert found(report, "random") and found(report, "coupling") == ["2"]
+
+
+LOSSES = {
+    "scalar": lambda m, b: per_sample(m, b).mean(),
+    "column": lambda m, b: per_sample(m, b)[:, None],
+    "detached": lambda m, b: per_sample(m, b).detach(),
+    "nan": lambda m, b: per_sample(m, b) * float("nan"),
+    "float": lambda m, b: per_sample(m, b).sum().item(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_losses_that_are_not_one_number_per_sample_are_refused(loss):
+    report = check(around(nn.ReLU()), vectors(), loss)
+    assert found(report, "loss") == ["loss_fn"]
+    assert "dpflash.losses" in report.problems[0].remedy
+
+
+def test_a_loss_of_another_model_is_told_apart():
+    other = around(nn.ReLU())
+    report = check(around(nn.ReLU()), vectors(), lambda m, b: per_sample(other, b))
+    assert "calls no module of the model" in report.problems[0].message
+
+
+def test_a_loss_that_raises_is_reported_with_its_error():
+    report = check(around(nn.ReLU()), (vectors()[0], vectors()[1].float()))
+    assert found(report, "run") == ["loss_fn"]
+    assert "targets have dtype" in report.problems[0].message
+
+
+def test_a_backward_that_raises_is_reported_with_its_error():
+    class Raises(BackwardScale._Scaled):
+        @staticmethod
+        def backward(ctx, dy):
+            raise RuntimeError("no way back")
+
+    layer = nn.Module()
+    layer.forward = Raises.apply
+    report = check(around(layer), vectors())
+    assert found(report, "run") == ["loss_fn"] and "no way back" in report.problems[0].message
+
+
+# What must pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pattern": Adaptive(block_size=16, keep=2, causal=True)},
+        {"dropout": 0.2, "positions": "learned", "tie_embeddings": False},
+        {"activation_checkpointing": True, "norm": "rms_norm", "num_kv_heads": 1},
+    ],
+    ids=["dense-tied", "adaptive", "dropout-learned", "checkpointing"],
+)
+def test_a_long_context_lm_has_no_problem(options):
+    report = check(language_model(**options), documents(length=40))
+    assert report.problems == []
+    assert any("private backward" in entry for entry in report.checked)
+
+
+def test_what_is_made_per_sample_has_no_problem():
+    assert check(around(PerSampleQuantizer()), vectors()).ok
+    assert check(SparseAttention(of_the_batch=False), documents()).ok
+
+
+def test_dropout_is_no_coupling_and_is_said_to_be_off():
+    report = check(around(nn.Dropout(0.5), FunctionalDropout()), vectors())
+    assert report.problems == []
+    assert any("dropout" in entry for entry in report.not_checked)
+    only_functional = check(around(FunctionalDropout()), vectors())
+    assert any("dropout" in entry for entry in only_functional.not_checked)
+
+
+def test_a_cnn_with_group_norm_has_no_problem():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
+    assert check(model, images()).problems == []
+
+
+def test_frozen_parameters_have_no_problem():
+    model = around(nn.ReLU())
+    model[0].requires_grad_(False)
+    assert check(model, vectors()).problems == []
+
+
+def test_a_frozen_batch_norm_is_still_named():
+    model = around(nn.BatchNorm1d(WIDTH).eval())
+    assert found(check(model, vectors()), "unsupported") == ["1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_models_raise_no_false_alarm(dtype):
+    model = language_model().to(dtype)
+    assert check(model, documents()).problems == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_refuses_float64_is_checked_as_it_is(dtype):
+    class Narrow(nn.Module):
+        def forward(self, x):
+            assert x.dtype != torch.float64
+            return x
+
+    model = around(Narrow(), nn.Tanh()).to(dtype)
+    batch = vectors()[0].to(dtype), vectors()[1]
+    report = check(model, batch)
+    assert report.ok and any("float64" in entry for entry in report.not_checked)
+    coupled = around(Narrow(), PerTensorQuantizer()).to(dtype)
+    assert found(check(coupled, batch), "coupling") == ["2"]
+
+
+def test_autocast_raises_no_false_alarm():
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return per_sample(model, batch)
+
+    assert check(language_model(), documents(), loss).problems == []
+
+
+def test_regression_on_a_dict_has_no_problem():
+    batch = {"x": vectors()[0], "y": torch.randn(B), "weight": torch.ones(B)}
+
+    def loss(model, b):
+        return b["weight"] * (model(b["x"])[:, 0] - b["y"]).square()
+
+    assert check(around(nn.Tanh()), batch, loss).problems == []
+
+
+def test_a_single_tensor_is_a_batch():
+    report = check(language_model(), documents()[0], lambda m, b: per_sample(m, (b, b)))
+    assert report.problems == []
+    assert any("other targets" in entry for entry in report.not_checked)
+
+
+HUGGING_FACE = {
+    "gpt2": lambda t: t.GPT2LMHeadModel(
+        t.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    ),
+    "llama": lambda t: t.LlamaForCausalLM(
+        t.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
+def test_a_hugging_face_model_has_no_error_until_its_own_loss_is_taken(build):
+    model = build(pytest.importorskip("transformers")).train()
+    tokens = torch.randint(0, VOCABULARY, (4, 9))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+    def own(m, b):
+        return m(**b).loss.expand(len(b["labels"]))
+
+    def ours(m, b):
+        logits = m(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits
+        return dpflash.losses.cross_entropy(logits[:, :-1], b["labels"][:, 1:].contiguous())
+
+    report = check(model, batch, ours)
+    assert {problem.kind for problem in report.problems} == {"empty_batch"}
+    assert any("masks of the others" in entry for entry in report.checked)
+    assert found(check(model, batch, own), "coupling") == ["loss_fn"]
+
+
+def test_a_private_model_is_checked_by_its_plain_layers_and_stays_private():
+    data = torch.utils.data.TensorDataset(*vectors(16))
+    model = around(nn.ReLU())
+    engine = dpflash.PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert engine.check(model, vectors(), per_sample).problems == []
+    engine.backward(per_sample(model, vectors()))
+    with pytest.warns(UserWarning, match="did not come from the private loader"):
+        optimizer.step()
+
+
+# What must stay as it was
+
+
+def test_a_check_changes_nothing():
+    model = around(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), RunningMean())
+    model[2].eval()
+    per_sample(model, vectors()).sum().backward()
+    batch = vectors()
+    state = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    grads = [p.grad.clone() for p in model.parameters()]
+    inputs = [t.clone() for t in batch]
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    check(model, batch)
+    assert all(torch.equal(state[n], t) for n, t in model.state_dict().items())
+    assert modes == [m.training for m in model.modules()]
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(parameter.grad, grad) and parameter.dtype == torch.float32
+    assert all(
+        torch.equal(a, b) and not a.requires_grad for a, b in zip(batch, inputs, strict=True)
+    )
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert (np.random.get_state()[1] == generators[2]).all()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_loss_that_changes_its_batch_in_place_changes_no_comparison():
+    batch = vectors()
+
+    def loss(model, b):
+        b[0].mul_(2)
+        return per_sample(model, b)
+
+    assert check(around(nn.ReLU()), batch, loss).problems == []
+    assert torch.equal(batch[0], vectors()[0])
+
+
+BATCHES = {
+    "one-sample": (vectors(1), "holds 1 sample"),
+    "empty": (vectors(0), "holds 0 sample"),
+    "no-tensor": ([1, 2], "holds no tensor"),
+    "unequal": ((torch.zeros(3, 2), torch.zeros(2)), "the batch first in each"),
+}
+
+
+@pytest.mark.parametrize(("batch", "message"), BATCHES.values(), ids=BATCHES.keys())
+def test_a_batch_that_cannot_be_compared_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        check(around(nn.ReLU()), batch)
+
+
+@pytest.mark.parametrize("arguments", [(None, 1), (nn.Linear(1, 1), None)], ids=["model", "loss"])
+def test_what_is_no_model_or_no_function_is_refused(arguments):
+    model, loss = arguments
+    with pytest.raises(ValueError, match="expected a"):
+        check(model, vectors(), loss)
+
+
+def test_two_samples_are_enough():
+    assert check(around(nn.ReLU()), vectors(2)).problems == []
+    assert found(check(around(PerTensorQuantizer()), vectors(2)), "coupling") == ["1"]
+
+
+def test_a_report_reads_errors_first_and_never_claims_a_proof():
+    warning = Problem("empty_batch", "loss_fn", "m", "r", "warning")
+    error = Problem("coupling", "blocks.0", "m", "r")
+    assert CheckReport([warning], [], []).ok and not CheckReport([warning, error], [], []).ok
+    clean = str(check(around(nn.ReLU()), vectors()))
+    assert clean.startswith("no problem found") and clean.endswith("not a proof.")
+    text = str(check(around(nn.BatchNorm1d(WIDTH)), vectors()))
+    assert text.startswith("error") and "not checked" in text

@@ -1,0 +1,192 @@
+"""Compiles the attention kernels ahead of time, for GPUs that are not there.
+
+Prints what each kernel needs as JSON lines: its architecture, name and sizes, the registers of a
+thread, the bytes that a thread spills, the shared memory of a block in bytes, the columns of
+tensor memory, and the seconds that compiling took. `test_compile_attention.py` runs this script;
+by hand, with TRITON_INTERPRET=0, for instance `compile_attention.py sm_90 forward/128/16`.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dpflash.kernels import attention_launch as launch
+from dpflash.kernels import attention_triton as kernels
+from dpflash.kernels.attention_configs import HEAD_DIMS, table
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Pointers not listed here point to the tensors' dtype.
+POINTERS = {
+    "lse_ptr": "*fp32",
+    "delta_ptr": "*fp32",
+    "pivot_ptr": "*fp32",
+    "dlse_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
+    "slopes_ptr": "*fp32",
+    "key_range_ptr": "*i32",
+    "q_sums_ptr": "*fp32",
+    "k_sums_ptr": "*fp32",
+    "v_sums_ptr": "*fp32",
+    "slope_sums_ptr": "*fp32",
+    "run_sums_ptr": "*fp32",
+    "tiles_ptr": "*i32",
+    "tile_borders_ptr": "*i32",
+    "head_variants_ptr": "*i32",
+    "groups_ptr": "*i32",
+    "runs_ptr": "*i32",
+    "log_multiplicity_ptr": "*fp32",
+}
+# The flag of the kernel that makes a pointer present; without it the launcher passes None.
+OPTIONAL = {
+    "sinks_ptr": "HAS_SINKS",
+    "slopes_ptr": "HAS_SLOPES",
+    "slope_sums_ptr": "HAS_SLOPES",
+    "key_range_ptr": "HAS_KEY_RANGE",
+    "q_sums_ptr": "TOKEN_SUMS",
+    "k_sums_ptr": "TOKEN_SUMS",
+    "v_sums_ptr": "TOKEN_SUMS",
+    "run_sums_ptr": "RUN_GRADS",
+    "dlse_ptr": "HAS_DLSE",
+}
+FLAGS = sorted(set(OPTIONAL.values()))
+
+
+def jit_function(kernel):
+    return getattr(kernels, f"_attention_{kernel}_kernel")
+
+
+def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False):
+    """Compiles one kernel as the launcher would for sizes that are neither 1 nor multiples of 16.
+
+    Base addresses and the strides of heads and tokens are multiples of 16, as they are wherever
+    the head dim is. `small_tensors` (HIP only): every tensor is smaller than 2 GiB.
+    """
+    function = jit_function(kernel)
+    target = TARGETS[arch]
+    constants = {flag: flag in flags for flag in FLAGS}
+    if kernel == "delta":
+        constants |= {"D": head_dim, "BLOCK_D": 1 << (head_dim - 1).bit_length(), "BLOCK_M": 64}
+    else:
+        constants |= launch._head_dims(head_dim)
+        constants |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "UPCAST": False}
+        constants["PRECISION"] = launch.precision(hip=target.backend == "hip")
+    signature, constexprs, attributes = {}, {}, {}
+    for position, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constexprs[name] = constants[name]
+        elif name in OPTIONAL and OPTIONAL[name] not in flags:
+            signature[name] = "constexpr"
+            constexprs[name] = None
+        elif name.endswith("_ptr"):
+            signature[name] = POINTERS.get(name, f"*{dtype}")
+            attributes[(position,)] = [["tt.divisibility", 16]]
+            if small_tensors:
+                attributes[(position,)].append(["tt.pointer_range", 32])
+        elif name.startswith("scale"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.startswith("stride_") and name != "stride_variant_b":
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constexprs, attributes)
+    options = {"num_warps": sizes[2], "num_stages": sizes[3], "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(compiled, arch):
+    """Registers of a thread, bytes that it spills, shared bytes and tensor memory of a block."""
+    read = cuda_resources if arch.startswith("sm_") else hip_resources
+    registers, spilled = read(compiled)
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "shared": compiled.metadata.shared,
+        "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+    }
+
+
+def cuda_resources(compiled):
+    """Registers and stack, which holds nothing but what is spilled, by cuobjdump.
+
+    Fewer registers than 255 beside spills are no misreading: where it does not find enough,
+    ptxas may settle for 128 or 32 of them and keep the rest on the stack.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", text)
+    assert [name for name, *_ in functions] == [compiled.metadata.name], text
+    _, registers, stack = functions[0]
+    return int(registers), int(stack)
+
+
+def hip_resources(compiled):
+    """Registers (accumulation registers included) and scratch, by the assembler's metadata."""
+    text = compiled.asm["amdgcn"]
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
+    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
+
+
+def measure(kernel, arch, head_dim, dtype, sizes, flags, small_tensors):
+    """One line of the output, without the entry's name."""
+    present = [name for name in flags if name in jit_function(kernel).arg_names]
+    start = time.perf_counter()
+    compiled = compile_one(kernel, arch, head_dim, dtype, sizes, present, small_tensors)
+    seconds = round(time.perf_counter() - start, 1)
+    described = {"sizes": list(sizes), "dtype": dtype, "head_dim": head_dim, "flags": present}
+    return {**described, **resources(compiled, arch), "seconds": seconds}
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("arch", choices=TARGETS)
+    parser.add_argument("entries", nargs="*", help="kernel/head_dim/bits; without: all, and delta")
+    parser.add_argument("--head-dim", type=int, help="instead of the entry's: one that fits it")
+    parser.add_argument("--sizes", type=int, nargs=4, help="block_m block_n num_warps num_stages")
+    parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
+    parser.add_argument("--flags", nargs="*", choices=FLAGS, default=[], help="optional features")
+    parser.add_argument("--all-features", action="store_true", help="all of them")
+    parser.add_argument("--small-tensors", action="store_true", help="HIP: tensors below 2 GiB")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse()
+    rows = table()[arguments.arch]
+    flags = FLAGS if arguments.all_features else arguments.flags
+    for entry in arguments.entries or [*rows, *(f"delta/{size}/16" for size in HEAD_DIMS)]:
+        kernel, bucket, bits = entry.split("/")
+        head_dim = arguments.head_dim or int(bucket)
+        dtype = "fp32" if bits == "32" else arguments.half
+        # The launcher leaves the options of the delta kernel at Triton's defaults.
+        sizes = arguments.sizes or ((64, 0, 4, 3) if kernel == "delta" else rows[entry])
+        line = measure(
+            kernel, arguments.arch, head_dim, dtype, sizes, flags, arguments.small_tensors
+        )
+        print(json.dumps({"arch": arguments.arch, "entry": entry, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise SystemExit("TRITON_INTERPRET is set: the interpreter compiles nothing. Unset it.")
+    main()

@@ -1,0 +1,139 @@
+"""Compiles the per-sample gradient kernels ahead of time, for GPUs that are not there.
+
+Prints what each kernel needs as JSON lines: its architecture, name and sizes, the registers of a
+thread, the bytes that a thread spills, the shared memory of a block in bytes, the columns of
+tensor memory, and the seconds that compiling took. `test_compile_grads.py` runs this script; by
+hand, with TRITON_INTERPRET=0, for instance `compile_grads.py sm_90 block_clipped_grad/16`.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import triton
+from triton.compiler import ASTSource
+
+from dpflash.kernels import grad_launch as launch
+from dpflash.kernels import grad_triton as kernels
+from dpflash.kernels.grad_configs import table
+
+# Next to this script, which runs as a program of its own.
+_SPEC = importlib.util.spec_from_file_location(
+    "compile_attention", Path(__file__).with_name("compile_attention.py")
+)
+attention = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(attention)
+TARGETS = attention.TARGETS
+
+FUNCTIONS = {"gram": "grad_norm_gram", "block_clipped_grad": "clipped_grad"}
+# Of the kernels without an entry in the table: what the launcher passes.
+REDUCTIONS = {
+    "clip_reduce": {"DIVIDE": True, "BLOCK": launch.REDUCE_BLOCK},
+    "token_sums": {
+        "CHUNK": launch.TOKEN_CHUNK,
+        "BLOCK_T": launch.TOKEN_BLOCK,
+        "BLOCK_E": launch.WIDTH_BLOCK,
+        "PRODUCTS": True,
+        "HAS_MEAN": True,
+        "SUMS": True,
+    },
+    "embedding_grad_norm": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
+    "embedding_clipped_grad": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
+}
+SIZES = ("num_inputs", "num_outputs", "width", "size")
+POINTERS = {
+    "grads_ptr": "*fp32",
+    "squares_ptr": "*fp64",
+    "pairs_ptr": "*i32",
+    "factors_ptr": "*fp32",
+    "bounds_ptr": "*fp64",
+    "out_ptr": "*fp32",
+    "mean_ptr": "*fp32",
+    "rstd_ptr": "*fp32",
+    "products_ptr": "*fp32",
+    "sums_ptr": "*fp32",
+    "order_ptr": "*i64",
+    "rows_ptr": "*i64",
+    "ends_ptr": "*i64",
+}
+
+
+def constants_of(kernel, arch, sizes):
+    """The constexprs of a kernel as the launcher would pass them."""
+    if kernel in REDUCTIONS:
+        return REDUCTIONS[kernel]
+    flags = {
+        "per_sample_grad": {"STORE": True, "SQUARES": True},
+        "gram": {},
+        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False},
+        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True},
+    }[kernel]
+    precision = launch.precision(hip=TARGETS[arch].backend == "hip")
+    blocks = {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "BLOCK_K": sizes[2]}
+    return {**flags, **blocks, "UPCAST": False, "PRECISION": precision}
+
+
+def compile_one(kernel, arch, dtype, sizes, odd=False):
+    """Compiles one kernel as the launcher would for widths that are multiples of 16.
+
+    `odd`: for widths that are neither that nor 1. The rows are aligned in memory either way.
+    """
+    function = getattr(kernels, f"_{FUNCTIONS.get(kernel, kernel)}_kernel")
+    constants = constants_of(kernel, arch, sizes)
+    signature, constexprs, attributes = {}, {}, {}
+    for position, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constexprs[name] = constants[name]
+        elif name == "bounds_ptr" and kernel == "clipped_grad":
+            signature[name] = "constexpr"
+            constexprs[name] = None
+        elif name.endswith("_ptr"):
+            signature[name] = POINTERS.get(name, f"*{dtype}")
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif name == "divisor":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.startswith("stride_") or (name in SIZES and not odd):
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constexprs, attributes)
+    options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": True}
+    return triton.compile(source, target=TARGETS[arch], options=options)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("arch", choices=TARGETS)
+    parser.add_argument("entries", nargs="*", help="kernel/bits; without: all, and the reductions")
+    parser.add_argument(
+        "--sizes", type=int, nargs=5, help="block_m block_n block_k num_warps num_stages"
+    )
+    parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
+    parser.add_argument("--odd", action="store_true", help="widths that are no multiples of 16")
+    arguments = parser.parse_args()
+    rows = table()[arguments.arch]
+    for entry in arguments.entries or [*rows, *(f"{name}/16" for name in REDUCTIONS)]:
+        kernel, bits = entry.split("/")
+        dtype = "fp32" if bits == "32" else arguments.half
+        sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, 4, 3)))
+        start = time.perf_counter()
+        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
+        line = {
+            "arch": arguments.arch,
+            "entry": entry,
+            "sizes": sizes,
+            **attention.resources(compiled, arguments.arch),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise SystemExit("TRITON_INTERPRET is set: the interpreter compiles nothing. Unset it.")
+    main()

@@ -1,0 +1,465 @@
+"""The CPU executor against the plain twin in float64, against loops, and in its memory."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpflash.kernels import attention_cpu, attention_cpu_plan, attention_reference
+from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph, side_matrix
+
+ALL = (-UNBOUNDED, UNBOUNDED)
+CAUSAL = (0, UNBOUNDED)
+FIELDS = attention_reference.AttentionGrads._fields
+
+
+def make_side(variants, runtime=False):
+    """Variants are lists of groups (start, stride, length, runs), a run is
+    (start, stride, length, (lo, hi), multiplicity)."""
+    groups, runs, logs, borders = [], [], [], [0]
+    for variant in variants:
+        for start, stride, length, of_group in variant:
+            groups.append((start, stride, length, len(runs), len(runs) + len(of_group)))
+            runs += [(*run[:3], *run[3]) for run in of_group]
+            logs += [math.log(run[4]) for run in of_group]
+        borders.append(len(groups))
+    return Side(
+        torch.tensor(groups, dtype=torch.int32).reshape(-1, 5),
+        torch.tensor(runs, dtype=torch.int32).reshape(-1, 5),
+        torch.tensor(logs, dtype=torch.float32 if runtime else torch.float64),
+        torch.tensor(borders, dtype=torch.int32),
+        max(map(len, variants)),
+        max((group[2] for variant in variants for group in variant), default=0),
+        runtime,
+    )
+
+
+def make_graph(queries, keys, variants, head_variants, runtime=False):
+    heads = torch.tensor(head_variants, dtype=torch.int32)
+    nothing = make_side([[]])  # the CPU executor does not look at that side
+    rows = make_side(variants, runtime)
+    return TileGraph(queries, keys, rows, nothing, heads, torch.zeros_like(heads), False)
+
+
+def one_run(queries, keys, band, start=0):
+    return make_graph(
+        queries, keys, [[(0, 1, queries, [(start, 1, keys - start, band, 1)])]], [0] * 4
+    )
+
+
+def window_with_globals(tokens, left, right, num_globals):
+    everything = [(0, 1, tokens, ALL, 1)]
+    local = [(0, 1, num_globals, ALL, 1)]
+    local.append((num_globals, 1, tokens - num_globals, (-right, left), 1))
+    groups = [(0, 1, num_globals, everything), (num_globals, 1, tokens - num_globals, local)]
+    return make_graph(tokens, tokens, [groups], [0] * 4)
+
+
+def documents(borders, keys=None):
+    groups = [(a, 1, b - a, [(a, 1, b - a, CAUSAL, 1)]) for a, b in itertools.pairwise(borders)]
+    return make_graph(borders[-1], borders[-1], [groups], [0] * 4)
+
+
+def dilated(tokens):
+    """Rows by residue modulo 4 and 6; columns of other strides, phases and multiplicities."""
+    variants = []
+    for modulus in (4, 6):
+        groups = []
+        for residue in range(modulus):
+            runs = []
+            for phase, stride, multiplicity in ((0, 2, 2), (1, 4, 1), (3, 4, 3)):
+                middle = tokens // (2 * stride)
+                rest = len(range(phase, tokens, stride)) - middle
+                band = (3, UNBOUNDED) if phase == 3 else CAUSAL
+                runs.append((phase, stride, middle, ALL if residue == 1 else band, multiplicity))
+                runs.append((phase + stride * middle, stride, rest, band, multiplicity))
+            groups.append((residue, modulus, len(range(residue, tokens, modulus)), runs))
+        variants.append(groups)
+    return make_graph(tokens, tokens, variants, [0, 1, 1, 0])
+
+
+def blocks(tokens, size, heads_alike=False):
+    generator = random.Random(0)
+    variants = []
+    for _ in range(1 if heads_alike else 3):
+        groups = []
+        for start in range(0, tokens, size):
+            picked = generator.sample(range(0, tokens, size), generator.randint(0, 5))
+            runs = [(c, 1, min(size, tokens - c), ALL, generator.randint(1, 3)) for c in picked]
+            groups.append((start, 1, min(size, tokens - start), runs))
+        variants.append(groups)
+    return make_graph(tokens, tokens, variants, [0] * 4 if heads_alike else [2, 0, 1, 2])
+
+
+def with_blind_rows():
+    runs = [(20, 1, 30, CAUSAL, 1), (60, 1, 0, ALL, 1), (70, 3, 5, (8, 12), 2)]
+    groups = [(5, 1, 30, runs), (40, 1, 0, runs[:1]), (50, 2, 25, []), (51, 2, 20, runs[2:])]
+    return make_graph(100, 90, [groups, []], [0, 1, 0, 0])
+
+
+def at_run_time(samples, tokens, size):
+    """Other blocks for each sample and head, with real multiplicities and unused table rows."""
+    generator = random.Random(1)
+    variants = []
+    for _ in range(samples * 4):
+        groups = []
+        for start in range(0, tokens, size):
+            picked = sorted(generator.sample(range(0, tokens, size), 3))
+            runs = [(c, 1, size, CAUSAL, generator.uniform(0.1, 3)) for c in picked]
+            runs.append((0, 1, 0, ALL, 1))
+            groups.append((start, 1, size if start else 0, runs))
+        variants.append(groups)
+    numbers = list(range(samples * 4))
+    random.Random(2).shuffle(numbers)
+    heads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    return make_graph(tokens, tokens, variants, heads, runtime=True)
+
+
+GRAPHS = {
+    "dense": lambda: one_run(67, 83, ALL),
+    "causal": lambda: one_run(130, 130, CAUSAL),
+    "causal-more-keys": lambda: one_run(40, 97, CAUSAL),
+    "causal-shifted": lambda: one_run(90, 70, (-25, UNBOUNDED)),
+    "causal-late-run": lambda: one_run(90, 70, (4, UNBOUNDED), start=13),
+    "anticausal": lambda: one_run(90, 90, (-UNBOUNDED, 0)),
+    "window": lambda: window_with_globals(300, 24, 24, 5),
+    "wide-window": lambda: window_with_globals(1000, 800, 0, 3),
+    "documents": lambda: documents([0, 17, 17, 80, 81, 200]),
+    "dilated": lambda: dilated(210),
+    "blocks": lambda: blocks(150, 16),
+    "blocks-heads-alike": lambda: blocks(130, 32, heads_alike=True),
+    "blind-rows": with_blind_rows,
+    "run-time": lambda: at_run_time(2, 96, 16),
+    "nothing": lambda: make_graph(9, 9, [[]], [0] * 4),
+}
+OPTIONS = {
+    "plain": (),
+    "all-flash": ("dlse", "sinks", "key_range"),
+    "all": ("dlse", "sinks", "slopes", "key_range", "run_grads"),
+}
+
+
+def make_inputs(graph, *, groups=2, dim=17, samples=2, options=(), seed=0):
+    torch.manual_seed(seed)
+    heads = graph.row_variants.shape[-1]
+    queries = (samples, heads, graph.num_queries, dim)
+    keys = (samples, groups, graph.num_keys, dim)
+    q, do = (torch.randn(queries, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(keys, dtype=torch.float64) for _ in range(2))
+    dlse = torch.randn(queries[:3], dtype=torch.float64) if "dlse" in options else None
+    extra = {}
+    if "sinks" in options:
+        extra["sinks"] = torch.randn(samples, heads, dtype=torch.float64)
+    if "slopes" in options:
+        slopes = torch.rand(samples, heads, dtype=torch.float64) / 4 - 0.05
+        extra["slopes"] = slopes * (torch.arange(heads) != 1)
+    if "key_range" in options:
+        begin = torch.arange(samples) * graph.num_keys // 7
+        end = begin + torch.arange(samples) + graph.num_keys // 2
+        extra["key_range"] = torch.stack((begin, end.clamp(max=graph.num_keys)), 1).int()
+    return (q, k, v, do), dlse, extra
+
+
+def run(module, graph, tensors, dlse, extra, run_grads=False):
+    """All outputs by name."""
+    q, k, v, do = tensors
+    scale = q.shape[3] ** -0.5
+    o, lse = module.attention_forward(q, k, v, graph, scale, **extra)
+    grads = module.attention_backward(
+        *(do, dlse, q, k, v, o, lse, graph, scale), **extra, token_sums=True, run_grads=run_grads
+    )
+    named = {"o": o, "lse": lse, **grads._asdict()}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+def assert_close(outputs, expected, tolerance):
+    assert outputs.keys() == expected.keys()
+    for name, x in outputs.items():
+        reference = expected[name].double()
+        assert x.shape == reference.shape, name
+        x = x.double()
+        blind = reference == -math.inf
+        assert torch.equal(x == -math.inf, blind), name
+        if blind.all():
+            continue
+        error = (x - reference)[~blind].abs().max()
+        limit = max(tolerance, 2e-6) if name == "dlog_multiplicity" else tolerance
+        # Sums over tokens may cancel.
+        terms = expected[f"d{name[0]}"].abs().sum(2) if name.endswith("_sum") else reference
+        size = terms[~blind].abs().max()
+        if name == "dlog_multiplicity":
+            size = size.clamp(min=10)  # a sum over pairs, too
+        assert error <= limit * size, f"{name}: error {error:.2e} of {size:.2e}"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_matches_the_twin(name, options):
+    graph = GRAPHS[name]()
+    inputs = make_inputs(graph, options=OPTIONS[options])
+    grads = {"run_grads": "run_grads" in OPTIONS[options]}
+    expected = run(attention_reference, graph, *inputs, **grads)
+    assert_close(run(attention_cpu, graph, *inputs, **grads), expected, 1e-11)
+    tensors, dlse, extra = inputs
+    single = {n: x.float() if x.is_floating_point() else x for n, x in extra.items()}
+    narrow = [x.float() for x in tensors], None if dlse is None else dlse.float(), single
+    assert_close(run(attention_cpu, graph, *narrow, **grads), expected, 2e-6)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 64, 256])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("name", ["causal", "dilated"])
+def test_matches_the_twin_at_any_head_dim_and_grouping(name, groups, dim):
+    graph = GRAPHS[name]()
+    inputs = make_inputs(graph, groups=groups, dim=dim, options=("dlse",))
+    expected = run(attention_reference, graph, *inputs)
+    assert_close(run(attention_cpu, graph, *inputs), expected, 1e-11)
+
+
+def test_matches_loops_over_pairs():
+    """The graph's meaning by hand, gradients by autograd, nothing shared with the twin."""
+    tokens, left, num_globals = 33, 6, 2
+    graph = window_with_globals(tokens, left, 0, num_globals)
+    (q, k, v, do), dlse, extra = make_inputs(graph, dim=3, samples=1, options=("dlse", "slopes"))
+    outputs = run(attention_cpu, graph, (q, k, v, do), dlse, extra)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, extra["slopes"])]
+    q, k, v, slopes = leaves
+    loss = 0.0
+    for h, i in itertools.product(range(4), range(tokens)):
+        seen = [
+            j for j in range(tokens) if i < num_globals or j < num_globals or 0 <= i - j <= left
+        ]
+        scores = [q[0, h, i] @ k[0, h // 2, j] / 3**0.5 - slopes[0, h] * abs(i - j) for j in seen]
+        weights = torch.stack(scores).exp()
+        o = sum(w * v[0, h // 2, j] for w, j in zip(weights, seen, strict=True)) / weights.sum()
+        torch.testing.assert_close(outputs["o"][0, h, i], o)
+        torch.testing.assert_close(outputs["lse"][0, h, i], weights.sum().log())
+        loss = loss + (o * do[0, h, i]).sum() + weights.sum().log() * dlse[0, h, i]
+    grads = torch.autograd.grad(loss, leaves)
+    for name, grad in zip(("dq", "dk", "dv", "dslopes"), grads, strict=True):
+        torch.testing.assert_close(outputs[name], grad)
+
+
+class Attention(torch.autograd.Function):
+    """The executor under autograd, for finite differences."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, slopes, log_multiplicity, graph):
+        side = Side(**{**fields_of(graph.rows), "log_multiplicity": log_multiplicity})
+        graph = TileGraph(**{**fields_of(graph), "rows": side, "plans": {}})
+        extra = {"sinks": sinks, "slopes": slopes}
+        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.5, **extra)
+        ctx.saved = q, k, v, o, lse, graph, 0.5
+        ctx.extra = extra
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        grads = attention_cpu.attention_backward(do, dlse, *ctx.saved, **ctx.extra, run_grads=True)
+        sides = grads.dsinks, grads.dslopes, grads.dlog_multiplicity.double()
+        return grads.dq, grads.dk, grads.dv, *sides, None
+
+
+def fields_of(x):
+    return {name: getattr(x, name) for name in type(x).__dataclass_fields__}
+
+
+@pytest.mark.filterwarnings("ignore:Input #5")
+def test_gradients_are_finite_differences():
+    runs = [(0, 2, 3, CAUSAL, 2), (1, 2, 2, ALL, 1)]
+    groups = [(0, 2, 3, runs), (1, 2, 2, [(0, 3, 2, CAUSAL, 1)])]
+    graph = make_graph(5, 5, [groups, groups[:1]], [0, 1])
+    (q, k, v, _), _, extra = make_inputs(
+        graph, groups=1, dim=2, samples=1, options=("sinks", "slopes")
+    )
+    inputs = [q, k, v, *extra.values(), graph.rows.log_multiplicity.clone()]
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(Attention.apply, (*leaves, graph), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["causal", "window", "dilated"])
+def test_half_precision_is_at_least_as_exact_as_plain_torch(name, dtype):
+    graph = GRAPHS[name]()
+    (q, k, v, do), _, _ = make_inputs(graph, dim=32)
+    narrow = [x.to(dtype) for x in (q, k, v, do)]
+    outputs = run(attention_cpu, graph, narrow, None, {})
+    expected = run(attention_reference, graph, [x.double() for x in narrow], None, {})
+    leaves = [x.clone().requires_grad_() for x in narrow[:3]]
+    wide = [leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:])]
+    scores = (wide[0] * 32**-0.5) @ wide[1].transpose(2, 3)
+    scores = scores + graph.multiplicity().log().to(dtype)
+    o = scores.softmax(3) @ wide[2]
+    plain = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, narrow[3]), strict=True))
+    for key, theirs in {"o": o.detach(), **plain}.items():
+        assert outputs[key].dtype == dtype
+        error = (outputs[key].double() - expected[key]).abs().max()
+        assert error <= 2 * (theirs.double() - expected[key]).abs().max() + 1e-5, key
+    assert outputs["lse"].dtype == outputs["q_sum"].dtype == torch.float32
+    # The sums are of the gradients before rounding.
+    q, k, v, do = narrow
+    twin = attention_reference.attention_backward(
+        *(do, None, q, k, v, outputs["o"], outputs["lse"], graph, 32**-0.5), token_sums=True
+    )
+    for key in ("q_sum", "k_sum", "v_sum"):
+        error = (outputs[key] - getattr(twin, key)).abs().max()
+        assert error <= 2e-6 * outputs[f"d{key[0]}"].float().abs().sum(2).max(), key
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "blocks"])
+def test_strides_do_not_matter(name):
+    graph = GRAPHS[name]()
+    (q, k, v, do), dlse, extra = make_inputs(graph, options=("dlse", "sinks"))
+    do = do[:, :, :, :1].expand(-1, -1, -1, 17)
+    plain = [x.contiguous() for x in (q, k, v, do)]
+    expected = run(attention_cpu, graph, plain, dlse, extra)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    by_dim = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    for tensors in ((*by_token, do), (*by_dim, do)):
+        assert_close(run(attention_cpu, graph, tensors, dlse, extra), expected, 1e-13)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)], ids=str)
+def test_empty_inputs_give_empty_outputs(shape, options):
+    samples, queries, keys = shape
+    graph = one_run(queries, keys, ALL)
+    inputs = make_inputs(graph, samples=samples, options=OPTIONS[options])
+    grads = {"run_grads": "run_grads" in OPTIONS[options]}
+    outputs = run(attention_cpu, graph, *inputs, **grads)
+    sinks = inputs[2].get("sinks")
+    lse = torch.full((samples, 4, queries), -math.inf, dtype=torch.float64)
+    if sinks is not None:
+        lse = sinks.unsqueeze(2).expand_as(lse)
+    assert torch.equal(outputs["lse"], lse) or keys > 0
+    assert all((outputs[name] == 0).all() for name in ("o", "dq", "dk", "dv") if keys == 0)
+    assert outputs["dk"].shape == inputs[0][1].shape
+
+
+def test_a_query_without_keys_has_no_output_and_no_gradient():
+    graph = with_blind_rows()
+    tensors, dlse, extra = make_inputs(graph, options=("dlse",))
+    outputs = run(attention_cpu, graph, tensors, dlse, extra)
+    blind = (graph.multiplicity() == 0).all(2).expand(2, 4, -1)
+    assert blind.any(2).all() and not blind.all()
+    assert torch.equal(outputs["lse"] == -math.inf, blind)
+    assert (outputs["o"][blind] == 0).all() and (outputs["dq"][blind] == 0).all()
+    assert all(x.isfinite().all() for name, x in outputs.items() if name != "lse")
+
+
+def test_samples_with_the_same_key_range_and_without_keys():
+    graph = GRAPHS["window"]()
+    tensors, dlse, _ = make_inputs(graph, samples=4)
+    extra = {"key_range": torch.tensor([[7, 180], [0, 300], [7, 180], [40, 40]]).int()}
+    expected = run(attention_reference, graph, tensors, dlse, extra)
+    assert_close(run(attention_cpu, graph, tensors, dlse, extra), expected, 1e-11)
+    extra = {"key_range": torch.tensor([[7, 180]] * 4).int()}
+    expected = run(attention_reference, graph, tensors, dlse, extra)
+    assert_close(run(attention_cpu, graph, tensors, dlse, extra), expected, 1e-11)
+
+
+def test_only_so_many_plans_are_kept():
+    graph = one_run(4, 200, ALL)
+    for end in range(200):
+        attention_cpu_plan.plan(graph, (0, end))
+    assert len(graph.plans["cpu"]) <= 64
+    assert attention_cpu_plan.plan(graph) is attention_cpu_plan.plan(graph)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_repeated_calls_give_the_same_bits(options):
+    graph = GRAPHS["dilated"]()
+    tensors, dlse, extra = make_inputs(graph, options=OPTIONS[options])
+    tensors = [x.float() for x in tensors]
+    grads = {"run_grads": "run_grads" in OPTIONS[options]}
+    first = run(attention_cpu, graph, tensors, dlse, extra, **grads)
+    for _ in range(3):
+        again = run(attention_cpu, graph, tensors, dlse, extra, **grads)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def random_side(generator, queries, keys):
+    """Groups by residue, runs of any stride, phase, band and multiplicity."""
+    modulus = generator.choice([1, 2, 3, 5])
+    groups = []
+    for residue in range(min(modulus, queries)):
+        length = len(range(residue, queries, modulus))
+        cut = generator.randint(0, length)
+        for begin, end in ((0, cut), (cut, length)):
+            runs, step = [], generator.choice([1, 2, 3, modulus])
+            for phase in range(min(step, keys)):
+                count = len(range(phase, keys, step))
+                middle = generator.randint(0, count)
+                for first, last in ((0, middle), (middle, count)):
+                    lo = generator.choice([-UNBOUNDED, 0, 0, generator.randint(-100, 100)])
+                    width = generator.choice([2 * UNBOUNDED, generator.randint(0, 90)])
+                    hi = min(lo + width, UNBOUNDED)
+                    start = phase + step * first
+                    multiplicity = generator.randint(1, 3)
+                    runs.append((start, step, last - first, (lo, hi), multiplicity))
+            groups.append((residue + modulus * begin, modulus, end - begin, runs))
+    return make_side([groups])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_pair_is_in_one_piece_and_no_row_twice_in_a_batch(seed):
+    generator = random.Random(seed)
+    queries, keys = generator.randint(1, 700), generator.randint(1, 700)
+    side = random_side(generator, queries, keys)
+    clip = tuple(sorted(generator.choices(range(keys + 1), k=2))) if seed % 2 else None
+    matrix = torch.zeros(queries, keys, dtype=torch.float64)
+    for batch in attention_cpu_plan.make_plan(side, clip):
+        rows = batch.row_start.unsqueeze(1) + batch.row_stride * torch.arange(batch.rows)
+        assert rows.unique().numel() == rows.numel()
+        offsets = batch.column_stride * torch.arange(batch.columns)
+        for piece, of_piece in enumerate(rows):
+            for start in batch.column_start[piece]:
+                weight = batch.log_multiplicity[piece].exp()
+                matrix[of_piece.unsqueeze(1), start + offsets] += batch.seen() * weight
+    expected = side_matrix(side, 0, queries, keys)
+    if clip is not None:
+        expected[:, : clip[0]] = 0
+        expected[:, clip[1] :] = 0
+    torch.testing.assert_close(matrix, expected)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = out if isinstance(out, (tuple, list)) else [out]
+        for x in tensors:
+            if isinstance(x, torch.Tensor):
+                # What is expanded takes no memory.
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["causal", "window", "strided", "blocks"])
+def test_no_tensor_grows_with_the_square_of_tokens(name, options):
+    def largest(tokens):
+        graph = {
+            "causal": lambda: one_run(tokens, tokens, CAUSAL),
+            "window": lambda: window_with_globals(tokens, 1000, 0, 4),
+            "strided": lambda: dilated(tokens),
+            "blocks": lambda: blocks(tokens, 32),
+        }[name]()
+        used = [x for x in OPTIONS[options] if x != "key_range"]
+        inputs = make_inputs(graph, dim=4, samples=1, options=used)
+        with Largest() as mode:
+            run(attention_cpu, graph, *inputs, run_grads="run_grads" in used)
+        return mode.numel
+
+    at_2048 = largest(2048)
+    assert at_2048 <= 2048**2 // 4
+    # What the plain executor holds at a time is bounded by a constant of this size.
+    assert options == "all" or largest(4096) <= 2.5 * at_2048

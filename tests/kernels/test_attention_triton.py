@@ -1,0 +1,369 @@
+"""The Triton attention kernels against their plain twin in float64.
+
+Without a GPU they run in Triton's interpreter, at sizes of several tiles and chunks of 16.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dpflash.kernels import attention_reference as reference
+from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
+from dpflash.patterns import (
+    Adaptive,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Documents,
+    Hierarchical,
+    SlidingWindow,
+)
+from dpflash.patterns.adaptive import runtime_graph
+from dpflash.patterns.cross import cross_graph
+
+pytest.importorskip("triton")
+launch = pytest.importorskip("dpflash.kernels.attention_launch")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def fused_qkv(batch, heads, groups, tokens, head_dim, dtype):
+    """q, k and v as views of one buffer whose remaining columns are NaN."""
+    generator = torch.Generator().manual_seed(7)
+    width = (heads + 2 * groups) * head_dim
+    buffer = torch.full((batch, tokens, width + 16), torch.nan)
+    buffer[..., :width] = torch.randn(batch, tokens, width, generator=generator)
+    buffer = buffer.to(DEVICE, dtype)[..., :width].unflatten(2, (-1, head_dim))
+    return [x.transpose(1, 2) for x in buffer.split((heads, groups, groups), dim=2)]
+
+
+def wide(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def plain(function, *args, dtype=torch.float64, **named):
+    """The twin on arguments of another dtype."""
+
+    def cast(x):
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return function(*map(cast, args), **{name: cast(x) for name, x in named.items()})
+
+
+def error(found, expected):
+    """Largest distance over the scale of what was expected; equal infinities are no distance."""
+    assert found.shape == expected.shape
+    same = found.double() == expected.double()
+    distance = (found.double() - expected.double()).masked_fill(same, 0).abs()
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+    return float(distance.max()) / scale if distance.numel() else 0.0
+
+
+def run(graph, q, k, v, scale=None, with_dlse=True, **named):
+    """Forward and backward of kernels and twin: two dicts of the same names."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    generator = torch.Generator().manual_seed(8)
+    do = torch.randn(q.shape, generator=generator).to(q)
+    dlse = torch.randn(q.shape[:3], generator=generator).to(DEVICE) if with_dlse else None
+    backward = {x: named.pop(x, False) for x in ("token_sums", "run_grads")}
+    found_o, found_lse = launch.attention_forward(q, k, v, graph, scale, **named)
+    found = launch.attention_backward(
+        do, dlse, q, k, v, found_o, found_lse, graph, scale, **named, **backward
+    )
+    o, lse = plain(reference.attention_forward, q, k, v, graph, scale, **named)
+    expected = plain(
+        reference.attention_backward, do, dlse, q, k, v, o, lse, graph, scale, **named, **backward
+    )
+    return (
+        {"o": found_o, "lse": found_lse, **found._asdict()},
+        {"o": o, "lse": lse, **expected._asdict()},
+    )
+
+
+def assert_close(found, expected, tolerance):
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None
+        else:
+            assert error(found[name], value) <= tolerance, name
+
+
+def block(pattern, tokens, heads):
+    return pattern.graph(tokens, heads, DEVICE)
+
+
+PATTERNS = {
+    "dense": Dense(),
+    "causal": Dense(causal=True),
+    "window": SlidingWindow(window=9, causal=False),
+    "window-0": SlidingWindow(window=0, causal=True),
+    "window-globals-causal": SlidingWindow(window=5, global_tokens=3, causal=True),
+    "window-globals": SlidingWindow(window=18, global_tokens=2),
+    "documents": Documents(cu_seqlens=(0, 1, 20, 20, 53)),
+    "documents-causal": Documents(cu_seqlens=(0, 7, 24, 53), causal=True),
+    "longnet": Dilated(segment_lengths=(16, 32, 64), dilation_rates=(1, 2, 4)),
+    "longnet-causal": Dilated(segment_lengths=(16, 32, 64), dilation_rates=(1, 2, 4), causal=True),
+    "longnet-set": Dilated(
+        segment_lengths=(10, 25), dilation_rates=(2, 3), overlap="set", offset="group"
+    ),
+    "longnet-grouped": Dilated(
+        segment_lengths=(10, 20, 40), dilation_rates=(1, 2, 3), causal=True, heads="grouped"
+    ),
+    "longnet-odd": Dilated(segment_lengths=(13, 29), dilation_rates=(3, 5), causal=True),
+    "block-sparse": BlockSparse(
+        block_size=8, local_blocks=1, stride_blocks=3, global_blocks=1, random_blocks=1
+    ),
+    "block-lists": BlockSparse(
+        block_size=16, local_blocks=0, block_lists=((0, 2), (), (1, 3), (3,)), causal=True
+    ),
+    "hierarchical": Hierarchical(levels=((8, 16), (16, 32), (32, -1)), block_size=8, causal=True),
+}
+T = 53
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_kernels_match_their_twin_for_every_pattern(name):
+    q, k, v = fused_qkv(1, 2, 1, T, 16, torch.float32)
+    found, expected = run(block(PATTERNS[name], T, 2), q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 5, 1])
+def test_kernels_match_their_twin_for_every_head_dim(head_dim):
+    q, k, v = fused_qkv(1, 2, 1, 35, head_dim, torch.float32)
+    found, expected = run(block(Dense(causal=True), 35, 2), q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("name", ["causal", "longnet-causal", "window-globals"])
+def test_kernels_match_their_twin_at_any_length(name, tokens):
+    q, k, v = fused_qkv(2, 1, 1, tokens, 16, torch.float32)
+    found, expected = run(block(PATTERNS[name], tokens, 1), q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["causal", "longnet-causal", "block-sparse"])
+def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
+    q, k, v = fused_qkv(1, 2, 1, T, 32, dtype)
+    graph = block(PATTERNS[name], T, 2)
+    found, expected = run(graph, q, k, v, with_dlse=False)
+    scores = graph.multiplicity().log().to(DEVICE)
+    keys = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    logits = (keys[0] * 32**-0.5) @ keys[1].repeat_interleave(2, 1).mT + scores.to(dtype)
+    o = logits.softmax(3) @ keys[2].repeat_interleave(2, 1)
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(8)).to(q)
+    grads = torch.autograd.grad(o, keys, do)
+    for name, of_torch in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+        allowed = 2 * (of_torch.double() - expected[name]).abs().max() + 1e-5
+        assert (found[name].double() - expected[name]).abs().max() <= allowed, name
+    assert error(found["lse"], expected["lse"]) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [("causal", 40), ("window-globals", 16), ("longnet-causal", 16)],
+    ids=["causal-D40", "window-globals-D16", "longnet-causal-D16"],
+)
+def test_sinks_slopes_padding_and_their_gradients_match_the_twin(name, head_dim):
+    q, k, v = fused_qkv(3, 2, 1, 29, head_dim, torch.float32)
+    generator = torch.Generator().manual_seed(9)
+    found, expected = run(
+        block(PATTERNS[name], 29, 2),
+        q,
+        k,
+        v,
+        sinks=torch.randn(3, 2, generator=generator).to(DEVICE),
+        slopes=torch.randn(3, 2, generator=generator).to(DEVICE) / 8,
+        key_range=torch.tensor([[0, 29], [5, 21], [11, 11]], dtype=torch.int32, device=DEVICE),
+        token_sums=True,
+    )
+    assert_close(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_any_positive_scale_is_taken(scale):
+    q, k, v = fused_qkv(1, 2, 2, 21, 16, torch.float32)
+    found, expected = run(block(Dense(causal=True), 21, 2), q, k, v, scale=scale)
+    assert_close(found, expected, 4e-6)
+
+
+def test_rows_without_key_give_zero_and_minus_infinity_and_no_gradient():
+    q, k, v = fused_qkv(1, 1, 1, 64, 16, torch.float32)
+    found, expected = run(block(PATTERNS["block-lists"], 64, 1), q, k, v)
+    assert (found["o"][:, :, 16:32] == 0).all()
+    assert (found["lse"][:, :, 16:32] == -torch.inf).all()
+    assert (found["dq"][:, :, 16:32] == 0).all()
+    assert_close(found, expected, 2e-6)
+
+
+def test_a_padded_away_sample_attends_to_nothing():
+    q, k, v = fused_qkv(2, 1, 1, 20, 16, torch.float32)
+    key_range = torch.tensor([[0, 20], [20, 20]], dtype=torch.int32, device=DEVICE)
+    found, _ = run(block(Dense(), 20, 1), q, k, v, key_range=key_range)
+    assert (found["o"][1] == 0).all() and (found["lse"][1] == -torch.inf).all()
+    assert all((found[name][1] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [T, 64])
+def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_twin(causal, tokens):
+    q, k, v = fused_qkv(2, 2, 1, tokens, 16, torch.float32)
+    pattern = Adaptive(block_size=16, keep=2, causal=causal)
+    blocks, gates = pattern.choose(q, k, 0.25)
+    graph = runtime_graph(blocks, gates.float(), pattern, tokens)
+    found, expected = run(graph, q, k, v, run_grads=True, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+def test_query_heads_that_differ_share_a_key_head():
+    pattern = Dilated(segment_lengths=(24, 40), dilation_rates=(2, 3), causal=True)
+    q, k, v = fused_qkv(1, 4, 2, 41, 16, torch.float32)
+    graph = block(pattern, 41, 4)
+    assert not graph.heads_share_cols(2)
+    found, expected = run(graph, q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+def test_cross_attention_of_other_lengths_matches_the_twin():
+    q, _, _ = fused_qkv(2, 2, 1, 19, 16, torch.float32)
+    _, k, v = fused_qkv(2, 2, 1, 37, 16, torch.float32)
+    found, expected = run(cross_graph(19, 37, 2, DEVICE), q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-6)
+
+
+def test_gradients_are_written_into_one_fused_buffer():
+    q, k, v = fused_qkv(1, 4, 2, 37, 16, torch.float32)
+    graph = block(PATTERNS["window-globals"], 37, 4)
+    o, lse = launch.attention_forward(q, k, v, graph, 0.25)
+    do = torch.ones_like(o)
+    apart = launch.attention_backward(do, None, q, k, v, o, lse, graph, 0.25)
+    buffer = torch.full((1, 37, 8, 16), torch.nan, device=DEVICE)
+    out = tuple(x.transpose(1, 2) for x in buffer.split((4, 2, 2), dim=2))
+    fused = launch.attention_backward(do, None, q, k, v, o, lse, graph, 0.25, out=out)
+    assert fused.dq.data_ptr() == buffer.data_ptr()
+    expected = torch.cat([x.transpose(1, 2) for x in (apart.dq, apart.dk, apart.dv)], dim=2)
+    assert torch.equal(buffer, expected)
+
+
+def test_multiplicities_count_as_often_as_they_say():
+    groups = torch.tensor([[0, 1, 20, 0, 2]], dtype=torch.int32)
+    runs = torch.tensor(
+        [[0, 2, 10, -UNBOUNDED, UNBOUNDED], [1, 2, 10, -UNBOUNDED, UNBOUNDED]], dtype=torch.int32
+    )
+    log_multiplicity = torch.tensor([3.0, 1.0], dtype=torch.float64).log()
+    side = Side(groups, runs, log_multiplicity, torch.tensor([0, 1], dtype=torch.int32), 1, 20)
+    zero = torch.zeros(1, dtype=torch.int32)
+    # Seen from the keys, even and odd ones count differently: two groups.
+    col_groups = torch.tensor([[0, 2, 10, 0, 1], [1, 2, 10, 1, 2]], dtype=torch.int32)
+    col_runs = torch.tensor([[0, 1, 20, -UNBOUNDED, UNBOUNDED]] * 2, dtype=torch.int32)
+    borders = torch.tensor([0, 2], dtype=torch.int32)
+    cols = Side(col_groups, col_runs, log_multiplicity, borders, 2, 10)
+    graph = TileGraph(20, 20, side, cols, zero, zero, False).to(DEVICE)
+    q, k, v = fused_qkv(1, 1, 1, 20, 16, torch.float32)
+    found, expected = run(graph, q, k, v)
+    assert_close(found, expected, 2e-6)
+    assert found["lse"].exp().sum() > 0
+
+
+def test_no_output_knows_of_later_tokens_or_other_samples():
+    q, k, v = fused_qkv(2, 1, 1, T, 16, torch.float32)
+    for name, pattern in PATTERNS.items():
+        if not pattern.causal or name == "block-lists":
+            continue
+        graph = block(pattern, T, 1)
+        o, lse = launch.attention_forward(q, k, v, graph, 0.25)
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, 31:] += 1
+            x[1] = -x[1]
+        again_o, again_lse = launch.attention_forward(*changed, graph, 0.25)
+        assert torch.equal(o[0, :, :31], again_o[0, :, :31]), name
+        assert torch.equal(lse[0, :, :31], again_lse[0, :, :31]), name
+        assert not torch.equal(o[0, :, 31:], again_o[0, :, 31:])
+
+
+_BEYOND_INT32 = """
+import torch
+from dpflash.kernels import attention_launch as launch
+from dpflash.patterns import Dense
+far = torch.empty(31 * 2**27 + 16, dtype=torch.float16)  # 8 GB that are never touched
+strided = far.as_strided((1, 1, 32, 16), (0, 0, 2**27, 1))
+near = torch.randn(1, 1, 32, 16).half()
+strided.copy_(near)
+graph = Dense(causal=True).graph(32, 1)
+o, lse = launch.attention_forward(strided, strided, strided, graph, 0.25)
+expected, expected_lse = launch.attention_forward(near, near, near, graph, 0.25)
+assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
+found = launch.attention_backward(strided, None, strided, strided, strided, o, lse, graph, 0.25)
+expected = launch.attention_backward(near, None, near, near, near, o, lse, graph, 0.25)
+assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3]))
+print("exact")
+"""
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="would allocate 8 GB of device memory")
+def test_token_offsets_beyond_int32_are_exact():
+    done = subprocess.run(
+        [sys.executable, "-c", _BEYOND_INT32], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "exact", done.stderr
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_kernels_match_their_twin_at_odd_lengths(head_dim, dtype, causal):
+    q, k, v = fused_qkv(2, 4, 2, 997, head_dim, dtype)
+    found, expected = run(block(Dense(causal=causal), 997, 4), q, k, v, token_sums=True)
+    tolerance = 5e-6 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 3e-3
+    assert_close(found, expected, tolerance)
+
+
+GPU_PATTERNS = {
+    "window": SlidingWindow(window=200, global_tokens=5, causal=True),
+    "documents": Documents(cu_seqlens=(0, 300, 301, 1000, 2011), causal=True),
+    "longnet": Dilated(segment_lengths=(256, 512, 1024), dilation_rates=(1, 2, 4), causal=True),
+    "longnet-6": Dilated(segment_lengths=(250, 999), dilation_rates=(3, 6), offset="group"),
+    "block-sparse": BlockSparse(block_size=64, stride_blocks=4, random_blocks=2, causal=True),
+    "hierarchical": Hierarchical(levels=((64, 256), (256, -1)), block_size=64),
+}
+
+
+@GPU
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", GPU_PATTERNS)
+def test_compiled_kernels_match_their_twin_for_every_pattern(name, head_dim):
+    q, k, v = fused_qkv(1, 4, 2, 2011, head_dim, torch.bfloat16)
+    graph = block(GPU_PATTERNS[name], 2011, 4)
+    found, expected = run(graph, q, k, v, token_sums=True)
+    assert_close(found, expected, 2e-2)
+
+
+@GPU
+def test_compiled_kernels_repeat_bit_for_bit():
+    q, k, v = fused_qkv(2, 4, 2, 1999, 64, torch.bfloat16)
+    graph = block(GPU_PATTERNS["longnet"], 1999, 4)
+    o, lse = launch.attention_forward(q, k, v, graph, 0.125)
+    first = launch.attention_backward(o, lse, q, k, v, o, lse, graph, 0.125)
+    for _ in range(50):
+        again_o, again_lse = launch.attention_forward(q, k, v, graph, 0.125)
+        again = launch.attention_backward(o, lse, q, k, v, o, lse, graph, 0.125)
+        assert torch.equal(o, again_o) and torch.equal(lse, again_lse)
+        assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))

@@ -1,0 +1,357 @@
+"""The Triton per-sample gradient kernels against their plain twins in float64.
+
+Without a GPU they run in Triton's interpreter, at sizes of several tiles and steps.
+"""
+
+import math
+
+import pytest
+import torch
+
+from dpflash.kernels import block_reference, reference
+
+pytest.importorskip("triton")
+launch = pytest.importorskip("dpflash.kernels.grad_launch")
+
+# numpy tells of the NaN and infinity that tests put into the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
+# B, T, I, O
+SHAPES = [(1, 1, 1, 1), (5, 1, 7, 3), (2, 70, 33, 40), (1, 17, 150, 16), (3, 31, 5, 67)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "B{}-T{}-I{}-O{}".format(*s))
+RELATIVE = 2e-6
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    """Rows at odd places of a wider buffer whose other elements are NaN."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    buffer = torch.full((*shape[:-1], shape[-1] + 5), math.nan, dtype=dtype)
+    buffer[..., 2:-3] = values.to(dtype)
+    return buffer.to(DEVICE)[..., 2:-3]
+
+
+def uses(shape, dtype=torch.float32, seed=0):
+    batch, tokens, inputs, outputs = shape
+    x = random(batch, tokens, inputs, seed=seed, dtype=dtype)
+    dy = random(batch, tokens, outputs, seed=seed + 1, dtype=dtype)
+    return x, dy
+
+
+def some_factors(batch):
+    factors = torch.rand(batch, generator=torch.Generator().manual_seed(5)) + 0.1
+    return factors.to(DEVICE)
+
+
+def loop_grads(x, dy):
+    return torch.einsum("bto,bti->boi", dy.double(), x.double())
+
+
+def error(found, expected):
+    """Distance over the norm of what was expected."""
+    assert found.shape == expected.shape
+    distance = float((found.double() - expected.double()).norm())
+    return distance / max(float(expected.double().norm()), 1e-30)
+
+
+@every_shape
+@every_dtype
+def test_per_sample_gradients_and_the_squares_of_their_epilogue_match_float64(shape, dtype):
+    x, dy = uses(shape, dtype)
+    grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
+    assert grads.dtype == torch.float32 and squares.dtype == torch.float64
+    assert error(grads, loop_grads(x, dy)) <= RELATIVE
+    assert error(squares, grads.double().square().sum((1, 2))) <= 1e-14
+    assert torch.equal(launch.per_sample_grad(x, dy), grads)
+
+
+@every_shape
+@every_dtype
+@pytest.mark.parametrize("form", ["gram", "tile"])
+def test_both_forms_of_the_norm_match_float64(shape, dtype, form):
+    x, dy = uses(shape, dtype, seed=2)
+    squares = launch.grad_norm(x, dy, form=form)
+    assert squares.dtype == torch.float64
+    expected = loop_grads(x, dy).square().sum((1, 2))
+    assert float(((squares - expected) / expected).abs().max()) <= RELATIVE
+
+
+def test_the_cheaper_form_of_the_norm_is_taken(monkeypatch):
+    taken = []
+    monkeypatch.setattr(launch, "_gram_squares", lambda *a: taken.append("gram"))
+    monkeypatch.setattr(
+        launch, "_launch_per_sample", lambda *a: taken.append("tile") or torch.zeros(1)
+    )
+    for tokens in (1, 9, 10, 50):
+        launch.grad_norm(*uses((1, tokens, 10, 10)))
+    assert taken == ["gram", "gram", "tile", "tile"]
+
+
+@every_shape
+@every_dtype
+def test_the_clipped_gradient_matches_float64(shape, dtype):
+    x, dy = uses(shape, dtype, seed=3)
+    factors = some_factors(shape[0])
+    expected = torch.einsum("b,boi->oi", factors.double(), loop_grads(x, dy))
+    found = launch.clipped_grad(x, dy, factors)
+    assert found.dtype == torch.float32
+    assert error(found, expected) <= RELATIVE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_16_bit_products_are_no_worse_than_twice_what_torch_rounds(dtype):
+    x, dy = uses((2, 33, 40, 35), dtype)
+    expected = loop_grads(x, dy)
+    plain = torch.bmm(dy.transpose(1, 2), x)
+    assert error(launch.per_sample_grad(x, dy), expected) <= 2 * error(plain, expected)
+    factors = some_factors(2)
+    total = torch.einsum("b,boi->oi", factors.double(), expected)
+    weighted = (dy * factors.to(dtype)[:, None, None]).flatten(0, 1)
+    rounded = weighted.t() @ x.flatten(0, 1)
+    # The factors meet the fp32 product, so their rounding to 16 bits never happens.
+    assert error(launch.clipped_grad(x, dy, factors), total) <= error(rounded, total) / 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x2", "1x1", "3x4"])
+def test_block_clipping_matches_its_twin(dtype, size):
+    x, dy = uses((3, 21, size[1], size[0]), dtype)
+    found, factors = launch.block_clipped_grad(x, dy, 9.0, block=(32, 16), return_factors=True)
+    expected, of_twin = block_reference.block_clipped_grad(
+        x.double(), dy.double(), 9.0, block=(32, 16), return_factors=True
+    )
+    assert bool((of_twin < 1).any())
+    assert error(found, expected) <= RELATIVE
+    assert error(factors, of_twin) <= RELATIVE
+    assert torch.equal(launch.block_clipped_grad(x, dy, 9.0, block=(32, 16)), found)
+
+
+def test_the_default_block_is_the_twins_on_every_device():
+    x, dy = uses((2, 5, 130, 129))
+    found, factors = launch.block_clipped_grad(x, dy, 1.0, return_factors=True)
+    expected = block_reference.block_clipped_grad(x.double(), dy.double(), 1.0)
+    assert factors.shape == (2, 4)
+    assert error(found, expected) <= RELATIVE
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 33), (2, 1500), (4,), (1, 7)], ids=str)
+@every_dtype
+def test_reducing_stored_gradients_matches_float64(shape, dtype):
+    grads = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    factors = some_factors(shape[0])
+    expected = torch.einsum("b,b...->...", factors.double(), grads.double())
+    assert error(launch.clip_reduce(grads, factors), expected) <= RELATIVE
+    assert error(launch.clip_reduce(grads, factors, divisor=7.0), expected / 7) <= RELATIVE
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_sample_of_factor_zero_contributes_nothing_whatever_it_holds(value):
+    x, dy = uses((3, 18, 20, 17))
+    x[1, 17, 3] = dy[1, 0, 2] = value
+    factors = torch.tensor([0.5, 0.0, 1.0], device=DEVICE)
+    keep = [0, 2]
+    kept = launch.clipped_grad(x[keep], dy[keep], factors[keep])
+    assert torch.equal(launch.clipped_grad(x, dy, factors), kept)
+    grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
+    assert squares.isfinite().tolist() == [True, False, True]
+    for form in ("gram", "tile"):
+        assert launch.grad_norm(x, dy, form=form).isfinite().tolist() == [True, False, True]
+    reduced = launch.clip_reduce(grads[keep], factors[keep])
+    assert torch.equal(launch.clip_reduce(grads, factors), reduced)
+    indices = torch.arange(18, device=DEVICE).expand(3, -1) % 5
+    table = launch.embedding_clipped_grad(indices, dy, factors, 6)
+    assert torch.equal(
+        table, launch.embedding_clipped_grad(indices[keep], dy[keep], factors[keep], 6)
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_tile_that_is_not_finite_is_removed_and_the_sample_s_others_stay(value):
+    x, dy = uses((2, 9, 40, 20))
+    x[1, 3, 35] = value
+    found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(32, 32), return_factors=True)
+    assert factors[1, 1] == 0 and bool((factors[:, 0] > 0).all()) and factors[0, 1] > 0
+    assert bool(found.isfinite().all())
+    alone = launch.block_clipped_grad(x[:1], dy[:1], 1.0, block=(32, 32))
+    assert torch.equal(found[:, 32:], alone[:, 32:])
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-42], ids=["1e30", "1e-30", "denormal"])
+def test_norms_of_huge_and_tiny_gradients_neither_overflow_nor_vanish(scale):
+    x, dy = uses((2, 19, 20, 17))
+    dy = dy * scale
+    expected = loop_grads(x, dy).square().sum((1, 2))
+    grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
+    stored = grads.double().square().sum((1, 2))
+    assert float((squares / stored - 1).abs().max()) <= 1e-14
+    if scale > 1e-40:
+        assert float((squares / expected - 1).abs().max()) <= RELATIVE
+    found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(16, 16), return_factors=True)
+    assert bool((factors < 1).all()) if scale > 1 else bool((factors == 1).all())
+    assert float(found.double().norm()) <= 2.0
+
+
+@pytest.mark.parametrize("scales", [(1e-25, 1e28), (1e25, 1e-28), (1e-25, 1e-25), (1e30, 1.0)])
+def test_the_gram_form_never_hides_a_norm_behind_fp32s_range(scales):
+    x, dy = uses((2, 19, 20, 17))
+    x, dy = x * scales[0], dy * scales[1]
+    expected = loop_grads(x, dy).square().sum((1, 2))
+    # A product that overflows is not finite: the sample is then removed, which is private too.
+    found = launch.grad_norm(x, dy, form="gram")
+    assert bool(((found >= expected * (1 - 1e-6)) | ~found.isfinite()).all())
+
+
+def test_the_gram_form_never_hides_a_norm_behind_tokens_that_cancel():
+    x, dy = uses((2, 20, 40, 36))
+    x, dy = x.repeat(1, 2, 1), torch.cat([dy, -dy * (1 - 1e-6)], 1)
+    expected = loop_grads(x, dy).square().sum((1, 2))
+    found = launch.grad_norm(x, dy, form="gram")
+    assert bool((found >= expected).all())
+    size = (x.double().norm(dim=2) * dy.double().norm(dim=2)).sum(1)
+    assert bool((found.sqrt() <= expected.sqrt() + 2.0**-10 * size).all())
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 37, 9), (2, 6, 140)], ids=str)
+def test_look_ups_match_their_twins_where_tokens_repeat(shape, dtype):
+    dy = random(*shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    indices = torch.randint(0, 4, shape[:2], generator=generator).to(DEVICE)
+    indices[:, ::3] = 6
+    squares = launch.embedding_grad_norm(indices, dy)
+    assert error(squares, reference.embedding_grad_norm(indices, dy.double())) <= 1e-14
+    factors = some_factors(shape[0])
+    expected = reference.embedding_clipped_grad(indices, dy.double(), factors, 8)
+    found = launch.embedding_clipped_grad(indices, dy, factors, 8)
+    assert error(found, expected) <= RELATIVE
+    assert not bool(found[7].any())
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 37, 530])
+def test_sums_over_tokens_match_float64(tokens, dtype):
+    dy = random(2, tokens, 19, dtype=dtype)
+    found = launch.per_sample_bias_grad(dy)
+    assert found.dtype == torch.float32
+    # Tokens cancel in the sum; what counts is the size of the terms.
+    distance = float((found.double() - dy.double().sum(1)).norm())
+    assert distance <= RELATIVE * float(dy.double().norm()) * math.sqrt(tokens)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(3, 21, 6, 5), (4, 30), (2, 3, 5, 12)], ids=str)
+def test_norm_layers_match_their_twins(shape, dtype):
+    x, dy = random(*shape, dtype=dtype), random(*shape, seed=1, dtype=dtype)
+    ndim = 2 if shape[1] == 21 else 1
+    normalised = list(shape[len(shape) - ndim :])
+    weight = torch.rand(normalised, device=DEVICE).to(dtype) + 0.5
+    _, mean, rstd = torch.native_layer_norm(x.float(), normalised, None, None, 1e-5)
+    wide = [t.double() for t in (dy, x, mean, rstd, weight)]
+    # torch's own kernel gives dx.
+    found = launch.layer_norm_backward(dy.float(), x.float(), mean, rstd, weight.float(), ndim)
+    for result, expected in zip(found, reference.layer_norm_backward(*wide, ndim), strict=True):
+        assert error(result, expected) <= RELATIVE
+    found = launch.rms_norm_backward(dy, x, rstd, weight, ndim)
+    expected = reference.rms_norm_backward(wide[0], wide[1], wide[3], wide[4], ndim)
+    assert found[0].dtype == dtype and found[1].dtype == torch.float32
+    assert error(found[0], expected[0]) <= max(RELATIVE, torch.finfo(dtype).eps)
+    assert error(found[1], expected[1]) <= RELATIVE
+
+
+def test_operands_may_lie_in_memory_in_any_order():
+    x, dy = uses((2, 19, 20, 17))
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    expanded = dy[:1].expand(2, -1, -1)
+    for first, second in ((transposed, dy), (x, expanded), (transposed, expanded)):
+        found = launch.per_sample_grad(first, second)
+        assert error(found, loop_grads(first, second)) <= RELATIVE
+    mixed = launch.per_sample_grad(x.bfloat16(), dy)
+    assert error(mixed, loop_grads(x.bfloat16(), dy)) <= RELATIVE
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5)], ids=str)
+def test_an_empty_dimension_gives_zeros_of_the_right_shape(shape):
+    x, dy = torch.zeros(shape[:3], device=DEVICE), torch.zeros(*shape[:2], shape[3], device=DEVICE)
+    factors = torch.ones(shape[0], device=DEVICE)
+    grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
+    assert grads.shape == (shape[0], 5, shape[2]) and not bool(grads.any())
+    for found in (squares, launch.grad_norm(x, dy, form="gram"), launch.grad_norm(x, dy)):
+        assert found.tolist() == [0] * shape[0]
+    clipped = launch.block_clipped_grad(x, dy, 1.0)
+    for total in (
+        launch.clipped_grad(x, dy, factors),
+        launch.clip_reduce(grads, factors),
+        clipped,
+    ):
+        assert total.shape == (5, shape[2]) and not bool(total.any())
+    assert launch.per_sample_bias_grad(dy).tolist() == [[0] * 5] * shape[0]
+    indices = torch.zeros(shape[:2], dtype=torch.int64, device=DEVICE)
+    assert launch.embedding_grad_norm(indices, dy).tolist() == [0] * shape[0]
+    assert launch.embedding_clipped_grad(indices, dy, factors, 3).tolist() == [[0] * 5] * 3
+
+
+def test_squared_norms_of_stored_gradients_match_their_twin():
+    grads = random(3, 5, 7) * torch.tensor([1, 1e30, 1e-30], device=DEVICE).view(3, 1, 1)
+    found = launch.squared_norm(grads)
+    assert error(found / found, reference.squared_norm(grads.double()) / found) <= 1e-12
+
+
+def test_a_sample_alone_gives_the_bits_it_gives_in_company():
+    x, dy = uses((3, 35, 33, 40))
+    for form in ("gram", "tile"):
+        alone = [launch.grad_norm(x[i : i + 1], dy[i : i + 1], form=form) for i in range(3)]
+        assert torch.equal(torch.cat(alone), launch.grad_norm(x, dy, form=form))
+    _, factors = launch.block_clipped_grad(x, dy, 3.0, block=(16, 16), return_factors=True)
+    one = launch.block_clipped_grad(x[1:2], dy[1:2], 3.0, block=(16, 16), return_factors=True)
+    assert torch.equal(one[1], factors[1:2])
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_kernels_of_the_table_match_float64_on_the_gpu(dtype):
+    x, dy = uses((3, 333, 520, 264), dtype)
+    expected = loop_grads(x, dy)
+    squares = expected.square().sum((1, 2))
+    factors = some_factors(3)
+    total = torch.einsum("b,boi->oi", factors.double(), expected)
+    for _ in range(2):
+        assert error(launch.per_sample_grad(x, dy), expected) <= 1e-5
+        assert error(launch.clipped_grad(x, dy, factors), total) <= 1e-5
+        for form in ("gram", "tile"):
+            assert error(launch.grad_norm(x, dy, form=form), squares) <= 1e-5
+        blocks, found = launch.block_clipped_grad(x, dy, 50.0, return_factors=True)
+        wide = x.double(), dy.double()
+        twin, of_twin = block_reference.block_clipped_grad(*wide, 50.0, return_factors=True)
+        assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
+
+
+@pytest.mark.gpu
+def test_results_repeat_bit_for_bit_on_the_gpu():
+    x, dy = uses((4, 700, 260, 300), torch.bfloat16)
+    indices = torch.randint(0, 50, (4, 700), device=DEVICE)
+    factors = some_factors(4)
+    calls = [
+        lambda: launch.per_sample_grad(x, dy),
+        lambda: launch.grad_norm(x, dy, form="gram"),
+        lambda: launch.grad_norm(x, dy, form="tile"),
+        lambda: launch.clipped_grad(x, dy, factors),
+        lambda: launch.block_clipped_grad(x, dy, 1.0),
+        lambda: launch.embedding_grad_norm(indices, dy),
+        lambda: launch.embedding_clipped_grad(indices, dy, factors, 50),
+        lambda: launch.per_sample_bias_grad(dy),
+    ]
+    for call in calls:
+        first = call()
+        assert all(torch.equal(first, call()) for _ in range(5))

@@ -1,0 +1,450 @@
+"""Noise streams: the standards' own vectors, addresses, normals and who gets which of them.
+
+Three ways make the same words: `cryptography` (CPUs), the Triton kernel (GPUs; without one it runs
+in Triton's interpreter) and the plain twin. Triton's part is `test_noise_triton.py`.
+"""
+
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+
+from dpflash.kernels import gaussian_noise_, noise, noise_reference, normals_from_bits
+from dpflash.kernels.noise import keystream
+
+KEY = bytes(range(32))
+OTHER_KEY = bytes(range(1, 33))
+GENERATORS = ["chacha20", "philox"]
+SIZES = {"chacha20": 8, "philox": 2}
+TWINS = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}
+
+
+def stream(count, *, std=1.0, key=KEY, step=0, parameter_id=0, dtype=torch.float32, **more):
+    return gaussian_noise_(
+        torch.zeros(count, dtype=dtype),
+        std=std,
+        key=key,
+        step=step,
+        parameter_id=parameter_id,
+        **more,
+    )
+
+
+def nonce(text):
+    """The address whose nonce RFC 8439 writes as these bytes."""
+    data = bytes.fromhex(text)
+    return {
+        "step": int.from_bytes(data[:8], "little"),
+        "parameter_id": int.from_bytes(data[8:], "little"),
+    }
+
+
+def by_cryptography(*, step, parameter_id, block, count):
+    return bytes(keystream(KEY, first=step, second=parameter_id, block=block, count=8 * count))
+
+
+def by_the_twin(*, step, parameter_id, block, count):
+    blocks = torch.arange(block, block + count)
+    words = noise_reference.chacha20(KEY, step=step, parameter_id=parameter_id, blocks=blocks)
+    return words.numpy().tobytes()
+
+
+RFC_BLOCK = bytes.fromhex(
+    "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+    "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+)
+RFC_PLAINTEXT = (
+    b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the "
+    b"future, sunscreen would be it."
+)
+RFC_CIPHERTEXT = bytes.fromhex(
+    "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
+    "f91b65c5524733ab8f593dabcd62b3571639d624e65152ab8f530c359f0861d8"
+    "07ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
+    "5af90bbf74a35be6b40b8eedf2785e42874d"
+)
+# Counter and key as Random123's kat_vectors writes them, and the result.
+PHILOX_VECTORS = [
+    ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+@pytest.mark.parametrize("block_function", [by_cryptography, by_the_twin])
+def test_the_block_is_that_of_rfc_8439_section_2_3_2(block_function):
+    found = block_function(**nonce("000000090000004a00000000"), block=1, count=1)
+    assert found == RFC_BLOCK
+
+
+@pytest.mark.parametrize("block_function", [by_cryptography, by_the_twin])
+def test_the_keystream_is_that_of_rfc_8439_section_2_4_2(block_function):
+    found = block_function(**nonce("000000000000004a00000000"), block=1, count=2)
+    encrypted = bytes(a ^ b for a, b in zip(RFC_PLAINTEXT, found, strict=False))
+    assert encrypted == RFC_CIPHERTEXT
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_VECTORS, ids=["0", "1", "pi"])
+def test_philox_is_that_of_random123(counter, key, expected):
+    words = tuple(torch.tensor([x]) for x in counter)
+    found = noise_reference.philox_words(key[0] | key[1] << 32, words)
+    assert " ".join(f"{x:08x}" for x in found[0].tolist()) == expected
+
+
+@hypothesis.settings(max_examples=40, derandomize=True)
+@hypothesis.given(
+    st.binary(min_size=32, max_size=32),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 3),
+)
+def test_twin_and_cryptography_make_the_same_words(key, step, parameter_id, block):
+    found = keystream(key, first=step, second=parameter_id, block=block, count=24)
+    blocks = torch.arange(block, block + 3)
+    twin = noise_reference.chacha20(key, step=step, parameter_id=parameter_id, blocks=blocks)
+    assert twin.numpy().tobytes() == bytes(found)
+
+
+def test_consecutive_blocks_continue_the_keystream(monkeypatch):
+    whole = keystream(KEY, first=3, second=5, block=0, count=64)
+    for block in range(8):
+        part = keystream(KEY, first=3, second=5, block=block, count=8)
+        assert part == whole[64 * block : 64 * (block + 1)]
+    monkeypatch.setattr(noise, "_ZEROS", bytes(64))
+    assert keystream(KEY, first=3, second=5, block=0, count=64) == whole
+
+
+def test_an_address_beyond_the_32_bit_counter_is_refused():
+    with pytest.raises(ValueError, match="count=17"):
+        keystream(KEY, first=0, second=0, block=2**32 - 2, count=17)
+    assert len(keystream(KEY, first=0, second=0, block=2**32 - 2, count=16)) == 128
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_no_two_addresses_share_a_word(generator):
+    """By chance one of 43 000 words of 64 bits repeats with probability 5e-11."""
+    last = 2**32 - 1
+    blocks = torch.tensor([0, 1, 2, 3, 255, 256, 65536, 2**31, last])
+    words = [
+        TWINS[generator](key, step=step, parameter_id=parameter_id, blocks=blocks).flatten()
+        for key in (KEY, OTHER_KEY, bytes(32))
+        for step in (0, 1, 2, 3, last, 2**32, 2**32 + 1, 2**33, 2**40, 2**63, 2**64 - 1)
+        for parameter_id in (0, 1, 2, 256, 2**31, last)
+    ]
+    words = torch.cat(words)
+    assert words.unique().numel() == words.numel() == 3 * 11 * 6 * 9 * SIZES[generator]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_no_two_steps_parameters_or_keys_have_equal_streams(generator):
+    addresses = [
+        {"key": key, "step": step, "parameter_id": parameter_id}
+        for key in (KEY, OTHER_KEY)
+        for step in (0, 1, 2**32, 2**63)
+        for parameter_id in (0, 1, 2**31)
+    ]
+    streams = [stream(64, generator=generator, **address) for address in addresses]
+    for i, one in enumerate(streams):
+        for other in streams[:i]:
+            assert not (one == other).any()
+
+
+def test_the_two_generators_share_no_values_and_philox_does_not_take_the_key_itself():
+    assert not (stream(256) == stream(256, generator="philox")).any()
+    short = noise_reference.philox_key(KEY).to_bytes(8, "little")
+    assert short not in KEY and short != noise_reference.philox_key(OTHER_KEY).to_bytes(
+        8, "little"
+    )
+
+
+def test_the_values_of_a_stream_are_what_they_have_always_been():
+    found = stream(5, std=1.5, key=KEY, step=2**40 + 3, parameter_id=6, offset=3)
+    expected = [-0.17270987, -1.7411324, 0.12729365, -1.3197885, 0.064632416]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize(
+    ("count", "offset"), [(1, 0), (1, 7), (777, 0), (1000, 13), (6, 2**33 - 6)]
+)
+def test_the_cpu_path_is_its_twin_bit_for_bit(count, offset, generator, dtype):
+    address = {"std": 0.3, "key": KEY, "step": 2**33 + 1, "parameter_id": 2**31 + 1}
+    address |= {"offset": offset, "generator": generator}
+    start = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    found = gaussian_noise_(start.clone(), **address)
+    assert torch.equal(found, noise_reference.gaussian_noise_(start.clone(), **address))
+
+
+@hypothesis.settings(max_examples=60, derandomize=True)
+@hypothesis.given(
+    st.integers(1, 60), st.integers(0, 100), st.booleans(), st.sampled_from(GENERATORS)
+)
+def test_a_part_of_a_parameter_gets_bit_for_bit_the_noise_it_has_in_the_whole(
+    size, offset, double, generator
+):
+    dtype = torch.float64 if double else torch.float32
+    address = {"std": 1.7, "step": 9, "parameter_id": 4, "dtype": dtype, "generator": generator}
+    whole = stream(161, **address)
+    assert torch.equal(stream(size, offset=offset, **address), whole[offset : offset + size])
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("cuts", [(1, 2, 3), (97, 500, 501), (333, 666), (8, 64, 512)])
+def test_shards_together_are_the_unsharded_parameter_bit_for_bit(cuts, generator):
+    address = {"std": 0.7, "step": 5, "parameter_id": 1, "generator": generator}
+    borders = [0, *cuts, 1000]
+    shards = [
+        stream(end - begin, offset=begin, **address)
+        for begin, end in zip(borders, borders[1:], strict=False)
+    ]
+    assert torch.equal(torch.cat(shards), stream(1000, **address))
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_parts_agree_across_the_chunks_in_which_words_are_made(generator, monkeypatch):
+    address = {"step": 1, "parameter_id": 2, "generator": generator}
+    whole = stream(1000, **address)
+    for chunk in (8, 64, 104):
+        monkeypatch.setattr(noise, "_CHUNK_WORDS", chunk)
+        assert torch.equal(stream(1000, **address), whole)
+        assert torch.equal(stream(333, offset=101, **address), whole[101:434])
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_the_last_element_of_a_stream_exists_and_the_next_does_not(generator):
+    elements = {"chacha20": 2**35, "philox": 2**33}[generator]
+    last = stream(9, offset=elements - 9, generator=generator)
+    assert last.isfinite().all() and last.unique().numel() == 9
+    with pytest.raises(ValueError, match=f"offset={elements - 8}: with 9 elements .*parameter_id"):
+        stream(9, offset=elements - 8, generator=generator)
+
+
+def test_noise_is_added_to_what_is_there_and_nothing_is_drawn_for_nothing(monkeypatch):
+    address = {"std": 2.0, "key": KEY, "step": 0, "parameter_id": 0}
+    noise_alone = gaussian_noise_(torch.zeros(4, 3), **address)
+    ones = torch.ones(4, 3)
+    assert gaussian_noise_(ones, **address) is ones
+    torch.testing.assert_close(ones, noise_alone + 1)
+    assert gaussian_noise_(torch.zeros(()), **address) == noise_alone[0, 0]
+    monkeypatch.setattr(noise, "_WORDS", {})
+    assert gaussian_noise_(torch.zeros(0), **address).numel() == 0
+    assert not gaussian_noise_(torch.zeros(3), **{**address, "std": 0.0}).any()
+
+
+def test_numbers_of_numpy_do_not_overflow():
+    found = stream(4, std=np.float64(2.0), step=np.int64(2**40), parameter_id=np.uint8(200))
+    assert torch.equal(found, stream(4, std=2.0, step=2**40, parameter_id=200))
+    offset = np.int32(2**31 - 16)
+    assert torch.equal(stream(8, offset=offset), stream(8, offset=2**31 - 16))
+
+
+def test_a_narrow_tensor_takes_noise_by_the_remedy_that_the_message_names():
+    narrow = torch.ones(5, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"out\.dtype=torch\.bfloat16: .*out\.float\(\)"):
+        gaussian_noise_(narrow, std=1.0, key=KEY, step=0, parameter_id=0)
+    wide = gaussian_noise_(narrow.float(), std=1.0, key=KEY, step=0, parameter_id=0)
+    assert torch.equal(wide.bfloat16(), (stream(5) + 1).bfloat16())
+
+
+GOOD = {"std": 1.0, "key": KEY, "step": 0, "parameter_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"std": -1.0}, r"std=-1\.0: expected a finite number >= 0; pass"),
+        ({"std": math.nan}, r"std=nan: expected"),
+        ({"std": math.inf}, r"std=inf: expected"),
+        ({"std": "1"}, r"std='1': expected"),
+        ({"std": True}, r"std=True: expected"),
+        ({"key": b"\x07" * 31}, r"key: expected 32 bytes, got 31; take them from os\.urandom"),
+        ({"key": "k" * 32}, r"key: expected bytes, got str"),
+        ({"step": -1}, r"step=-1: expected an integer in \[0, 2\^64\); count"),
+        ({"step": 2**64}, r"step=18446744073709551616: expected"),
+        ({"step": 1.0}, r"step=1\.0: expected an integer"),
+        ({"parameter_id": -1}, r"parameter_id=-1: expected an integer in \[0, 2\^32\)"),
+        ({"parameter_id": 2**32}, r"parameter_id=4294967296: expected"),
+        ({"offset": -1}, r"offset=-1: expected an integer >= 0; pass the element"),
+        ({"offset": 0.5}, r"offset=0\.5: expected"),
+        ({"generator": "mt19937"}, r"generator='mt19937': expected one of chacha20, philox"),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+)
+def test_what_is_out_of_range_is_refused_by_name_before_anything_is_written(changed, message):
+    out = torch.zeros(3)
+    with pytest.raises(ValueError, match=message):
+        gaussian_noise_(out, **{**GOOD, **changed})
+    assert not out.any()
+
+
+def test_a_refused_key_is_not_in_the_message():
+    with pytest.raises(ValueError) as error:
+        gaussian_noise_(torch.zeros(3), **{**GOOD, "key": b"secret"})
+    assert "secret" not in str(error.value) and b"secret".hex() not in str(error.value)
+
+
+def test_what_is_not_contiguous_or_differentiable_is_refused():
+    out = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match=r"out: not contiguous .*out\.contiguous\(\)"):
+        gaussian_noise_(out.t()[1:], **GOOD)
+    with pytest.raises(ValueError, match=r"out\.requires_grad=True: .*no_grad"):
+        gaussian_noise_(out.requires_grad_(), **GOOD)
+    assert not out.any()
+    with torch.no_grad():
+        assert gaussian_noise_(out, **GOOD).any()
+
+
+# 64-bit words as signed integers: all zeros, all ones, and what lies around them.
+EXTREMES = [0, 1, 2**11 - 1, 2**11, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1, -(2**11), -1]
+
+
+def extreme_words():
+    pairs = torch.cartesian_prod(torch.tensor(EXTREMES), torch.tensor(EXTREMES))
+    return pairs.flatten()
+
+
+def test_the_greatest_normal_is_that_of_the_smallest_uniform():
+    words = extreme_words()
+    normals = normals_from_bits(words)
+    assert normals.isfinite().all()
+    reach = math.sqrt(2 * 54 * math.log(2))
+    assert 8.65 < reach < 8.66
+    assert normals.abs().max() == pytest.approx(reach, rel=3e-7)
+    # All zeros: the smallest uniform, 2^-54, at the angle 0.
+    assert normals[0] == normals.max() and normals[1] == 0
+    # All ones: a uniform that fp32 rounds to 1, whose radius is 0.
+    assert not normals.view(-1, 2)[words.view(-1, 2)[:, 0] == -1].any()
+    assert torch.equal(noise._Scratch(500).normals(words), normals)
+
+
+def test_normals_made_in_scratch_memory_are_those_of_the_twin():
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**63), 2**63 - 1, (2**17,), generator=generator)
+    scratch = noise._Scratch(2**16)
+    for count in (2**17, 2, 1002, 2**16 + 6):
+        assert torch.equal(scratch.normals(words[:count]), normals_from_bits(words[:count]))
+
+
+def test_the_smallest_radius_that_is_not_0_is_the_documented_one():
+    word = (2**24 - 1) << 40
+    normals = normals_from_bits(torch.tensor([word - 2**64, 0]))
+    assert normals[0] == pytest.approx(math.sqrt(-2 * math.log(1 - 2**-24)), rel=1e-6)
+    assert 3.4e-4 < normals[0] < 3.5e-4
+
+
+STREAMS = 16
+
+
+@pytest.fixture(scope="module", params=GENERATORS)
+def normals(request):
+    """2 * 10^6 draws of 16 streams."""
+    count = 2_000_000 // STREAMS
+    parts = [
+        stream(count, key=OTHER_KEY, step=step, parameter_id=p, generator=request.param)
+        for step in range(4)
+        for p in range(4)
+    ]
+    return torch.cat(parts).double().numpy()
+
+
+def test_normals_pass_the_kolmogorov_smirnov_test(normals):
+    """False alarm: 1e-3."""
+    assert scipy.stats.kstest(normals, "norm").pvalue > 1e-3
+
+
+def test_normals_have_mean_zero_variance_one_and_kurtosis_three(normals):
+    """Four bounds of 4 standard errors; false alarm: 2.5e-4 together."""
+    count = normals.size
+    assert abs(normals.mean()) <= 4 / math.sqrt(count)
+    assert abs((normals**2).mean() - 1) <= 4 * math.sqrt(2 / count)
+    assert abs((normals**3).mean()) <= 4 * math.sqrt(15 / count)
+    assert abs((normals**4).mean() - 3) <= 4 * math.sqrt(96 / count)
+
+
+def test_tails_have_their_gaussian_mass(normals):
+    """Three counts within 4.5 standard errors; false alarm: some 1e-4, of the rarest count."""
+    for threshold in (2.0, 3.0, 4.0):
+        mass = 2 * scipy.stats.norm.sf(threshold)
+        found = int((np.abs(normals) > threshold).sum())
+        expected = mass * normals.size
+        assert abs(found - expected) <= 4.5 * math.sqrt(expected)
+
+
+def test_neighbours_pairs_and_streams_are_uncorrelated(normals):
+    """Lag 1 is the pair, 125 000 the next parameter, 500 000 the next step. False alarm: 1e-4."""
+    bound = 4.5 / math.sqrt(normals.size / 2)
+    # Squares too: a pair shares its radius, but independent normals do not show it.
+    squares = normals**2 - 1
+    for lag in (1, 2, 3, 4, 7, 8, 16, 125_000, 500_000):
+        assert abs(np.mean(normals[:-lag] * normals[lag:])) <= bound
+        assert abs(np.mean(squares[:-lag] * squares[lag:])) <= 2 * bound
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_keys_steps_and_parameters_that_differ_in_one_bit_are_uncorrelated(generator):
+    """107 correlations within 5 standard errors; false alarm: 6e-5."""
+    count = 40_000
+    base = {"key": KEY, "step": 0, "parameter_id": 0}
+    addresses = [base | {"step": 1 << bit} for bit in range(0, 64, 3)]
+    addresses += [base | {"parameter_id": 1 << bit} for bit in range(0, 32, 2)]
+    for bit in range(0, 256, 17):
+        key = (int.from_bytes(KEY, "little") ^ 1 << bit).to_bytes(32, "little")
+        addresses.append(base | {"key": key})
+    one = stream(count, generator=generator, **base).double()
+    for address in addresses:
+        other = stream(count, generator=generator, **address).double()
+        assert abs(float((one * other).mean())) <= 5 / math.sqrt(count)
+
+
+@pytest.mark.slow
+def test_1e8_draws_keep_every_bound():
+    """Moments, distribution, tail and correlations between streams of 10^8 draws.
+
+    The distribution: Kolmogorov-Smirnov over 2^14 borders, which is not above the statistic over
+    all. Bounds of 4.5 standard errors and a level of 1e-5: false alarm below 1e-4 altogether.
+    """
+    count, chunk = 100_000_000, 1_000_000
+    bins = 1 << 14
+    histogram = torch.zeros(bins, dtype=torch.int64)
+    sums = torch.zeros(4, dtype=torch.float64)
+    products = torch.zeros(3, dtype=torch.float64)
+    far = 0
+    other = None
+    for i in range(count // chunk):
+        # 10 parameters in 10 steps: the chunk before is another parameter, or another step.
+        step, parameter_id = divmod(i, 10)
+        wide = stream(chunk, key=OTHER_KEY, step=step, parameter_id=parameter_id).double()
+        far += int((wide.abs() > 5).sum())
+        histogram += torch.histc(torch.special.ndtr(wide), bins, 0, 1).long()
+        square = wide * wide
+        sums += torch.stack([wide.sum(), square.sum(), wide @ square, square @ square])
+        products[0] += wide[:-1] @ wide[1:]
+        if other is not None:
+            products[1] += wide @ other
+            products[2] += (square - 1) @ (other * other - 1)
+        other = wide
+    mean, variance, skewness, kurtosis = (sums / count).tolist()
+    error = 4.5 / math.sqrt(count)
+    assert abs(mean) <= error
+    assert abs(variance - 1) <= error * math.sqrt(2)
+    assert abs(skewness) <= error * math.sqrt(15)
+    assert abs(kurtosis - 3) <= error * math.sqrt(96)
+    neighbours, streams, squares = (products / count).tolist()
+    assert abs(neighbours) <= error
+    assert abs(streams) <= error
+    assert abs(squares) <= 2 * error
+    expected = 2 * scipy.stats.norm.sf(5.0) * count
+    assert abs(far - expected) <= 5.5 * math.sqrt(expected)
+    distribution = histogram.cumsum(0)[:-1].double() / count
+    distance = (distribution - torch.arange(1, bins) / bins).abs().max()
+    assert float(distance) <= scipy.special.kolmogi(1e-5) / math.sqrt(count)
