@@ -74,3 +74,30 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             "written by engine.save_checkpoint"
         )
     return state
+
+
+# Releases that restored engines of this process made: key and incarnation -> engine -> steps.
+_claims: dict[tuple[bytes, int], dict[int, range]] = {}
+
+
+def claim(key: bytes, incarnation: int, step: int, engine: int) -> None:
+    """Let one restored engine alone make a release.
+
+    Args:
+        key: key of the noise, with the incarnation.
+        incarnation: see key.
+        step: number of the release.
+        engine: a number of the engine's own.
+
+    Raises:
+        RuntimeError: another restored engine of this process made it.
+    """
+    claims = _claims.setdefault((key, incarnation), {})
+    if any(step in steps for other, steps in claims.items() if other != engine):
+        raise RuntimeError(
+            "another engine of this process was restored from the same checkpoint and has "
+            "released steps since; this one would add the same noise to other gradients, and "
+            "their difference would show the data. Go on from the other's newest checkpoint, or "
+            "use PrivacyEngine(ledger=...) from the start, which gives each branch its own noise"
+        )
+    claims[engine] = range(claims.get(engine, range(step, step)).start, step + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import math
 import os
 import warnings
@@ -31,6 +32,8 @@ from .streams import derive_key, master_key
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
+
+_numbers = itertools.count()
 
 # Arguments of peers that have no counterpart here.
 _REFUSED = {
@@ -75,6 +78,8 @@ class PrivacyEngine:
         self.seed = seed
         self._key = master_key(seed)
         self._incarnation = 0
+        self._number = next(_numbers)
+        self._restored = False
         self._noiseless = False
         self._unamplified = False
         self._pass_noise = math.inf
@@ -208,6 +213,7 @@ class PrivacyEngine:
         )
         backward.bound_source = lambda: private_optimizer.max_grad_norm
         backward.before_backward = tracker.before_backward
+        backward.begin_release = private_optimizer.begin_release
 
         def abandon() -> None:
             private_optimizer.forget_signals()
@@ -524,6 +530,7 @@ class PrivacyEngine:
         self._unamplified |= state["unamplified"]
         self.seed = state["seed"]
         if self._ledger is None:
+            self._restored = True
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
         elif self._ledger.releases != state["ledger_releases"]:
             # The accountant already holds the whole ledger.
@@ -615,7 +622,10 @@ class PrivacyEngine:
 
     def _charge(self, noise_multiplier: float, signalled: bool) -> None:
         """Pay for a release before it is made."""
-        assert self._loader is not None
+        assert self._loader is not None and self._optimizer is not None
+        if self._restored and noise_multiplier > 0:
+            step = self._optimizer.releases
+            checkpoint.claim(self._key, self._incarnation, step, self._number)
         drawn = self._tracker.came_from_loader(signalled)
         rate: float | None
         if not drawn:

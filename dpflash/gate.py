@@ -33,6 +33,7 @@ from ._validate import positive
 from .clipping import Group, clip_factors
 from .kept import KeptUses, TiledUse
 from .planner import LinearShape, Plan, plan
+from .release import Release
 
 
 class _ClipGate(torch.autograd.Function):
@@ -192,10 +193,7 @@ class Gate:
             if kept is not None:
                 own = kept.clipped(factors, parameter.shape[0])
                 total = own if total is None else total + own
-            if total is not None:
-                owner.deposit(parameter, total)
-                total = total.to(parameter.dtype)
-            results.append(total)
+            results.append(None if total is None else owner.deposit(parameter, total))
         self.reset()
         return results
 
@@ -217,9 +215,8 @@ class Gate:
             total, factors = block_clip_reduce(dense, bound, return_factors=True)
         owner.note(None, factors.amin(1))
         total = total * scale if scale != 1 else total
-        owner.deposit(parameter, total)
         self.reset()
-        return [total.to(parameter.dtype)]
+        return [owner.deposit(parameter, total)]
 
     def reset(self) -> None:
         self._kept = {}
@@ -237,6 +234,9 @@ class PrivateBackward:
             gates write here and only this is ever released, so that an ordinary gradient which
             reached `parameter.grad` by another road cannot be.
         bound: max_grad_norm of the current logical batch.
+        begin_release: pays for the release that the backward under way ends with; None where that
+            is not known before the optimizer's step.
+        release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
     """
 
@@ -267,6 +267,9 @@ class PrivateBackward:
         self.bound = float("nan")
         self.batch_hint: int | None = None
         self.before_backward: Callable[[int], None] = lambda batch_size: None
+        self.begin_release: Callable[[], Release | None] = lambda: None
+        self.release: Release | None = None
+        self._asked = False
         self.squared_norms: Tensor | None = None
         self.clipped_samples = 0
         self.nonfinite_samples = 0
@@ -410,6 +413,7 @@ class PrivateBackward:
         self._arrived = set()
         self._arrived_generation = None
         self._removed = None
+        self._asked = False
         self._task = -1
         if math.isnan(self.bound):
             bound = self.bound_source()
@@ -468,9 +472,21 @@ class PrivateBackward:
         self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
         self.seen_samples += factors.numel()
 
-    def deposit(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+        """Add to a parameter's sum, with its noise if the release is under way: what .grad gets.
+
+        `total` is overwritten.
+        """
+        if not self._asked:
+            self._asked = True
+            if self.release is None:
+                self.release = self.begin_release()
+        if self.release is not None:
+            self.release.add_noise(parameter, total)
+            self.release.noised(parameter)
         held = self.sums.get(parameter)
         self.sums[parameter] = total if held is None else held + total
+        return total.to(parameter.dtype)
 
     def note_shapes(self, gate: Gate) -> None:
         """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""
@@ -490,6 +506,7 @@ class PrivateBackward:
         """Ready for the next logical batch."""
         self.sums = {}
         self.bound = float("nan")
+        self.release = None
         self._release_gates()
         self._stale = True
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpflash.kernels import gaussian_noise_
-
 from ._validate import finite, non_negative, positive
 from .gate import PrivateBackward
+from .release import Release
 from .sampling import BatchTracker
 
 
@@ -22,19 +21,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     Attributes:
         original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
-        noise_multiplier: noise standard deviation over max_grad_norm. May be changed between
-            steps; each release is accounted with the value it used.
-        max_grad_norm: L2 bound of one sample's contribution. A change takes effect at the next
-            logical batch.
+        noise_multiplier: noise standard deviation over max_grad_norm.
+        max_grad_norm: L2 bound of one sample's contribution.
         expected_batch_size: the divisor of a step; public, never the drawn size.
-        releases: noisy steps made so far.
+        releases: noisy steps begun so far; each has noise of its own.
+
+    Both of the first may be changed between steps, before the backward of the next logical batch;
+    each release is accounted with the values it used.
 
     Guarantees:
         The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
-        those without a gradient included. Noise is added once for a logical batch; a step that
-        ends a physical batch only releases nothing and costs nothing. The accountant is charged
-        before the noisy gradient exists.
+        those without a gradient included. Noise is added once for a logical batch, inside the
+        backward of its last physical batch where the private loader tells which that is, else in
+        `step`; a step that ends a physical batch only releases nothing and costs nothing. The
+        accountant is charged before the noisy gradient exists, so a batch that is dropped after
+        its backward has been paid for.
     """
 
     def __init__(
@@ -194,39 +196,51 @@ class PrivateOptimizer(torch.optim.Optimizer):
         mark = self._tracker.current
         return mark is not None and not mark.last
 
-    def _release(self) -> None:
-        backward = self._backward
+    def begin_release(self) -> Release | None:
+        """The release that the backward under way makes; None where only `step` can tell."""
+        mark = self._tracker.current
+        if self._step_skip_queue or mark is None or not mark.last:
+            return None
+        if self._is_noiseless():
+            return None
+        self._signalled = False
+        return self._open_release()
+
+    def _is_noiseless(self) -> bool:
         non_negative(noise_multiplier=self.noise_multiplier)
         finite(noise_multiplier=self.noise_multiplier)
-        bound = self.max_grad_norm if math.isnan(backward.bound) else backward.bound
+        return self.noise_multiplier == 0
+
+    def _open_release(self) -> Release:
+        """Pay for a release and give it a place in the noise streams that no other has."""
+        bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
         positive(max_grad_norm=bound)
-        if self.noise_multiplier > 0 and math.isinf(bound):
+        if not self._is_noiseless() and math.isinf(bound):
             raise ValueError(
                 "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
                 "unclipped, noiseless step"
             )
-        parameters = self.params
-        self._check_others_have_no_gradient()
-        self._check_only_gates_wrote(parameters)
         self._charge(self.noise_multiplier, self._signalled)
         step = self.releases
         self.releases += 1
+        std = 0.0 if self.noise_multiplier == 0 else self.noise_multiplier * bound
+        return Release(std, self._noise_key, step, self._parameter_ids)
+
+    def _release(self) -> None:
+        backward = self._backward
+        parameters = self.params
+        self._check_others_have_no_gradient()
+        self._check_only_gates_wrote(parameters)
+        if backward.release is None:
+            backward.release = self._open_release()
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
-        std = self.noise_multiplier * bound
         for parameter in parameters:
             total = backward.sums.get(parameter)
             if total is None:
                 total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
-            # An interrupted release must find the sums as they were.
+            # An interrupted release goes on with the sums as they were, and the same noise.
             total = total.clone(memory_format=torch.contiguous_format)
-            if std > 0:
-                gaussian_noise_(
-                    total,
-                    std=std,
-                    key=self._noise_key,
-                    step=step,
-                    parameter_id=self._parameter_ids[parameter],
-                )
+            backward.release.add_noise(parameter, total)
             parameter.grad = total.div_(divisor).to(parameter.dtype)
         backward.clear()
         backward.batch_hint = None

@@ -1,0 +1,41 @@
+"""One release: its place in the noise streams, and which parameters have their noise already."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dpflash.kernels import gaussian_noise_
+
+
+class Release:
+    """The noise of one logical batch, for each parameter's clipped sum exactly once.
+
+    Args:
+        std: standard deviation of the noise, in the units of the clipped sum; 0 for none.
+        key: 32 bytes, secret.
+        step: number of the release; no other under the same key has it.
+        parameter_ids: number of each parameter; no two have the same.
+    """
+
+    def __init__(self, std: float, key: bytes, step: int, parameter_ids: dict[nn.Parameter, int]):
+        self._std = std
+        self._key = key
+        self._step = step
+        self._parameter_ids = parameter_ids
+        self._noised: set[nn.Parameter] = set()
+
+    def add_noise(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add to `total`, in place, the noise that the parameter's sum still lacks."""
+        if self._std == 0 or parameter in self._noised or parameter not in self._parameter_ids:
+            return
+        gaussian_noise_(
+            total,
+            std=self._std,
+            key=self._key,
+            step=self._step,
+            parameter_id=self._parameter_ids[parameter],
+        )
+
+    def noised(self, parameter: nn.Parameter) -> None:
+        """The parameter's sum has its noise from now on."""
+        self._noised.add(parameter)

@@ -1,0 +1,191 @@
+"""The noise of a release is added inside the last backward of its logical batch, exactly once."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpflash import release as release_module
+from dpflash.kernels import gaussian_noise_
+
+KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
+every_kind = pytest.mark.parametrize(
+    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+)
+
+
+def losses_of(model, x):
+    return model(x).square().mean(1)
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+def data():
+    return torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+
+
+@every_kind
+def test_the_gradient_has_its_noise_before_the_step(private, kind):
+    runs = [private(build(), data(), noise_multiplier=m, **kind) for m in (0.0, 2.0)]
+    for engine, model, _, loader in runs:
+        for (x,) in loader:
+            engine.backward(losses_of(model, x))
+            break
+    (plain, quiet, *_), (engine, noisy, optimizer, _) = runs
+    pairs = zip(quiet.named_parameters(), noisy.parameters(), strict=True)
+    for number, ((_, without), with_noise) in enumerate(pairs):
+        noise = torch.zeros_like(without)
+        key = engine._noise_key()
+        gaussian_noise_(noise, std=2.0, key=key, step=0, parameter_id=number)
+        torch.testing.assert_close(with_noise.grad - without.grad, noise, atol=1e-5, rtol=0)
+        assert torch.equal(engine._backward.sums[with_noise], with_noise.grad)
+    assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
+    before = {p: p.grad.clone() for p in noisy.parameters()}
+    optimizer.step()
+    # The step divides by the expected batch size and adds nothing.
+    assert all(torch.equal(p.grad, before[p] / 4) for p in noisy.parameters())
+    assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
+
+
+@every_kind
+def test_only_the_last_physical_batch_is_noised(private, kind, monkeypatch):
+    engine, model, optimizer, loader = private(
+        build(), data(), noise_multiplier=1.0, batch_size=12, physical_batch_size=3, **kind
+    )
+    drawn = []
+
+    def count(out, **address):
+        drawn.append((address["step"], address["parameter_id"]))
+        return gaussian_noise_(out, **address)
+
+    monkeypatch.setattr(release_module, "gaussian_noise_", count)
+    parts = 0
+    for (x,) in loader:
+        optimizer.zero_grad()
+        last = engine._tracker.current.last
+        so_far = len(drawn)
+        engine.backward(losses_of(model, x))
+        assert (len(drawn) > so_far) == last
+        optimizer.step()
+        parts += 1
+    assert parts > optimizer.releases == 2
+    assert sorted(drawn) == [(step, number) for step in (0, 1) for number in range(6)]
+
+
+def test_the_noise_is_the_same_wherever_it_is_added(private):
+    """A part of an empty draw, or a gradient that is missing, is noised by the step instead."""
+
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(Partly(), data(), noise_multiplier=3.0)
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        assert model.unused.weight.grad is None and model.used.weight.grad is not None
+        optimizer.step()
+        break
+    noise = torch.zeros(2, 3)
+    gaussian_noise_(noise, std=3.0, key=engine._noise_key(), step=0, parameter_id=2)
+    assert torch.equal(model.unused.weight.grad, noise / 4)
+
+
+def test_a_dropped_batch_is_paid_for_and_its_noise_is_not_used_again(private):
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    seen = []
+    for (x,) in loader:
+        for _ in range(2):
+            engine.backward(losses_of(model, x))
+            seen.append(model[0].weight.grad.clone())
+            optimizer.zero_grad()
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        break
+    assert not torch.equal(*seen)
+    assert optimizer.releases == 3 and engine.accountant.history == [(1.0, 1 / 6, 3)]
+
+
+def test_an_interrupted_step_goes_on_with_the_same_release(private, monkeypatch):
+    runs = []
+    for interrupted in (False, True):
+        engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+        model[2].requires_grad_(True)
+        for (x,) in loader:
+            engine.backward(losses_of(model, x))
+            if interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr(engine._backward, "clear", _interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                # What the interrupted step wrote is not a clipped sum.
+                for parameter in model.parameters():
+                    parameter.grad = None
+            optimizer.step()
+            break
+        assert optimizer.releases == 1 and len(engine.accountant) == 1
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_noise_multiplier_counts_as_it_was_in_the_backward(private):
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        optimizer.noise_multiplier = 0.0
+        optimizer.step()
+        break
+    assert engine.accountant.history == [(1.0, 1 / 6, 1)] and not engine._noiseless
+
+
+def test_a_checkpoint_between_backward_and_step_repeats_no_noise(private, tmp_path):
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        engine.save_checkpoint(tmp_path / "state")
+        break
+    seen = model[0].weight.grad.clone()
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    engine.load_checkpoint(tmp_path / "state")
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        break
+    assert optimizer.releases == 2 and engine.accountant.history == [(1.0, 1 / 6, 2)]
+    assert not torch.equal(model[0].weight.grad, seen)
+
+
+def test_two_engines_of_one_checkpoint_cannot_both_step(private, tmp_path):
+    def run():
+        return private(build(), data(), noise_multiplier=1.0)
+
+    def step(engine, model, optimizer, loader):
+        for (x,) in loader:
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            break
+
+    original, first, second, third = run(), run(), run(), run()
+    original[0].save_checkpoint(tmp_path / "state")
+    for restored in (first, second):
+        restored[0].load_checkpoint(tmp_path / "state")
+    step(*first)
+    with pytest.raises(RuntimeError, match="restored from the same checkpoint.*ledger"):
+        step(*second)
+    assert second[2].releases == 0 and not second[0].accountant.history
+    # One after the other is a resumed run, from whichever point was not gone beyond.
+    first[0].save_checkpoint(tmp_path / "later")
+    third[0].load_checkpoint(tmp_path / "later")
+    step(*third)
+    with pytest.raises(RuntimeError, match="restored from the same checkpoint"):
+        step(*first)
