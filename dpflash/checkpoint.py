@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-FORMAT = "dpflash-checkpoint-1"
+FORMAT = "dpflash-checkpoint-2"
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -76,23 +76,23 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
-# Releases that restored engines of this process made: key and incarnation -> engine -> steps.
-_claims: dict[tuple[bytes, int], dict[int, range]] = {}
+# Releases that restored engines of this process made: run and incarnation -> engine -> steps.
+_claims: dict[tuple[str, int], dict[int, range]] = {}
 
 
-def claim(key: bytes, incarnation: int, step: int, engine: int) -> None:
+def claim(run: str, incarnation: int, step: int, engine: int) -> None:
     """Let one restored engine alone make a release.
 
     Args:
-        key: key of the noise, with the incarnation.
-        incarnation: see key.
+        run: the run's own name, which its checkpoints hand on.
+        incarnation: which of the run's noise keys.
         step: number of the release.
         engine: a number of the engine's own.
 
     Raises:
         RuntimeError: another restored engine of this process made it.
     """
-    claims = _claims.setdefault((key, incarnation), {})
+    claims = _claims.setdefault((run, incarnation), {})
     if any(step in steps for other, steps in claims.items() if other != engine):
         raise RuntimeError(
             "another engine of this process was restored from the same checkpoint and has "

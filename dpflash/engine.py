@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -78,6 +79,7 @@ class PrivacyEngine:
         self.seed = seed
         self._key = master_key(seed)
         self._incarnation = 0
+        self._run = secrets.token_hex(16)
         self._number = next(_numbers)
         self._restored = False
         self._noiseless = False
@@ -470,6 +472,7 @@ class PrivacyEngine:
                 "accountant": self.accountant.state_dict(),
                 "key": self._key,
                 "incarnation": self._incarnation,
+                "run": self._run,
                 "releases": self._optimizer.releases,
                 "ledger_releases": None if self._ledger is None else self._ledger.releases,
                 "ledger_digest": None if self._ledger is None else self._ledger.digest(),
@@ -523,6 +526,7 @@ class PrivacyEngine:
         self._optimizer.load_state_dict(state["optimizer"])
         self._key = state["key"]
         self._incarnation = state["incarnation"]
+        self._run = state["run"]
         self._optimizer.releases = state["releases"]
         self._optimizer.noise_multiplier = state["noise_multiplier"]
         self._optimizer.max_grad_norm = state["max_grad_norm"]
@@ -625,7 +629,7 @@ class PrivacyEngine:
         assert self._loader is not None and self._optimizer is not None
         if self._restored and noise_multiplier > 0:
             step = self._optimizer.releases
-            checkpoint.claim(self._key, self._incarnation, step, self._number)
+            checkpoint.claim(self._run, self._incarnation, step, self._number)
         drawn = self._tracker.came_from_loader(signalled)
         rate: float | None
         if not drawn:
