@@ -11,7 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from .gate import PrivateBackward
-from .grad_rules import ModuleContext, PrivateModule, rule_for
+from .grad_rules import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .grad_rules.base import plain_class
 from .grad_rules.linear import PrivateConv1D, PrivateLinear
 
@@ -137,9 +137,10 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
     """
     for name, module in list(model.named_modules()):
         own = {n: p for n, p in module._parameters.items() if p is not None}
-        if not any(p.requires_grad for p in own.values()):
+        trained = any(p.requires_grad for p in own.values())
+        rule = rule_for(module) if trained else block_rule_for(module)
+        if rule is None:
             continue
-        rule = rule_for(module)
         module.__dict__["_dpflash"] = ModuleContext(
             backward,
             name,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpflash.kernels import attention as kernels
 from dpflash.kernels.tile_graph import TileGraph
 
-from .patterns import Adaptive, Dense, from_key
+from .patterns import Adaptive, Dense, Pattern, from_key
 from .patterns.adaptive import runtime_graph
 from .patterns.cross import cross_graph
 
@@ -110,11 +110,14 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def _graph(
-    q: Tensor, k: Tensor, blocks: Tensor | None, gates: Tensor | None, key: str
+def graph_of(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    blocks: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> TileGraph:
-    """The tile graph of a call."""
-    pattern = from_key(key)
+    """The tile graph of a call; blocks and gates are those that an `Adaptive` pattern chose."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None
@@ -125,7 +128,7 @@ def _graph(
     return pattern.graph(queries, q.shape[1], q.device)
 
 
-def _key_range(padding: Tensor | None) -> Tensor | None:
+def key_range_of(padding: Tensor | None) -> Tensor | None:
     """`[B, 2]`, int32: the first key attended to, and the one behind the last.
 
     Args:
@@ -165,9 +168,9 @@ def _forward(
     pattern: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    graph = _graph(q, k, blocks, gates, pattern)
+    graph = graph_of(q, k, from_key(pattern), blocks, gates)
     o, lse = kernels.attention_forward(
-        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=_key_range(padding)
+        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range_of(padding)
     )
     return _laid_out(o, q), lse.contiguous()
 
@@ -188,7 +191,7 @@ def _backward(
     pattern: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    graph = _graph(q, k, blocks, gates, pattern)
+    graph = graph_of(q, k, from_key(pattern), blocks, gates)
     grads = kernels.attention_backward(
         do,
         dlse,
@@ -201,7 +204,7 @@ def _backward(
         scale,
         sinks=sinks,
         slopes=slopes,
-        key_range=_key_range(padding),
+        key_range=key_range_of(padding),
         run_grads=gates is not None,
     )
     dgates = grads.dlog_multiplicity

@@ -106,7 +106,7 @@ def attention(
         sinks and alibi_slopes) alone. Repeats bit for bit.
     """
     _require_fitting(q, k, v)
-    pattern = _resolve(pattern, causal, q, k)
+    pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
     if softmax_scale is not None:
         _validate.finite(softmax_scale=softmax_scale)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
@@ -144,8 +144,8 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _resolve(pattern: object, causal: bool, q: Tensor, k: Tensor) -> Pattern:
-    """The pattern meant, refused where it does not fit q and k."""
+def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
+    """The pattern meant, refused where it does not fit so many queries and keys."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
@@ -154,7 +154,6 @@ def _resolve(pattern: object, causal: bool, q: Tensor, k: Tensor) -> Pattern:
             f"causal=True beside pattern={resolved!r}: the pattern says itself whether it is "
             "causal; build it with causal=True"
         )
-    queries, keys = q.shape[2], k.shape[2]
     if queries != keys and (resolved.causal or not isinstance(resolved, Dense)):
         name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
         raise ValueError(

@@ -51,15 +51,23 @@ def attention_backward(
     key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
-    """See `attention_reference.attention_backward`."""
+    """See `attention_reference.attention_backward`.
+
+    Args beyond those of the twin:
+        out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
+    """
     if key_range is not None or graph.rows.leaves_rows_blind(q.shape[2]):
         # A row without key has gradient 0 whatever comes from above, NaN included.
         blind = lse == -math.inf
         do = do.masked_fill(blind.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
     turned, positive = _positive_scale(q, scale)
-    grads = _house(q).attention_backward(
+    house = _house(q)
+    # Only the kernels write where they are told to.
+    where = {} if out is None or house is attention_cpu else {"out": out}
+    grads = house.attention_backward(
         do,
         dlse,
         turned,
@@ -74,12 +82,18 @@ def attention_backward(
         key_range=key_range,
         token_sums=token_sums,
         run_grads=run_grads,
+        **where,
     )
-    if scale > 0:
+    if scale <= 0:
+        sign = -1.0 if scale < 0 else 0.0
+        q_sum = None if grads.q_sum is None else sign * grads.q_sum
+        grads = grads._replace(dq=sign * grads.dq, q_sum=q_sum)
+    if out is None:
         return grads
-    sign = -1.0 if scale < 0 else 0.0
-    q_sum = None if grads.q_sum is None else sign * grads.q_sum
-    return grads._replace(dq=sign * grads.dq, q_sum=q_sum)
+    for written, grad in zip(out, (grads.dq, grads.dk, grads.dv), strict=True):
+        if written is not grad:
+            written.copy_(grad)
+    return grads._replace(dq=out[0], dk=out[1], dv=out[2])
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

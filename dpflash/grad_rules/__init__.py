@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
 from .generic import PrivateLeaf
@@ -11,7 +12,7 @@ from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
 
-__all__ = ["ModuleContext", "PrivateModule", "rule_for"]
+__all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
 # A rule replaces one forward, so it is looked up by the forward: a subclass with a forward of its
 # own is another layer. A forward that cannot be imported here stands under its full name.
@@ -24,10 +25,24 @@ RULES: dict[object, type[PrivateModule]] = {
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
 }
 
+# Modules whose layers have rules of their own, and which run several of them as one node.
+BLOCK_RULES: dict[object, type[PrivateModule]] = {
+    "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+}
+
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private counterpart of a module that holds parameters and whose children hold none."""
+    return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
+
+
+def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
+    """The private counterpart of a module that holds no parameters itself; None for most."""
+    return BLOCK_RULES.get(_name_of_forward(module))
+
+
+def _name_of_forward(module: nn.Module) -> str:
     forward = type(module).forward
     # A forward may be any callable, even one without a name.
     names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
-    return RULES.get(forward) or RULES.get(".".join(map(str, names))) or PrivateLeaf
+    return ".".join(map(str, names))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .. import _validate
 from ..functional import attention, require_pattern
 from ..patterns import Pattern
+from ..rotary import rotary_angles, rotate
 from .per_head import PerHead
-from .rotary import rotary_angles, rotate
 
 
 class MultiheadAttention(nn.Module):
@@ -199,6 +199,18 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._require_inputs(query, key, value)
+        return self._output(query, key, value, key_padding_mask, attn_mask, is_causal), None
+
+    def _output(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """The output `[B, T, E]`; private training makes this one node of autograd."""
         q, k, v = self._project(query, key, value)
         if self.rotary:
             angles = rotary_angles(q.shape[2], self.head_dim, q.device)
@@ -207,7 +219,8 @@ class MultiheadAttention(nn.Module):
             o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
         else:
             o = self._attend(query, q, k, v, key_padding_mask, attn_mask, is_causal)
-        return self.out_proj(o.transpose(1, 2).flatten(2)), None
+        out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
+        return out
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuses inputs that do not fit the module or each other."""

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from dpflash.nn.rotary import rotary_angles, rotate
+from dpflash.rotary import rotary_angles, rotate
 
 
 def test_rotation_multiplies_each_pair_as_a_complex_number():

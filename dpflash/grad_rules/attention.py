@@ -1,0 +1,238 @@
+"""Self-attention with its projections as one node of autograd.
+
+Its backward goes from the block's output to its input in one piece: per-sample gradients of the
+output projection, flash backward into one buffer of dq, dk and dv, per-sample gradients of the
+input projection (the biases' out of the flash backward's epilogue), sinks and slopes. What it
+leaves with the gates is normed, clipped and, at the end of a logical batch, noised there.
+
+Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import per_sample_bias_grad
+from dpflash.kernels.attention import attention_backward
+
+from ..attention_op import graph_of, key_range_of
+from ..functional import attention, resolve_pattern
+from ..patterns import Adaptive, Pattern
+from ..planner import LinearShape
+from ..rotary import rotary_angles, rotate
+from .base import PrivateModule, Slot, autocast_dtype, plain_class
+from .linear import PrivateLinear
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How the projected tokens `[B, T, (H + 2 G) D]` lie, and which queries see which keys."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    pattern: Pattern
+    rotary: bool
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q `[B, H, T, D]` and k, v `[B, G, T, D]`, views."""
+        heads = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return q, k, v
+
+    def turn_(self, q: Tensor, k: Tensor, sign: float) -> None:
+        """Turn q and k by their positions, in place; sign -1 turns them back."""
+        if self.rotary:
+            angles = sign * rotary_angles(q.shape[2], self.head_dim, q.device)
+            q.copy_(rotate(q, angles))
+            k.copy_(rotate(k, angles))
+
+
+class _SelfAttention(torch.autograd.Function):
+    """y = attention(x W_qkv^T + b_qkv) W_out^T + b_out for x [B, T, E]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        qkv_weight: Tensor,
+        qkv_bias: Tensor | None,
+        out_weight: Tensor,
+        out_bias: Tensor | None,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        padding: Tensor | None,
+        qkv_weight_handle: Tensor | None,
+        qkv_bias_handle: Tensor | None,
+        out_weight_handle: Tensor | None,
+        out_bias_handle: Tensor | None,
+        sinks_handle: Tensor | None,
+        slopes_handle: Tensor | None,
+        qkv_slot: Slot | None,
+        out_slot: Slot | None,
+        heads: _Heads,
+    ) -> Tensor:
+        qkv = F.linear(x, qkv_weight, qkv_bias)
+        q, k, v = heads.split(qkv)
+        heads.turn_(q, k, 1.0)
+        o, lse = attention(
+            q,
+            k,
+            v,
+            pattern=heads.pattern,
+            return_lse=True,
+            key_padding_mask=padding,
+            sinks=sinks,
+            alibi_slopes=slopes,
+        )
+        ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
+        ctx.slots = qkv_slot, out_slot
+        ctx.heads = heads
+        return F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding = ctx.saved_tensors
+        heads: _Heads = ctx.heads
+        qkv_slot, out_slot = ctx.slots
+        needs = ctx.needs_input_grad
+        dqkv_weight = dqkv_bias = dout_weight = dout_bias = dsinks = dslopes = dx = None
+        if needs[10]:
+            dout_weight = out_slot.gate.take_linear(
+                out_slot.position, o.transpose(1, 2).flatten(2), dy
+            )
+        if needs[11]:
+            dout_bias = per_sample_bias_grad(dy)
+        q, k, v = heads.split(qkv)
+        dqkv = torch.empty_like(qkv)
+        dq, dk, dv = heads.split(dqkv)
+        grads = attention_backward(
+            (dy @ out_weight).unflatten(2, (heads.heads, heads.head_dim)).transpose(1, 2),
+            None,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            graph_of(q, k, heads.pattern),
+            1 / math.sqrt(heads.head_dim),
+            sinks=sinks,
+            slopes=slopes,
+            key_range=key_range_of(padding),
+            token_sums=needs[9] and not heads.rotary,
+            out=(dq, dk, dv),
+        )
+        heads.turn_(dq, dk, -1.0)
+        if needs[8]:
+            dqkv_weight = qkv_slot.gate.take_linear(qkv_slot.position, x, dqkv)
+        if needs[9] and heads.rotary:
+            dqkv_bias = per_sample_bias_grad(dqkv)
+        elif needs[9]:
+            sums = cast("tuple[Tensor, ...]", (grads.q_sum, grads.k_sum, grads.v_sum))
+            dqkv_bias = torch.cat([part.flatten(1) for part in sums], dim=1)
+        if needs[12]:
+            dsinks = grads.dsinks
+        if needs[13]:
+            dslopes = grads.dslopes
+        if needs[0]:
+            dx = dqkv @ qkv_weight
+        handles = (dqkv_weight, dqkv_bias, dout_weight, dout_bias, dsinks, dslopes)
+        return (dx, *(None,) * 7, *handles, None, None, None)
+
+
+class PrivateMultiheadAttention(PrivateModule):
+    """`dpflash.nn.MultiheadAttention` with its projections, as one node where it can be."""
+
+    def _output(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        module: Any = self
+        plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
+        # Masks of the scores, dropped weights and choices at run time go another way.
+        masked = attn_mask is not None or (plain and key_padding_mask is not None)
+        dropped = module.training and module.dropout > 0
+        chosen = isinstance(module.pattern, Adaptive)
+        if masked or dropped or chosen or not _is_one_node(module):
+            return super()._output(  # type: ignore[misc]
+                query, key, value, key_padding_mask, attn_mask, is_causal
+            )
+        return _attend(module, query, key_padding_mask, is_causal)
+
+
+def _is_one_node(module: Any) -> bool:
+    """Whether nothing stands between the projections: each plain, trained, and without hooks."""
+    if not module.self_attention or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    projections = (module.qkv_proj, module.out_proj)
+    per_head = (module.sinks, module.alibi_slopes)
+    children = [child for child in (*projections, *per_head) if child is not None]
+    return (
+        all(isinstance(p, PrivateLinear) and plain_class(p) is nn.Linear for p in projections)
+        and all(isinstance(child, PrivateModule) and child.is_private_call() for child in children)
+        and not any(map(_has_hooks, children))
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool) -> Tensor:
+    """The one node's call."""
+    qkv_proj, out_proj = module.qkv_proj, module.out_proj
+    x = qkv_proj._dpflash.check_batch(query)
+    batch, tokens, _ = x.shape
+    dtype = autocast_dtype(x)
+
+    def plain(parameter: Tensor | None) -> Tensor | None:
+        return parameter if parameter is None else parameter.detach().to(dtype or parameter.dtype)
+
+    handles: list[Tensor | None] = []
+    slots: list[Slot | None] = []
+    for projection in (qkv_proj, out_proj):
+        own = projection.private_handles(batch)
+        outputs, inputs = projection.weight.shape
+        slots.append(own.slot("weight", LinearShape(batch, tokens, inputs, outputs)))
+        handles += [own["weight"], own["bias"]]
+    numbers: list[Tensor | None] = []
+    for child in (module.sinks, module.alibi_slopes):
+        numbers.append(None if child is None else child.weight.detach().expand(batch, -1))
+        handles.append(None if child is None else child.private_handles(batch).dense("weight"))
+    heads = _Heads(
+        module.num_heads,
+        module.num_kv_heads,
+        module.head_dim,
+        resolve_pattern(module.pattern, is_causal, tokens, tokens),
+        module.rotary,
+    )
+    return _SelfAttention.apply(
+        x if dtype is None else x.to(dtype),
+        plain(qkv_proj.weight),
+        plain(qkv_proj.bias),
+        plain(out_proj.weight),
+        plain(out_proj.bias),
+        *numbers,
+        padding,
+        *handles,
+        *slots,
+        heads,
+    )
