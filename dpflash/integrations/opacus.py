@@ -1,0 +1,408 @@
+"""Opacus with this library's gradient norms, noise and accountants, through its own registries.
+
+Two lines::
+
+    from dpflash.integrations import opacus as dpflash_opacus
+    dpflash_opacus.register()  # grad_sample_mode="ghost" needs no [T, T] matrices any more
+
+Letters: B samples, T tokens of a sample, I inputs, O outputs, E width of an embedding table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dpflash.accounting import Accountant
+from dpflash.accounting.calibration import ACCOUNTANTS
+from dpflash.kernels import (
+    embedding_grad_norm,
+    gaussian_noise_,
+    grad_norm,
+    per_sample_bias_grad,
+    squared_norm,
+)
+
+from ..streams import master_key
+
+PREFIX = "dpflash_"
+
+_NormSampler = Callable[[Any, list[Tensor], Tensor], dict[Tensor, Tensor]]
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+# What stood in Opacus' registries before; None where nothing did.
+_norm_samplers_before: dict[type[nn.Module], _NormSampler | None] = {}
+_accountants_before: dict[str, type | None] = {}
+_accountants_of_ours: dict[str, type] = {}
+
+_GRAM_CHUNK_ELEMENTS = 1 << 22
+# A Gram norm this far below the size of its terms is computed anew: fp32 may have cancelled.
+_CANCELLATION = 1 / 1024
+
+
+def register(
+    *, norm_samplers: bool = True, accountants: bool = True, replace_accountants: bool = False
+) -> None:
+    """Make Opacus use this library; again is harmless, and `unregister` takes all of it back.
+
+    Models that are already wrapped use the norms from their next backward on.
+
+    Args:
+        norm_samplers: register ours for `nn.Linear` and `nn.Embedding`, which serve
+            `grad_sample_mode="ghost"` and its variants. Subclasses of these two stay with Opacus,
+            and so do LayerNorm and RMSNorm: their norms need no [T, T] matrix, and with a norm
+            sampler Opacus would refuse one that is called twice.
+        accountants: register each accountant of `dpflash.accounting` under its name with
+            "dpflash_" in front, so that `PrivacyEngine(accountant="dpflash_rdp")` reports and
+            calibrates by it. States saved by Opacus' accountant of that mechanism load into it.
+        replace_accountants: register them under their plain names too, in place of Opacus' own:
+            `PrivacyEngine(accountant="rdp")` is then ours.
+
+    Raises:
+        ImportError: Opacus is missing, or older than 1.6.
+        ValueError: replace_accountants without accountants.
+
+    Guarantees:
+        A norm is that of the sample's gradient as Opacus defines it, accumulated in fp32 or wider,
+        so that 16-bit models are clipped by norms which were never rounded to 16 bits. A sample
+        whose gradient is not finite has the norm inf, and so the clip factor 0; but what is not
+        finite in its forward still reaches the sum, for Opacus multiplies it by that 0. No [T, T]
+        matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
+    """
+    if replace_accountants and not accountants:
+        raise ValueError(
+            "replace_accountants=True with accountants=False: nothing would be registered; leave "
+            "accountants out"
+        )
+    _check_version()
+    if norm_samplers:
+        _register_norm_samplers()
+    if accountants:
+        for name, plain in ACCOUNTANTS.items():
+            _register_accountant(PREFIX + name, plain)
+            if replace_accountants:
+                _register_accountant(name, plain)
+
+
+def unregister() -> None:
+    """Put back what `register` replaced; what somebody else registered since then stays."""
+    if not _norm_samplers_before and not _accountants_before:
+        return
+    from opacus.accountants import register_accountant, registry
+    from opacus.grad_sample import register_norm_sampler
+
+    samplers = _norm_sampler_registry()
+    for layer, sampler in _norm_samplers_before.items():
+        if samplers.get(layer) is not _NORM_SAMPLERS[layer]:
+            continue
+        if sampler is None:
+            del samplers[layer]
+        else:
+            register_norm_sampler(layer)(sampler)
+    for name, accountant in _accountants_before.items():
+        if registry._ACCOUNTANTS.get(name) is not _accountants_of_ours[name]:
+            continue
+        if accountant is None:
+            del registry._ACCOUNTANTS[name]
+        else:
+            register_accountant(name, accountant, force=True)
+    _norm_samplers_before.clear()
+    _accountants_before.clear()
+    _accountants_of_ours.clear()
+
+
+def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
+    """Let an optimizer of Opacus draw its noise from ChaCha20, keyed by the operating system.
+
+    It takes the place of `secure_mode=True`, which needs torchcsprng. Call it on the optimizer
+    that `make_private` returned, again after a further `make_private`. The optimizer becomes an
+    instance of a subclass of its class; its standard deviations (of per-layer and adaptive
+    clipping, of noise schedulers), its step hooks and so the accounting are left as they are.
+
+    Args:
+        optimizer: what `opacus.PrivacyEngine.make_private` returned: `DPOptimizer`, its ghost,
+            per-layer or adaptive variant, or a subclass of yours. In one process only.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ImportError: Opacus is missing, or older than 1.6.
+        ValueError: not an optimizer of Opacus, one for several processes, one in secure_mode, or
+            one with a noise_generator. A step raises RuntimeError, and releases nothing, where
+            noise would come from elsewhere (of `PrivacyEngineAdaptiveClipping`, the quantile's).
+
+    Guarantees:
+        Each release draws a new 32-byte key from the operating system and addresses its noise by
+        the number of the draw, so no two parameters and no two steps share noise, also after a
+        resume, a copy or a fork: there is no state that could be kept, saved or repeated.
+        A 16-bit parameter gets its noise rounded to 16 bits, as Opacus does it.
+        Not covered: the sampling of batches, which stays with torch's generator, and attacks on
+        floating-point arithmetic.
+    """
+    _check_version()
+    from opacus.optimizers import DPOptimizer
+
+    if not isinstance(optimizer, DPOptimizer):
+        raise ValueError(
+            f"optimizer is of type {type(optimizer).__name__}: expected one of Opacus; pass what "
+            "opacus.PrivacyEngine.make_private returned"
+        )
+    secure: Any = optimizer
+    if isinstance(secure, _SecureNoise):
+        return optimizer
+    # Every optimizer of Opacus for several processes has it, and no other.
+    if hasattr(optimizer, "world_size"):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}: secure noise is for one process; train "
+            "in one process, or leave use_secure_noise out"
+        )
+    if optimizer.secure_mode:
+        raise ValueError(
+            "optimizer.secure_mode=True: its noise comes from torchcsprng already; make the "
+            "engine with opacus.PrivacyEngine(secure_mode=False), or leave use_secure_noise out"
+        )
+    if optimizer.generator is not None:
+        raise ValueError(
+            f"optimizer.generator={optimizer.generator!r}: expected None, for its seed would have "
+            "no effect; leave noise_generator out of make_private"
+        )
+    plain = type(secure)
+    secure.__class__ = type(f"Secure{plain.__name__}", (_SecureNoise, plain), {})
+    return optimizer
+
+
+def _check_version() -> None:
+    try:
+        import opacus
+    except ImportError as error:
+        raise ImportError(
+            "dpflash.integrations.opacus needs Opacus 1.6 or newer: pip install opacus"
+        ) from error
+    try:
+        from opacus.accountants import register_accountant  # noqa: F401
+        from opacus.grad_sample import (  # noqa: F401
+            GradSampleModuleFastGradientClipping,
+            register_norm_sampler,
+        )
+    except ImportError as error:
+        raise ImportError(
+            f"dpflash.integrations.opacus needs Opacus 1.6 or newer and found "
+            f"{opacus.__version__}: pip install --upgrade opacus"
+        ) from error
+
+
+def _norm_sampler_registry() -> dict[type[nn.Module], _NormSampler]:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    return GradSampleModuleFastGradientClipping.NORM_SAMPLERS
+
+
+def _register_norm_samplers() -> None:
+    from opacus.grad_sample import register_norm_sampler
+
+    samplers = _norm_sampler_registry()
+    for layer, sampler in _NORM_SAMPLERS.items():
+        present = samplers.get(layer)
+        if present is not sampler:
+            _norm_samplers_before[layer] = present
+            register_norm_sampler(layer)(sampler)
+
+
+def _register_accountant(name: str, plain: type[Accountant]) -> None:
+    from opacus.accountants import register_accountant, registry
+
+    present = registry._ACCOUNTANTS.get(name)
+    if present is not None and present is _accountants_of_ours.get(name):
+        return
+    _accountants_before[name] = present
+    _accountants_of_ours[name] = _accountant_for_opacus(plain, name)
+    register_accountant(name, _accountants_of_ours[name], force=True)
+
+
+def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountant]:
+    """The accountant as Opacus calls it, under the name by which Opacus finds it again."""
+
+    class ForOpacus(plain):  # type: ignore[valid-type, misc]
+        @classmethod
+        def mechanism(cls) -> str:
+            return name
+
+        def get_epsilon(self, delta: float, **_: object) -> float:
+            # make_private_with_epsilon hands it the keywords that are meant for the optimizer.
+            return super().get_epsilon(delta)
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            if state_dict and state_dict.get("mechanism") == plain.mechanism():
+                state_dict = {**state_dict, "mechanism": name}
+            super().load_state_dict(state_dict)
+
+    ForOpacus.__name__ = ForOpacus.__qualname__ = plain.__name__
+    ForOpacus.__doc__ = plain.__doc__
+    return ForOpacus
+
+
+def _linear_norms(
+    layer: nn.Linear, activations: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
+    """Norms [B] of the weight's and the bias's per-sample gradients.
+
+    Input [B, ..., I], of which autocast multiplied a copy in the dtype of backprops [B, ..., O].
+    """
+    dy = _tokens(backprops)  # [B, T, O]
+    norms: dict[Tensor, Tensor] = {}
+    if layer.weight.requires_grad:
+        x = _tokens(activations[0].to(backprops.dtype))  # [B, T, I]
+        # A backward inside of autocast would round the products to 16 bits.
+        with torch.autocast(dy.device.type, enabled=False):
+            norms[layer.weight] = _norms(_squared_grad_norm(x, dy), dy)
+    if layer.bias is not None and layer.bias.requires_grad:
+        squares = squared_norm(per_sample_bias_grad(dy)) if len(dy) else dy.new_zeros(0)
+        norms[layer.bias] = _norms(squares, dy)
+    return norms
+
+
+def _embedding_norms(
+    layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
+    """Norms [B] of the table's per-sample gradients, without the row of padding_idx."""
+    if not layer.weight.requires_grad:
+        return {}
+    if layer.scale_grad_by_freq:
+        raise ValueError(
+            "nn.Embedding(scale_grad_by_freq=True) divides a sample's gradient by counts of the "
+            "whole batch, so no norm of it bounds the sample; set it to False"
+        )
+    indices = activations[0]
+    indices = indices.reshape(len(indices), indices.shape[1:].numel())  # [B, T]
+    dy = backprops.reshape(*indices.shape, backprops.shape[-1])  # [B, T, E]
+    if layer.padding_idx is not None:
+        dy = dy.masked_fill((indices == layer.padding_idx).unsqueeze(-1), 0)
+    return {layer.weight: _norms(embedding_grad_norm(indices, dy), dy)}
+
+
+_NORM_SAMPLERS: dict[type[nn.Module], _NormSampler] = {
+    nn.Linear: _linear_norms,
+    nn.Embedding: _embedding_norms,
+}
+
+
+def _tokens(x: Tensor) -> Tensor:
+    if x.ndim < 2:
+        raise ValueError(
+            f"the input or output of an nn.Linear has shape {tuple(x.shape)}: expected samples "
+            "first, [B, ..., features]; pass a batch"
+        )
+    return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _norms(squares: Tensor, dy: Tensor) -> Tensor:
+    """Roots of squares; a NaN would become the clip factor NaN, so it counts as inf."""
+    norms = squares.sqrt().to(torch.promote_types(dy.dtype, torch.float32))
+    return norms.masked_fill(norms.isnan(), float("inf"))
+
+
+def _squared_grad_norm(x: Tensor, dy: Tensor) -> Tensor:
+    """||dy_i^T x_i||^2, [B]: for few tokens by Gram matrices of a whole chunk of samples."""
+    batch, tokens, inputs = x.shape
+    outputs = dy.shape[2]
+    if batch == 0:
+        return dy.new_zeros(0)
+    many = tokens == 1 or tokens * (inputs + outputs) >= inputs * outputs
+    if many or x.device.type != "cpu":
+        return grad_norm(x, dy)
+    chunk = max(1, _GRAM_CHUNK_ELEMENTS // (tokens * (tokens + inputs + outputs)))
+    pairs = zip(x.split(chunk), dy.split(chunk), strict=True)
+    return torch.cat([_gram_norm(*pair) for pair in pairs])
+
+
+def _gram_norm(x: Tensor, dy: Tensor) -> Tensor:
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    x, dy = x.to(wide), dy.to(wide)
+    inputs = torch.bmm(x, x.transpose(1, 2))  # [b, T, T]
+    outputs = torch.bmm(dy, dy.transpose(1, 2))
+    sizes = inputs.diagonal(dim1=1, dim2=2).double() * outputs.diagonal(dim1=1, dim2=2).double()
+    squares = inputs.mul_(outputs).sum((1, 2), dtype=torch.float64)
+    certain = squares >= sizes.clamp(min=0).sqrt().sum(1).square() * _CANCELLATION
+    if not bool(certain.all()):
+        squares[~certain] = grad_norm(x[~certain], dy[~certain], form="tile")
+    return squares
+
+
+class _NoiseSource(TorchFunctionMode):
+    """While it is entered, torch.normal gives noise of one new key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self._key = master_key()
+        self._draws = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        answer = self._normal if func is torch.normal else func
+        return answer(*args, **(kwargs or {}))
+
+    def _normal(
+        self,
+        *,
+        mean: float,
+        std: float | Tensor,
+        size: Sequence[int],
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        if mean != 0 or generator is not None:
+            raise RuntimeError(
+                f"noise with mean={mean!r} and generator={generator!r} is not the optimizer's: "
+                "leave both alone after use_secure_noise(optimizer)"
+            )
+        dtype = dtype or torch.get_default_dtype()
+        wide = torch.promote_types(dtype, torch.float32)
+        noise = torch.zeros(size, device=device, dtype=wide)
+        gaussian_noise_(noise, std=float(std), key=self._key, step=0, parameter_id=self._draws)
+        self._draws += 1
+        self.elements += noise.numel()
+        return noise.to(dtype)
+
+
+class _SecureNoise:
+    """The part of an Opacus optimizer that draws noise; stands before its class."""
+
+    def add_noise(self: Any) -> None:
+        if hasattr(self, "_adjusted_noise_multiplier"):
+            self._discard()
+            raise RuntimeError(
+                "PrivacyEngineAdaptiveClipping draws the noise of its quantile outside of the "
+                "optimizer, so it would not be secure and nothing was released; use "
+                "opacus.PrivacyEngine, with clipping='adaptive' if the bound shall adapt"
+            )
+        try:
+            with _NoiseSource() as source:
+                super().add_noise()  # type: ignore[misc]
+        except BaseException:
+            self._discard()
+            raise
+        needed = sum(p.numel() for p in self.params)
+        if float(self.noise_multiplier * self.max_grad_norm) > 0 and source.elements < needed:
+            self._discard()
+            raise RuntimeError(
+                f"add_noise of {type(self).__mro__[2].__name__} drew {source.elements} secure "
+                f"numbers for {needed} elements of parameters, so nothing was released: it draws "
+                "noise otherwise than by torch.normal. Use a class of opacus.optimizers, or leave "
+                "use_secure_noise out"
+            )
+
+    def _discard(self: Any) -> None:
+        for parameter in self.params:
+            parameter.grad = None
