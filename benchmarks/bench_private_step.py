@@ -5,6 +5,8 @@ one process (A B C A B C ...), so that a drift of the machine's speed hits all a
 the median over the rounds of each provider's time over that round's non-private time. Memory:
 each provider runs alone in a fresh process; the figure is its peak resident memory during two
 steps over the non-private one's, and the same with the memory before the first step taken off.
+"secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what noise
+costs.
 
     python benchmarks/bench_private_step.py --json runs/bench_private_step.json
 """
@@ -15,6 +17,7 @@ import argparse
 import copy
 import datetime
 import gc
+import itertools
 import json
 import os
 import platform
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.kernels import gaussian_noise_
 
 VOCABULARY = 256
 CONFIGS = {"B4-T2048": (4, 2048), "B16-T256": (16, 256)}
@@ -43,6 +47,7 @@ PROVIDERS = (
     "dpflash-flat-two_pass",
     "dpflash-per_layer",
     "dpflash-per_block",
+    "secure-noise-alone",
     "opacus-hooks",
     "opacus-ghost",
 )
@@ -71,6 +76,8 @@ def build_step(provider: str, batch: int, tokens: int) -> Step:
     x, y = build_batch(batch, tokens)
     if provider == "nonprivate":
         return _nonprivate(model, optimizer, x, y)
+    if provider == "secure-noise-alone":
+        return _noise(model)
     if provider.startswith("dpflash"):
         return _dpflash(provider, model, optimizer, x, y)
     return _opacus(provider, model, optimizer, x, y)
@@ -82,6 +89,19 @@ def _nonprivate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
         losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def _noise(model: nn.Module) -> Step:
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    key = os.urandom(32)
+    steps = itertools.count()
+
+    def step() -> None:
+        number = next(steps)
+        for parameter_id, total in enumerate(sums):
+            gaussian_noise_(total, std=1.0, key=key, step=number, parameter_id=parameter_id)
 
     return step
 

@@ -46,6 +46,8 @@ few = hypothesis.settings(
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
+# In three dtypes: 200 random and adversarial cases of bounded sensitivity for each clipping.
+many = hypothesis.settings(few, max_examples=67)
 
 # What rounding a product, a factor and a norm may add to one sample's contribution.
 RELATIVE = 1 + 2.0**-20
@@ -109,7 +111,7 @@ def only(batch, i):
 def test_invariant_1_removing_a_sample_changes_the_sum_by_at_most_c(dtype, kind, clipped, tiny_lm):
     autocast = dtype == "autocast"
 
-    @few
+    @many
     @hypothesis.given(datasets(), st.sampled_from([0.01, 1.0, 300.0]), st.integers(0, 5))
     def check(batch, bound, seed):
         torch.manual_seed(seed)
@@ -126,6 +128,42 @@ def test_invariant_1_removing_a_sample_changes_the_sum_by_at_most_c(dtype, kind,
                 ).norm()
             )
             assert change <= bound * (RELATIVE + SUM_SLACK)
+
+    check()
+
+
+class AttentionLM(nn.Module):
+    """An embedding, self-attention as one node, and a head."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = dpflash.nn.MultiheadAttention(8, 2, **options)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.attention(x, is_causal=True)[0])
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["fp32", "autocast"])
+def test_invariant_1_removing_a_sample_of_attention_changes_the_sum_by_at_most_c(
+    dtype, kind, clipped
+):
+    autocast = dtype == "autocast"
+
+    @few
+    @hypothesis.given(datasets(), st.sampled_from([0.01, 1.0, 300.0]), st.integers(0, 5))
+    def check(batch, bound, seed):
+        torch.manual_seed(seed)
+        rotary = seed % 2 == 0
+        model = AttentionLM(num_kv_heads=1 + seed % 2, rotary=rotary, attention_sinks=seed > 2)
+        whole = clipped(model, batch, bound, autocast=autocast, **kind)
+        assert bool(torch.isfinite(whole).all())
+        for i in range(batch[0].shape[0]):
+            rest = clipped(model, without(batch, i), bound, autocast=autocast, **kind)
+            assert float((whole - rest).norm()) <= bound * (RELATIVE + SUM_SLACK)
 
     check()
 
