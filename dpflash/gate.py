@@ -30,6 +30,7 @@ from dpflash.kernels import (
 )
 
 from ._validate import positive
+from .ceilings import ceilings_for
 from .clipping import Group, clip_factors
 from .kept import KeptUses, TiledUse
 from .planner import LinearShape, Plan, plan
@@ -233,6 +234,8 @@ class PrivateBackward:
         sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider. Only
             gates write here and only this is ever released, so that an ordinary gradient which
             reached `parameter.grad` by another road cannot be.
+        public_batch_size: samples of a physical batch for which memory_budget shall last; never
+            the drawn number, so that nobody's presence decides how the others are clipped.
         bound: max_grad_norm of the current logical batch.
         begin_release: pays for the release that the backward under way ends with; None where that
             is not known before the optimizer's step.
@@ -247,6 +250,7 @@ class PrivateBackward:
         names: dict[nn.Parameter, str],
         way: str,
         memory_budget: int,
+        public_batch_size: int,
         loss_reduction: str | None,
         clip_function: str,
         flat: bool,
@@ -255,6 +259,7 @@ class PrivateBackward:
         self.names = names
         self.way = way
         self.memory_budget = memory_budget
+        self.public_batch_size = public_batch_size
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
         self.two_pass_allowed = loss_reduction is None and flat
@@ -335,7 +340,9 @@ class PrivateBackward:
             list(shapes.values()),
             way=self.way,
             memory_budget=self.memory_budget,
+            batch_size=self.public_batch_size,
             two_pass_allowed=self.two_pass_allowed,
+            ceilings=ceilings_for(self.groups[0].parameters[0].device),
         )
 
     def begin_batch(self, size: int) -> None:

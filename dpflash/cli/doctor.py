@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpflash import __version__
+from dpflash.ceilings import cache_path, ceilings_for, cpu_model, device_name, save_measured
 
 __all__ = ["add_doctor_parser", "machine_report"]
 
@@ -29,6 +30,12 @@ def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         description="Say what this machine has and which paths dpflash takes on it.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure memory bandwidth and FLOP/s of each device (some seconds each, best on an "
+        "idle machine) and keep them for the planner of clipping",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -38,7 +45,8 @@ def machine_report() -> dict[str, Any]:
     Returns:
         A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
         None where the system does not tell), `torch`, `devices`, `triton`, `cryptography`,
-        `paths` (what will run), `optional` (version or None per package) and `warnings`.
+        `paths` (what will run), `ceilings` (of each device, by which the planner chooses),
+        `optional` (version or None per package) and `warnings`.
     """
     report: dict[str, Any] = {
         "dpflash": __version__,
@@ -48,7 +56,7 @@ def machine_report() -> dict[str, Any]:
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores()},
+        "cpu": {"model": cpu_model(), "usable_cores": _usable_cores()},
         "memory": _memory(),
         "torch": _torch_build(),
         "devices": _devices(),
@@ -57,23 +65,61 @@ def machine_report() -> dict[str, Any]:
         "optional": {name: _installed_version(name) for name in _OPTIONAL_PACKAGES},
     }
     report["paths"] = _paths(report)
+    report["ceilings"] = _ceilings()
     report["warnings"] = _warnings(report)
     return report
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.measure:
+        _measure()
     report = machine_report()
     print(json.dumps(report, indent=2) if args.json else _as_text(report))
     return 0
 
 
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown"
+def _measure() -> None:
+    """Measure every device and file the figures; progress goes to stderr."""
+    import torch
+
+    from dpflash import measure
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    entries = {}
+    for device in _torch_devices():
+        progress(f"measuring {device}: {device_name(device)}")
+        with torch.inference_mode():
+            found = measure.measure(device, measure.EFFORTS[device.type], progress)
+        found["versions"]["dpflash"] = __version__
+        entries[device_name(device)] = found
+    progress(f"written to {save_measured(entries)}")
+
+
+def _torch_devices() -> list[Any]:
+    import torch
+
+    found = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        found += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return found
+
+
+def _ceilings() -> list[dict[str, Any]]:
+    found = []
+    for device in _torch_devices():
+        ceilings = ceilings_for(device)
+        found.append(
+            {
+                "device": str(device),
+                "name": ceilings.name,
+                "source": ceilings.source,
+                "bandwidth": ceilings.bandwidth,
+                "flops": dict(ceilings.flops),
+            }
+        )
+    return found
 
 
 def _usable_cores() -> int:
@@ -207,6 +253,19 @@ def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / _GIB:.1f} GiB"
 
 
+def _ceiling_rows(ceilings: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    rows = []
+    for entry in ceilings:
+        figures = [f"memory {entry['bandwidth'] / 1e9:,.1f} GB/s"]
+        figures += [
+            f"{dtype} {flops / 1e9:,.0f} GFLOP/s" for dtype, flops in entry["flops"].items()
+        ]
+        rows.append((entry["device"], f"{entry['source']}: {', '.join(figures)}"))
+    unmeasured = any(not entry["source"].startswith("measured") for entry in ceilings)
+    advice = "; `dpflash doctor --measure` writes it" if unmeasured else ""
+    return [*rows, ("file", f"{cache_path()}{advice}")]
+
+
 def _as_text(report: dict[str, Any]) -> str:
     python, cpu, memory = report["python"], report["cpu"], report["memory"]
     torch, triton = report["torch"], report["triton"]
@@ -234,6 +293,7 @@ def _as_text(report: dict[str, Any]) -> str:
         "what will run": [
             (name.replace("_", " "), path) for name, path in report["paths"].items()
         ],
+        "ceilings": _ceiling_rows(report["ceilings"]),
         "optional packages": [
             (name, found or "not installed") for name, found in report["optional"].items()
         ],

@@ -211,7 +211,8 @@ def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool)
     for projection in (qkv_proj, out_proj):
         own = projection.private_handles(batch)
         outputs, inputs = projection.weight.shape
-        slots.append(own.slot("weight", LinearShape(batch, tokens, inputs, outputs)))
+        shape = LinearShape(batch, tokens, inputs, outputs, dtype or x.dtype)
+        slots.append(own.slot("weight", shape))
         handles += [own["weight"], own["bias"]]
     numbers: list[Tensor | None] = []
     for child in (module.sinks, module.alibi_slopes):

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import embedding_per_sample_grad
 
-from ..planner import LinearShape
+from ..planner import EmbeddingShape
 from .base import PrivateModule, Slot
 
 
@@ -67,7 +67,7 @@ class PrivateEmbedding(PrivateModule):
             return F.embedding(indices, weight.detach(), self.padding_idx)
         flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         rows, width = weight.shape
-        slot = handles.slot("weight", LinearShape(flat.shape[0], flat.shape[1], width, rows))
+        slot = handles.slot("weight", EmbeddingShape(*flat.shape, width, rows, weight.dtype))
         y = _Embedding.apply(flat, weight.detach(), handle, slot, self.padding_idx)
         return y.reshape(*indices.shape, width)
 

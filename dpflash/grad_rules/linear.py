@@ -73,7 +73,8 @@ class PrivateLinear(PrivateModule):
         handles = self.private_handles(x.shape[0])
         flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         outputs = weight.shape[1 if self._transposed else 0]
-        slot = handles.slot("weight", LinearShape(x.shape[0], flat.shape[1], x.shape[-1], outputs))
+        shape = LinearShape(*flat.shape, outputs, dtype or x.dtype)
+        slot = handles.slot("weight", shape)
         y = _Linear.apply(
             flat if dtype is None else flat.to(dtype),
             weight.detach() if dtype is None else weight.detach().to(dtype),

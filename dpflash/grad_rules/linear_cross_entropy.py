@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_grad
 
-from ..planner import _ELEMENT, _FLOPS, LinearShape
+from ..planner import HeadShape
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
 
@@ -124,21 +124,6 @@ class Head:
         missing = -torch.expm1(-self.nll.double().clamp(min=0))
         sizes = torch.linalg.vector_norm(self.x.double(), dim=2) * self.scale.double().abs()
         return (2**0.5 * missing * sizes).sum(1)
-
-
-@dataclass(frozen=True)
-class _HeadShape(LinearShape):
-    """The costs of a head, which keeps no dy and computes the logits anew."""
-
-    @property
-    def book_keeping_bytes(self) -> int:
-        return self.batch * self.tokens * self.inputs * _ELEMENT
-
-    @property
-    def book_keeping_seconds(self) -> float:
-        """Logits anew for the norm and for the sum, and one G_i more than `stored`."""
-        product = 2 * self.tokens * self.inputs * self.outputs
-        return 3 * self.batch * product / _FLOPS
 
 
 def linear_cross_entropy(
@@ -248,7 +233,8 @@ class PrivateLinearCrossEntropy(PrivateLinear):
         assert weight is not None
         handles = self.private_handles(x.shape[0])
         tokens = x.shape[1:-1].numel()
-        shape = _HeadShape(x.shape[0], tokens, x.shape[-1], weight.shape[0])
+        dtype = autocast_dtype(x) or x.dtype
+        shape = HeadShape(x.shape[0], tokens, x.shape[-1], weight.shape[0], dtype)
         return linear_cross_entropy(
             x,
             weight.detach(),

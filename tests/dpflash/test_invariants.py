@@ -315,6 +315,33 @@ def test_invariant_2_a_norm_does_not_depend_on_the_batch_mates(kind, private, ti
         torch.testing.assert_close(norms([4, 3, i])[2], together[i], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e20, 1e30])
+def test_invariant_2_a_way_of_clipping_keeps_what_the_others_keep(scale, clipped, tiny_lm):
+    """No way takes for infinite what fp32 still holds."""
+    torch.manual_seed(0)
+    model = tiny_lm()
+    tokens = torch.randint(11, (3, 9))
+    batch = (tokens, tokens.flip(1), torch.tensor([scale, -scale, 1.0]))
+    found = [clipped(model, batch, 1.0, way=way) for way in WAYS]
+    for other in found[1:]:
+        assert float((found[0] - other).norm()) <= 1e-5
+    assert float(found[0].norm()) > 0.5
+
+
+@pytest.mark.parametrize("loader_size", [1, 4])
+def test_invariant_2_the_number_of_samples_drawn_does_not_choose_the_way(
+    private, tiny_lm, loader_size
+):
+    torch.manual_seed(0)
+    chosen = set()
+    for drawn in (1, 2, 8):
+        tokens = torch.randint(11, (drawn, 9))
+        engine, model, _, _ = private(tiny_lm(), batch_size=loader_size, memory_budget=4000)
+        engine.backward(dpflash.losses.cross_entropy(model(tokens), tokens))
+        chosen.add(tuple(use.way for use in engine.plan()))
+    assert len(chosen) == 1
+
+
 # 3
 
 

@@ -1,0 +1,90 @@
+"""What `engine.plan` tells of the ways to clip."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpflash.ceilings import CPU_RULE
+from dpflash.planner import LinearShape, cost
+
+
+class Model(nn.Module):
+    def __init__(self, names=("first", "second"), width=24):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(width, width))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def planned(private, model, tokens=40, **options):
+    engine, model, *_ = private(model, **options)
+    model(torch.ones(3, tokens, model.first.in_features))
+    return engine.plan()
+
+
+def test_figures_are_those_of_the_cost_model(private):
+    first, second = planned(private, Model(), way="book_keeping")
+    expected = cost([LinearShape(3, 40, 24, 24)], "book_keeping", CPU_RULE)
+    assert (first.flops, first.moved_bytes, first.memory_bytes, first.seconds) == (
+        expected.flops,
+        expected.moved,
+        expected.kept,
+        expected.seconds,
+    )
+    assert first.share == second.share == 0.5
+
+
+def test_the_plan_names_its_ceilings(private):
+    plan = planned(private, Model())
+    assert plan.ceilings == CPU_RULE
+    assert "ceilings: CPU (nominal, not measured)" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "way", "why"),
+    [
+        ({}, "stored", "book_keeping takes 2."),
+        ({"tokens": 2}, "book_keeping", "stored takes"),
+        ({"way": "stored"}, "stored", "way='stored' was asked for"),
+        ({"memory_budget": 1}, "two_pass", "memory budget is too small"),
+        ({"memory_budget": 1, "loss_reduction": "sum"}, "stored", "book_keeping takes"),
+        ({"clipping": "per_block"}, "tiles", "clipped as they are made"),
+        ({"clipping": "per_layer"}, "stored", "book_keeping takes"),
+    ],
+    ids=str,
+)
+def test_the_reason_is_told_in_words(options, way, why, private):
+    for use in planned(private, Model(), **options):
+        assert use.way == way
+        assert use.why.startswith(why)
+
+
+def test_what_the_budget_costs_is_told(private):
+    found = planned(private, Model(width=128), tokens=55, memory_budget=1, loss_reduction="sum")
+    for use in found:
+        assert use.way == "book_keeping"
+        assert use.why.startswith("memory budget; stored is 1.")
+
+
+def test_the_table_is_aligned_and_narrow(private):
+    long = "encoder_layers_with_a_long_name_that_goes_on_and_on_and_on_and_on"
+    text = str(planned(private, Model(("first", long)), way="book_keeping"))
+    header, *rows = text.splitlines()
+    assert max(map(len, text.splitlines())) <= 110
+    for column in ("way", "+MFLOP", "+MiB", "kept MiB", "time", "why"):
+        start = header.index(f"  {column}") + 2
+        for row in rows[:2]:
+            assert row[start - 1] == " " != row[start]
+    assert rows[1].startswith("encoder_")
+    assert "...n_and_on.weight  " in rows[1]
+
+
+def test_an_empty_batch_has_a_plan_too(private):
+    engine, model, *_ = private(Model())
+    model(torch.ones(0, 5, 24))
+    assert [use.share for use in engine.plan()] == [0.0, 0.0]
+    assert "there was no token" in str(engine.plan())
