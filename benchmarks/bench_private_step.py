@@ -5,8 +5,8 @@ one process (A B C A B C ...), so that a drift of the machine's speed hits all a
 the median over the rounds of each provider's time over that round's non-private time. Memory:
 each provider runs alone in a fresh process; the figure is its peak resident memory during two
 steps over the non-private one's, and the same with the memory before the first step taken off.
-"secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what noise
-costs.
+"secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what
+noise costs.
 
     python benchmarks/bench_private_step.py --json runs/bench_private_step.json
 """

@@ -8,10 +8,12 @@ Letters: B samples, H query heads, G key/value heads, T query tokens, S key toke
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
 from dpflash.kernels.tile_graph import TileGraph
@@ -29,7 +31,8 @@ _INPUTS = (
 _LIBRARY.define(f"attention({_INPUTS}, str pattern, float scale) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, "
-    "str pattern, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "str pattern, float scale, bool squares=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -73,7 +76,7 @@ class Attention(torch.autograd.Function):
             grads = torch.ops.dpflash.attention_backward(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
-        dq, dk, dv, dsinks, dslopes, dgates = grads
+        dq, dk, dv, dsinks, dslopes, dgates, _ = grads
         _, _, _, sinks, slopes, _, _, gates = tensors
         return (
             dq,
@@ -108,6 +111,42 @@ class _AttentionBackward(torch.autograd.Function):
             "attention is differentiable once: its gradient has no gradient. For gradient "
             "penalties or Hessians use torch's own attention with the math backend"
         )
+
+
+class ReleasedAttention(torch.autograd.Function):
+    """`Attention` whose gradients of q, k and v leave through `release(grads, squares)`.
+
+    Norm and release are one node: nothing can come between them and change what is released.
+    Without `setup_context`, so that torch.func, which would map the release, is refused.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        release: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        pattern: str,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (q, k, v, None, None, padding, None, None)
+        o, lse = torch.ops.dpflash.attention(*inputs, pattern, scale)
+        ctx.save_for_backward(o, lse, *inputs)
+        ctx.release, ctx.pattern, ctx.scale = release, pattern, scale
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        o, lse, *inputs = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        *grads, _, _, _, squares = torch.ops.dpflash.attention_backward(
+            do, dlse, o, lse, *inputs, ctx.pattern, ctx.scale, True
+        )
+        return (None, *ctx.release(grads, squares), None, None, None)
 
 
 def graph_of(
@@ -190,6 +229,7 @@ def _backward(
     gates: Tensor | None,
     pattern: str,
     scale: float,
+    squares: bool = False,
 ) -> tuple[Tensor, ...]:
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     grads = kernels.attention_backward(
@@ -206,13 +246,15 @@ def _backward(
         slopes=slopes,
         key_range=key_range_of(padding),
         run_grads=gates is not None,
+        squares=squares,
     )
     dgates = grads.dlog_multiplicity
     if gates is not None and dgates is not None:
         dgates = dgates.view(gates.shape)
     optional = ((grads.dsinks, sinks), (grads.dslopes, slopes), (dgates, gates))
     dqkv = (_laid_out(*pair) for pair in ((grads.dq, q), (grads.dk, k), (grads.dv, v)))
-    return *dqkv, *(_like(grad, x, q) for grad, x in optional)
+    of_samples = _like(None, None, q) if grads.squares is None else grads.squares
+    return *dqkv, *(_like(grad, x, q) for grad, x in optional), of_samples
 
 
 def _like(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
@@ -253,11 +295,14 @@ def _fake_backward(
     padding: Tensor | None,
     blocks: Tensor | None,
     gates: Tensor | None,
-    *_: Any,
+    pattern: str,
+    scale: float,
+    squares: bool = False,
 ) -> tuple[Tensor, ...]:
     optional = (sinks, slopes, gates)
     grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
-    return *(_empty_like(x) for x in (q, k, v)), *grads
+    of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)
+    return *(_empty_like(x) for x in (q, k, v)), *grads, of_samples
 
 
 def _folded(op: Any) -> Any:

@@ -5,8 +5,10 @@ Letters: B samples, C max_grad_norm, sigma noise_multiplier.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,13 +103,25 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
                 f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
                 "tensor whose first dimension is the batch"
             )
+    _refuse_compiling()
+    return _Boundary.apply(boundary, *tensors)
+
+
+def release_of(
+    boundary: Boundary,
+) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
+    """What clips and noises gradients, for a backward that knows their joint squared norms."""
+    _refuse_compiling()
+    return functools.partial(_release, boundary)
+
+
+def _refuse_compiling() -> None:
     if torch.compiler.is_compiling():
         # A compiled graph would keep the number of its release, and repeat its noise.
         raise RuntimeError(
             "private_boundary inside of a compiled function: its noise would be compiled in; "
             "compile what lies before and behind it apart"
         )
-    return _Boundary.apply(boundary, *tensors)
 
 
 class _Boundary(torch.autograd.Function):
@@ -121,16 +135,22 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         squares = sum(squared_norm(grad) for grad in grads)
         assert isinstance(squares, Tensor)
-        factors = clip_factors(squares, ctx.boundary.max_grad_norm)
-        std = ctx.boundary.noise_multiplier * ctx.boundary.max_grad_norm
-        step = next(_releases)
-        released = (
-            _release(grad, factors, std, step, number) for number, grad in enumerate(grads)
-        )
-        return (None, *released)
+        return (None, *_release(ctx.boundary, grads, squares))
 
 
-def _release(grad: Tensor, factors: Tensor, std: float, step: int, number: int) -> Tensor:
+def _release(boundary: Boundary, grads: Sequence[Tensor], squares: Tensor) -> tuple[Tensor, ...]:
+    """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
+    factors = clip_factors(squares, boundary.max_grad_norm)
+    std = boundary.noise_multiplier * boundary.max_grad_norm
+    step = next(_releases)
+    return tuple(
+        _clipped_and_noised(grad, factors, std, step, number) for number, grad in enumerate(grads)
+    )
+
+
+def _clipped_and_noised(
+    grad: Tensor, factors: Tensor, std: float, step: int, number: int
+) -> Tensor:
     """``c_i dx_i`` plus noise, rounded once to the gradient's dtype."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
     weights = factors.to(dtype).view(-1, *[1] * (grad.ndim - 1))

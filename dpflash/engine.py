@@ -132,7 +132,8 @@ class PrivacyEngine:
                 above it come in parts and step() waits for the last.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
-            memory_budget: bytes that stored gradients may take; default a quarter of the memory.
+            memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
+                the expected batch) may take; default a quarter of the device's.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -197,7 +198,8 @@ class PrivacyEngine:
             groups,
             names={p: n for n, p in module.named_parameters()},
             way=way,
-            memory_budget=memory_budget or default_memory_budget(),
+            memory_budget=memory_budget or default_memory_budget(trained[0].device),
+            public_batch_size=physical_batch_size or math.ceil(loader.expected_batch_size),
             loss_reduction=loss_reduction,
             clip_function=clip_function,
             flat=clipping == "flat",
@@ -378,7 +380,12 @@ class PrivacyEngine:
         return "add_remove"
 
     def check(
-        self, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        *,
+        loss_reduction: str | None = None,
     ) -> CheckReport:
         """Try on one batch whether losses[i] and its gradient depend on sample i alone.
 
@@ -388,15 +395,19 @@ class PrivacyEngine:
                 dimension is the batch, of two samples or more. Four to eight are enough. The
                 report is not covered by epsilon, so rather use data that are nobody's.
             loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
+            loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
+                scalar, and what is tried is whether the scalar of several batches, and its
+                gradient, is that reduction of what their samples give alone.
 
         Returns:
             A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
             test on this batch, not a proof.
 
         Raises:
-            ValueError: for a batch that holds no tensor, one sample, or samples of unequal number.
+            ValueError: for a batch that holds no tensor, one sample, or samples of unequal number,
+                and for another loss_reduction than None, "mean" and "sum".
         """
-        return run_check(model, batch, loss_fn)
+        return run_check(model, batch, loss_fn, loss_reduction=loss_reduction)
 
     def groups(self) -> ClippingGroups:
         """The clipping groups of the private model: their parameters, bounds and sensitivity.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _validate
-from .attention_op import Attention
-from .boundary import Boundary, cross
+from .attention_op import Attention, ReleasedAttention
+from .boundary import Boundary, cross, release_of
 from .patterns import Adaptive, Dense, Pattern
 
 _MAX_HEAD_DIM = 256
@@ -125,6 +125,12 @@ def attention(
                 "boundary beside sinks or alibi_slopes: their gradients would leave unclipped; "
                 "train them with PrivacyEngine, or leave one of them out"
             )
+        if not isinstance(pattern, Adaptive):
+            o, lse = ReleasedAttention.apply(
+                release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale
+            )
+            return (o, lse) if return_lse else o
+        # Gradients of the choice reach q and k too: only what gathers both knows the norm.
         q, k, v = cross(boundary, q, k, v)
     if torch.compiler.is_compiling():
         # Dynamo refuses one tensor in several places of an autograd.Function.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpflash.kernels import (
+    NoiseStream,
     block_clip_reduce,
     clip_reduce,
     clipped_grad,
@@ -186,17 +187,28 @@ class Gate:
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
         ):
-            total = self._sums.get(position)
-            if grad is not None:
-                own = clip_reduce(grad, factors)
-                total = own if total is None else total + own
-            kept = self._kept.get(position)
-            if kept is not None:
-                own = kept.clipped(factors, parameter.shape[0])
-                total = own if total is None else total + own
-            results.append(None if total is None else owner.deposit(parameter, total))
+            results.append(self._clipped(position, parameter, grad, factors))
         self.reset()
         return results
+
+    def _clipped(
+        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
+    ) -> Tensor | None:
+        """The clipped sum of one parameter; what comes last to it brings the noise along."""
+        total, kept = self._sums.get(position), self._kept.get(position)
+        if total is None and kept is None and grad is None:
+            return None
+        noise = self.owner.noise_for(parameter)
+        if kept is not None:
+            own = kept.clipped(factors, parameter.shape[0], noise if grad is None else None)
+            total = own if total is None else total + own
+        if grad is not None:
+            own = clip_reduce(grad, factors, noise=noise)
+            total = own if total is None else total + own
+        assert total is not None
+        if grad is None and kept is None and noise is not None:
+            noise.add_to_(total)
+        return self.owner.deposit(parameter, total)
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         """`finish` for the one parameter of a group that is clipped tile by tile."""
@@ -207,15 +219,20 @@ class Gate:
         kept = self._kept.get(0)
         if kept is None and grad is None:
             return [None]
+        noise = owner.noise_for(parameter)
+        fused = noise if scale == 1 else None
         if kept is not None and grad is None:
-            total, factors = kept.block_clipped(bound)
+            total, factors = kept.block_clipped(bound, fused)
         else:
             assert grad is not None
             rows = parameter.shape[0]
             dense = grad if kept is None else grad + kept.dense(rows)
-            total, factors = block_clip_reduce(dense, bound, return_factors=True)
+            total, factors = block_clip_reduce(dense, bound, return_factors=True, noise=fused)
         owner.note(None, factors.amin(1))
-        total = total * scale if scale != 1 else total
+        if scale != 1:
+            total = total * scale
+            if noise is not None:
+                noise.add_to_(total)
         self.reset()
         return [owner.deposit(parameter, total)]
 
@@ -479,17 +496,17 @@ class PrivateBackward:
         self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
         self.seen_samples += factors.numel()
 
-    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
-        """Add to a parameter's sum, with its noise if the release is under way: what .grad gets.
-
-        `total` is overwritten.
-        """
+    def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """What `deposit` wants to be in the sum; None where the optimizer's step will add it."""
         if not self._asked:
             self._asked = True
             if self.release is None:
                 self.release = self.begin_release()
+        return None if self.release is None else self.release.noise_for(parameter)
+
+    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+        """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
         if self.release is not None:
-            self.release.add_noise(parameter, total)
             self.release.noised(parameter)
         held = self.sums.get(parameter)
         self.sums[parameter] = total if held is None else held + total

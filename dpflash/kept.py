@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpflash.kernels import (
+    NoiseStream,
     block_clipped_grad,
     clip_reduce,
     clipped_grad,
@@ -70,8 +71,8 @@ class KeptUses:
         excess = (magnitudes - _HARMLESS_CANCELLATION * norms).clamp(min=0)
         return (norms + _ROUNDING * excess).square()
 
-    def clipped(self, factors: Tensor, rows: int) -> Tensor:
-        """sum_i factors_i G_i for a parameter with `rows` rows."""
+    def clipped(self, factors: Tensor, rows: int, noise: NoiseStream | None = None) -> Tensor:
+        """sum_i factors_i G_i for a parameter with `rows` rows, and noise where asked for."""
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             total: Tensor | None = None
@@ -80,20 +81,22 @@ class KeptUses:
                     total = grad.new_zeros(rows, *grad.shape[2:])
                 total[part] += clip_reduce(grad, factors[samples])
             assert total is not None
-            return total
-        if linear is None:
+        elif linear is not None and embedding is None:
+            return clipped_grad(*linear, factors, noise=noise)
+        else:
             assert embedding is not None
-            return embedding_clipped_grad(*embedding, factors, rows)
-        total = clipped_grad(*linear, factors)
-        if embedding is not None:
-            total += embedding_clipped_grad(*embedding, factors, rows)
-        return total
+            total = embedding_clipped_grad(*embedding, factors, rows)
+            if linear is not None:
+                total += clipped_grad(*linear, factors)
+        return total if noise is None else noise.add_to_(total)
 
-    def block_clipped(self, bound: float) -> tuple[Tensor, Tensor]:
+    def block_clipped(
+        self, bound: float, noise: NoiseStream | None = None
+    ) -> tuple[Tensor, Tensor]:
         """sum_i of G_i with each tile clipped, and the factors [B, tiles]; linear uses only."""
         linear = _joined(self.linear)
         assert linear is not None and not self.embedding and not self.tiled
-        return block_clipped_grad(*linear, bound, return_factors=True)
+        return block_clipped_grad(*linear, bound, return_factors=True, noise=noise)
 
     def dense(self, rows: int) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...] after all."""

@@ -240,7 +240,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
             # An interrupted release goes on with the sums as they were, and the same noise.
             total = total.clone(memory_format=torch.contiguous_format)
-            backward.release.add_noise(parameter, total)
+            noise = backward.release.noise_for(parameter)
+            if noise is not None:
+                noise.add_to_(total)
             parameter.grad = total.div_(divisor).to(parameter.dtype)
         backward.clear()
         backward.batch_hint = None

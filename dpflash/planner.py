@@ -6,9 +6,9 @@ two_pass       norms in one backward, the backward of sum_i c_i loss_i in a seco
 
 Each way is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
 device with given ceilings (a roofline), and a way the sum over its kernels. The choice follows
-from these costs: it depends on shapes, the device and public sizes, never on how many samples were
-drawn. Each way bounds every sample; their results differ by rounding, and by what counts as infinite
-(and is removed) at the end of fp32's range.
+from these costs: it depends on shapes, the device and public sizes, never on how many samples
+were drawn. Each way bounds every sample; their results differ by rounding, and by what counts as
+infinite (and is removed) at the end of fp32's range.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
 """
@@ -246,8 +246,10 @@ class Plan:
         return "two_pass" in self.ways
 
 
-def default_memory_budget() -> int:
-    """A quarter of this machine's memory, in bytes."""
+def default_memory_budget(device: torch.device) -> int:
+    """A quarter of the device's memory, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 4
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 

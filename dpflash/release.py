@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from dpflash.kernels import gaussian_noise_
+from dpflash.kernels import NoiseStream
 
 
 class Release:
@@ -24,12 +24,11 @@ class Release:
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
 
-    def add_noise(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add to `total`, in place, the noise that the parameter's sum still lacks."""
+    def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """The noise that the parameter's sum lacks; None where it lacks none."""
         if self._std == 0 or parameter in self._noised or parameter not in self._parameter_ids:
-            return
-        gaussian_noise_(
-            total,
+            return None
+        return NoiseStream(
             std=self._std,
             key=self._key,
             step=self._step,

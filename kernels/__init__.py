@@ -15,7 +15,7 @@ from .grads import (
     rms_norm_backward,
     squared_norm,
 )
-from .noise import gaussian_noise_
+from .noise import NoiseStream, gaussian_noise_
 from .reference import (
     embedding_grad_inner,
     embedding_per_sample_grad,
@@ -26,6 +26,7 @@ from .reference import (
 
 __all__ = [
     "BLOCK",
+    "NoiseStream",
     "block_clip_reduce",
     "block_clipped_grad",
     "clip_reduce",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import attention_cpu
-from .attention_reference import AttentionGrads
+from .attention_reference import AttentionGrads, squared_norms
 from .layout import heads_outside as heads_outside
 from .tile_graph import TileGraph
 
@@ -51,6 +51,7 @@ def attention_backward(
     key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
+    squares: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
@@ -82,12 +83,15 @@ def attention_backward(
         key_range=key_range,
         token_sums=token_sums,
         run_grads=run_grads,
+        squares=squares,
         **where,
     )
     if scale <= 0:
         sign = -1.0 if scale < 0 else 0.0
         q_sum = None if grads.q_sum is None else sign * grads.q_sum
         grads = grads._replace(dq=sign * grads.dq, q_sum=q_sum)
+    if squares and scale == 0:
+        grads = grads._replace(squares=squared_norms(grads.dq, grads.dk, grads.dv))
     if out is None:
         return grads
     for written, grad in zip(out, (grads.dq, grads.dk, grads.dv), strict=True):

@@ -31,7 +31,7 @@ from .attention_cpu_pieces import (
     put,
     take,
 )
-from .attention_reference import AttentionGrads
+from .attention_reference import AttentionGrads, squared_norms
 from .tile_graph import TileGraph
 
 
@@ -105,6 +105,7 @@ def attention_backward(
     key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
+    squares: bool = False,
 ) -> AttentionGrads:
     """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
 
@@ -115,9 +116,11 @@ def attention_backward(
         o, lse: as they came out of it.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
+        squares: also return the squared norms of (dq, dk, dv).
 
     Returns:
-        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded.
+        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
+        norms in float64 after.
     """
     dtype = lse.dtype
     work = Work.of(q, k, graph, key_range, plain=slopes is not None or run_grads)
@@ -140,16 +143,16 @@ def attention_backward(
     if sinks is not None:
         p = (sinks.to(dtype)[:, :, None, None] - upstream.lse).exp()
         dsinks = -(p * (wide_do * wide_o).sum(3, keepdim=True)).sum((2, 3))
+    narrow = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return AttentionGrads(
-        dq.to(q.dtype),
-        dk.to(k.dtype),
-        dv.to(v.dtype),
+        *narrow,
         dsinks,
         None if slopes is None else sums.slopes.view(slopes.shape),
         sums.log_multiplicity if run_grads else None,
         dq.sum(2) if token_sums else None,
         dk.sum(2) if token_sums else None,
         dv.sum(2) if token_sums else None,
+        squared_norms(*narrow) if squares else None,
     )
 
 

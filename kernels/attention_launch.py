@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, config
-from .attention_reference import AttentionGrads
+from .attention_reference import AttentionGrads, squared_norms
 from .layout import heads_outside
 from .tile_graph import Side, TileGraph
 
@@ -77,6 +77,7 @@ def attention_backward(
     key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
+    squares: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`; scale > 0.
@@ -100,13 +101,16 @@ def attention_backward(
                     grad.zero_()
     arguments = (do, q, k, v, pivot, delta, graph, scale)
     vectors = (_vector(slopes), key_range, token_sums)
-    q_sum, dslopes, dlog = _launch_dq(dq, *arguments, *vectors, run_grads)
-    k_sum, v_sum = _launch_dkdv(dk, dv, *arguments, *vectors)
+    q_sum, dslopes, dlog, q_squares = _launch_dq(dq, *arguments, *vectors, run_grads, squares)
+    k_sum, v_sum, kv_squares = _launch_dkdv(dk, dv, *arguments, *vectors, squares)
+    of_samples = None
+    if q_squares is not None and kv_squares is not None:
+        of_samples = q_squares + kv_squares
     dsinks = None
     if sinks is not None:
         weights = (sinks.float().unsqueeze(2) - lse.masked_fill(lse == -math.inf, math.inf)).exp()
         dsinks = -(weights * delta).sum(2)
-    return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, q_sum, k_sum, v_sum)
+    return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, q_sum, k_sum, v_sum, of_samples)
 
 
 def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -140,8 +144,9 @@ def _launch_dq(
     key_range: Tensor | None,
     token_sums: bool,
     run_grads: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Writes dq; returns its sum over tokens, dslopes and the gradient of the runs' logs."""
+    squares: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Writes dq; returns its sum over tokens, dslopes, the runs' gradient, its squared norms."""
     batch, heads, queries, head_dim = q.shape
     sizes = _config("dq", q)
     side = graph.rows
@@ -153,22 +158,24 @@ def _launch_dq(
     q_sums = zeros((batch, heads, num_tiles, head_dim)) if token_sums else None
     slope_sums = zeros((batch, heads, num_tiles)) if slopes is not None else None
     run_sums = zeros((places, num_runs)) if run_grads else None
+    partial = zeros((batch, heads * num_tiles), dtype=torch.float64) if squares else None
     if dq.numel() and num_tiles:
         kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
             q, k, v, do, pivot, delta, dq,
-            slopes, key_range, q_sums, slope_sums, run_sums,
+            slopes, key_range, q_sums, slope_sums, run_sums, partial,
             tiles, borders, *_tables(side, graph.row_variants),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
             _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
             num_tiles, num_runs, scale, scale * _LOG2E,
             **_head_dims(head_dim), **_options(q, sizes),
             HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
-            TOKEN_SUMS=token_sums, RUN_GRADS=run_grads,
+            TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
         )  # fmt: skip
     return (
         None if q_sums is None else q_sums.sum(2),
         None if slope_sums is None else slope_sums.sum(2),
         None if run_sums is None else run_sums.sum(0),
+        None if partial is None else partial.sum(1),
     )
 
 
@@ -186,11 +193,12 @@ def _launch_dkdv(
     slopes: Tensor | None,
     key_range: Tensor | None,
     token_sums: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Writes dk and dv; returns their sums over tokens.
+    squares: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Writes dk and dv; returns their sums over tokens and their squared norms.
 
     Query heads of one key head that use different variants get a program each; their results
-    are added afterwards.
+    are added afterwards, and squares are taken of the sum.
     """
     batch, heads, queries, head_dim = q.shape
     groups, keys = k.shape[1:3]
@@ -199,19 +207,23 @@ def _launch_dkdv(
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=False)
     shared = graph.heads_share_cols(heads // groups)
     heads_per_program = heads // groups if shared else 1
+    results = dk, dv
     if not shared:
         per_head = (batch, heads, keys, head_dim)
         wide = torch.zeros(2, *per_head, dtype=torch.float32, device=q.device)
-        narrow, (dk, dv) = (dk, dv), wide.unbind(0)
+        dk, dv = wide.unbind(0)
     programs = heads // heads_per_program
     k_sums = v_sums = None
     if token_sums:
         shape = (2, batch, programs, num_tiles, head_dim)
         k_sums, v_sums = torch.zeros(shape, dtype=torch.float32, device=q.device).unbind(0)
+    partial = None
+    if squares and shared:
+        partial = torch.zeros((batch, programs * num_tiles), dtype=torch.float64, device=q.device)
     if dk.numel() and num_tiles:
         kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
             q, k, v, do, pivot, delta, dk, dv,
-            slopes, key_range, k_sums, v_sums,
+            slopes, key_range, k_sums, v_sums, partial,
             tiles, borders, *_tables(side, graph.col_variants),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
             *dk.stride()[:3], *dv.stride()[:3],
@@ -219,15 +231,18 @@ def _launch_dkdv(
             queries, num_tiles, scale, scale * _LOG2E,
             **_head_dims(head_dim), **_options(q, sizes),
             HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
-            TOKEN_SUMS=token_sums,
+            TOKEN_SUMS=token_sums, SQUARES=partial is not None,
         )  # fmt: skip
     if not shared:
-        for result, per_query_head in zip(narrow, (dk, dv), strict=True):
+        for result, per_query_head in zip(results, (dk, dv), strict=True):
             result.copy_(per_query_head.unflatten(1, (groups, -1)).sum(2))
+    of_samples = None
+    if squares:
+        of_samples = squared_norms(*results) if partial is None else partial.sum(1)
     if k_sums is None or v_sums is None:
-        return None, None
+        return None, None, of_samples
     of_groups = (batch, groups, programs // groups * num_tiles, head_dim)
-    return k_sums.reshape(of_groups).sum(2), v_sums.reshape(of_groups).sum(2)
+    return k_sums.reshape(of_groups).sum(2), v_sums.reshape(of_groups).sum(2), of_samples
 
 
 def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:

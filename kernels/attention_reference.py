@@ -24,8 +24,10 @@ class AttentionGrads(NamedTuple):
         dlog_multiplicity: `[R]`, of the runs of `graph.rows`, or None if not asked for.
         q_sum, k_sum, v_sum: `[B, H, D]`, `[B, G, D]` twice: dq, dk and dv summed over tokens,
             which is each sample's gradient of a bias of q, k or v; or None.
+        squares: `[B]`, float64: squared L2 norm of each sample's (dq, dk, dv) together, of the
+            values returned, rounded as they are; not finite where one of them is not. Or None.
 
-    The optional ones are float32 (float64 for float64).
+    The other optional ones are float32 (float64 for float64).
     """
 
     dq: Tensor
@@ -37,6 +39,7 @@ class AttentionGrads(NamedTuple):
     q_sum: Tensor | None = None
     k_sum: Tensor | None = None
     v_sum: Tensor | None = None
+    squares: Tensor | None = None
 
 
 def attention_forward(
@@ -95,6 +98,7 @@ def attention_backward(
     key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
+    squares: bool = False,
 ) -> AttentionGrads:
     """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
 
@@ -105,9 +109,11 @@ def attention_backward(
         o, lse: as they came out of it.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
+        squares: also return the squared norms of (dq, dk, dv).
 
     Returns:
-        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded.
+        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
+        norms in float64 after.
     """
     dtype = lse.dtype
     heads_per_group = q.shape[1] // k.shape[1]
@@ -131,7 +137,14 @@ def attention_backward(
         dlog = _run_grads(ds, graph)
     sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
     narrow = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    return AttentionGrads(*narrow, dsinks, dslopes, dlog, *sums)
+    grads = AttentionGrads(*narrow, dsinks, dslopes, dlog, *sums)
+    return grads._replace(squares=squared_norms(*narrow)) if squares else grads
+
+
+def squared_norms(*grads: Tensor) -> Tensor:
+    """`[B]`, float64: the squared norm of each sample's gradients `[B, ...]`, all together."""
+    norms = [torch.linalg.vector_norm(x, dim=(1, 2, 3), dtype=torch.float64) for x in grads]
+    return torch.stack(norms).square().sum(0)
 
 
 def _scores(

@@ -47,6 +47,16 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 
 @triton.jit
+def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Each row's sum of squares of what `_store` writes, rounding included; fp64 holds 1e30^2."""
+    stored = x.to(ptr.dtype.element_ty).to(tl.float64)
+    if FIRST + WIDTH > D:
+        dims = FIRST + tl.arange(0, WIDTH)
+        stored = tl.where((dims < D)[None, :], stored, 0.0)
+    return tl.sum(stored * stored, 1)
+
+
+@triton.jit
 def _tile(
     tiles_ptr,
     tile_borders_ptr,
@@ -325,7 +335,7 @@ def _dq_step(
 @triton.jit
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dq_ptr,
-    slopes_ptr, key_range_ptr, q_sums_ptr, slope_sums_ptr, run_sums_ptr,
+    slopes_ptr, key_range_ptr, q_sums_ptr, slope_sums_ptr, run_sums_ptr, squares_ptr,
     tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
@@ -337,7 +347,7 @@ def _attention_dq_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
-    TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr,
+    TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and what is summed on the way."""
@@ -432,6 +442,12 @@ def _attention_dq_kernel(
             tl.store(q_sums_ptr + partial * D + more, tl.sum(dq1, 0), mask=more < D)
     if HAS_SLOPES:
         tl.store(slope_sums_ptr + partial, -tl.sum(slope_sum, 0))
+    if SQUARES:
+        squares = _squares(dq_ptr, dq0, 0, D0, D)
+        if D1 > 0:
+            squares += _squares(dq_ptr, dq1, D0, D1, D)
+        squares = tl.where(there, squares, 0.0)
+        tl.store(squares_ptr + pid, tl.sum(squares, 0))
 
 
 @triton.jit
@@ -490,7 +506,7 @@ def _dkdv_step(
 @triton.jit
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dk_ptr, dv_ptr,
-    slopes_ptr, key_range_ptr, k_sums_ptr, v_sums_ptr,
+    slopes_ptr, key_range_ptr, k_sums_ptr, v_sums_ptr, squares_ptr,
     tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
@@ -502,7 +518,8 @@ def _attention_dkdv_kernel(
     scale, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr, TOKEN_SUMS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for one tile of keys.
@@ -615,3 +632,11 @@ def _attention_dkdv_kernel(
             tl.store(
                 v_sums_ptr + partial + more, tl.sum(tl.where(row_mask, dv1, 0.0), 0), mask=more < D
             )
+    if SQUARES:
+        squares = _squares(dk_ptr, dk0, 0, D0, D) + _squares(dv_ptr, dv0, 0, D0, D)
+        if D1 > 0:
+            squares += _squares(dk_ptr, dk1, D0, D1, D)
+            squares += _squares(dv_ptr, dv1, D0, D1, D)
+        # The rows that are there, said by what the loop holds in registers anyway.
+        squares = tl.where(rows <= last, squares, 0.0)
+        tl.store(squares_ptr + pid, tl.sum(squares, 0))

@@ -5,8 +5,13 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .noise import NoiseStream
 
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 20
@@ -56,6 +61,7 @@ def block_clipped_grad(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: bool = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """sum_i of G_i = dy_i^T x_i with each tile of G_i clipped to the tile's own bound.
 
@@ -68,6 +74,7 @@ def block_clipped_grad(
         block: outputs and inputs of a tile, powers of two from 16 to 128. Part of what the
             result means: the tiles are the clipping groups.
         return_factors: also return the factors c_ik.
+        noise: added to the sum, to element [o, i] the stream's element offset + o I + i.
 
     Returns:
         [O, I], fp32 (fp64 for fp64 operands); with return_factors also [B, tiles], fp32, tiles
@@ -75,7 +82,7 @@ def block_clipped_grad(
 
     Guarantees:
         c_ik ||tile k of G_i|| <= C_k (see `block_bounds`) in fp32 arithmetic, for the very G_i
-        that is summed; so one sample moves the result by at most bound. c_ik depends on sample i
+        that is summed; so one sample moves the sum by at most bound. c_ik depends on sample i
         alone.
     """
     batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
@@ -99,6 +106,8 @@ def block_clipped_grad(
         factors[now] = _rounded_down(_tile_squares(tiles), bounds)
         _add_clipped(total, tiles, factors[now])
     result = total.view(down * height, across * width)[:outputs, :inputs].contiguous()
+    if noise is not None:
+        noise.add_to_(result)
     return (result, factors.flatten(1)) if return_factors else result
 
 
@@ -108,12 +117,13 @@ def block_clip_reduce(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: bool = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_clipped_grad` of stored per-sample gradients.
 
     Args:
         grads: [B, O, I].
-        bound, block, return_factors: as for `block_clipped_grad`.
+        bound, block, return_factors, noise: as for `block_clipped_grad`.
 
     Returns:
         As `block_clipped_grad`.
@@ -135,6 +145,8 @@ def block_clip_reduce(
             factors[:, i, k] = own
             weights = own.to(dtype).view(-1, 1, 1)
             total[corner] = torch.where(weights == 0, 0.0, tiles * weights).sum(0)
+    if noise is not None:
+        noise.add_to_(total)
     return (total, factors.flatten(1)) if return_factors else total
 
 

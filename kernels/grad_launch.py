@@ -16,14 +16,17 @@ from . import grad_triton as kernels
 from .attention_configs import architecture
 from .block_reference import BLOCK, block_bounds
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
+from .noise import NoiseStream
+from .noise_triton import OPTIONS, stream_words
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
-# Elements, tokens and columns that a program of a reduction takes at a time.
+# Elements, tokens, columns and rows that a program of a reduction takes at a time.
 REDUCE_BLOCK = 1024
 TOKEN_CHUNK = 512
 TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
+TILE_ROWS = 16
 
 # What a Gram norm's products and sums in fp32 round, relative to (sum_t ||x_t|| ||dy_t||)^2.
 _GRAM_ROUNDING = 4 * 2.0**-24
@@ -65,11 +68,13 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     return squares
 
 
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+def clipped_grad(
+    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
+) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
     sizes = _config("clipped_grad", x)
-    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False)
+    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False, noise)
 
 
 def block_clipped_grad(
@@ -79,28 +84,48 @@ def block_clipped_grad(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: bool = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `reference.block_clipped_grad`; a program owns one clipping group."""
+    """See `block_reference.block_clipped_grad`; a program owns one clipping group."""
     x, dy = _operands(x, dy)
     outputs, inputs = dy.shape[2], x.shape[2]
     bounds = block_bounds(outputs, inputs, bound, block).flatten().to(x.device)
     factors = torch.empty((x.shape[0], bounds.numel()), dtype=torch.float32, device=x.device)
     sizes = _config("block_clipped_grad", x)._replace(block_m=block[0], block_n=block[1])
-    total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors)
+    total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors, noise)
     return (total, factors) if return_factors else total
 
 
-def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """See `reference.clip_reduce`."""
-    batch, shape = grads.shape[0], grads.shape[1:]
-    flat = grads.reshape(batch, shape.numel()).contiguous()
-    out = torch.empty(shape, dtype=torch.float32, device=grads.device)
-    if out.numel():
-        kernels._clip_reduce_kernel[(_blocks(out.numel(), REDUCE_BLOCK),)](
-            flat, factors.float().contiguous(), out, flat.stride(0), batch, out.numel(),
-            float(divisor), DIVIDE=divisor != 1, BLOCK=REDUCE_BLOCK,
+def block_clip_reduce(
+    grads: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    return_factors: bool = False,
+    noise: NoiseStream | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `block_reference.block_clip_reduce`; first the factors, then the sum."""
+    batch, outputs, inputs = grads.shape
+    grads = grads.contiguous()
+    bounds = block_bounds(outputs, inputs, bound, block).flatten().to(grads.device)
+    factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=grads.device)
+    if factors.numel():
+        kernels._tile_factors_kernel[(factors.numel(),)](
+            grads, bounds, factors, grads.stride(0),
+            inputs, outputs, _blocks(inputs, block[1]), bounds.numel(),
+            BLOCK_M=block[0], BLOCK_N=block[1], ROWS=TILE_ROWS,
         )  # fmt: skip
-    return out
+    total = _launch_reduce(grads, factors, 1.0, block, noise)
+    return (total, factors) if return_factors else total
+
+
+def clip_reduce(
+    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+) -> Tensor:
+    """See `reference.clip_reduce`."""
+    return _launch_reduce(
+        grads.contiguous(), factors.float().contiguous(), float(divisor), None, noise
+    )
 
 
 def squared_norm(grads: Tensor) -> Tensor:
@@ -179,6 +204,11 @@ def precision(hip: bool) -> str:
     return "ieee" if hip else "tf32x3"
 
 
+def noise_width(hip: bool) -> int:
+    """Columns of a tile that get their noise at a time: about one group of 8 for each thread."""
+    return 32 if hip else 16
+
+
 def _launch_per_sample(
     x: Tensor, dy: Tensor, grads: Tensor | None, squares: bool
 ) -> Tensor | None:
@@ -229,6 +259,7 @@ def _launch_clipped(
     bounds: Tensor | None,
     sizes: GradConfig,
     store_factors: bool,
+    noise: NoiseStream | None,
 ) -> Tensor:
     """sum_i c_i G_i by tiles: with given factors, or clipped to the tiles' bounds."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
@@ -238,9 +269,34 @@ def _launch_clipped(
     if num_tiles:
         kernels._clipped_grad_kernel[(num_tiles,)](
             x, dy, factors, bounds, out, *x.stride()[:2], *dy.stride()[:2],
-            batch, tokens, inputs, outputs, tiles_i, num_tiles,
+            batch, tokens, inputs, outputs, tiles_i, num_tiles, *_address(noise),
             CLIP=bounds is not None, STORE_FACTORS=store_factors,
-            BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
+            BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n,
+            WIDTH=min(noise_width(torch.version.hip is not None), sizes.block_n),
+            **(_options(sizes) | _noise_options(noise, inputs)),
+        )  # fmt: skip
+    return out
+
+
+def _launch_reduce(
+    grads: Tensor,
+    factors: Tensor,
+    divisor: float,
+    block: tuple[int, int] | None,
+    noise: NoiseStream | None,
+) -> Tensor:
+    """(sum_i c_i G_i + noise) / divisor, with a factor for each sample or each block of it."""
+    shape = grads.shape[1:]
+    out = torch.empty(shape, dtype=torch.float32, device=grads.device)
+    rows, columns = block or (1, 1)
+    inputs = shape[1] if block else 1
+    before = 0 if noise is None else noise.offset % 8
+    if out.numel():
+        kernels._clip_reduce_kernel[(_blocks(before + out.numel(), REDUCE_BLOCK),)](
+            grads, factors, out, out.numel(), grads.shape[0], out.numel(), divisor,
+            inputs, _blocks(inputs, columns), factors[:1].numel(), *_address(noise),
+            BLOCK_M=rows, BLOCK_N=columns, TILED=block is not None,
+            DIVIDE=divisor != 1, BLOCK=REDUCE_BLOCK, **_noise_options(noise),
         )  # fmt: skip
     return out
 
@@ -317,4 +373,25 @@ def _options(sizes: GradConfig) -> dict[str, object]:
         "num_warps": sizes.num_warps,
         "num_stages": sizes.num_stages,
         "enable_fp_fusion": True,
+    }
+
+
+def _address(noise: NoiseStream | None) -> tuple[int, ...]:
+    """What kernels take from `std_bits` to `first`."""
+    if noise is None:
+        return (0,) * 13
+    step, parameter_id = int(noise.step), int(noise.parameter_id)
+    words = stream_words(float(noise.std), noise.key, step, parameter_id, noise.generator)
+    return (*words, int(noise.offset))
+
+
+def _noise_options(noise: NoiseStream | None, width: int = 0) -> dict[str, object]:
+    """Constexprs and launch options for noise on rows of so many elements."""
+    if noise is None or noise.std == 0:
+        return {"NOISE": False, "ALIGNED": True, "PHILOX": False, "enable_fp_fusion": True}
+    return {
+        "NOISE": True,
+        "ALIGNED": noise.offset % 8 == 0 and width % 8 == 0,
+        "PHILOX": noise.generator == "philox",
+        "enable_fp_fusion": OPTIONS["enable_fp_fusion"],
     }

@@ -5,14 +5,24 @@ several programs contribute to is written as partial sums and added outside, so 
 for bit. Products accumulate in fp32; squares are taken and added in fp64, where neither 1e30
 overflows nor 1e-30 vanishes and the rounding is far below a clip's slack.
 
+A kernel with NOISE adds ``std * normal`` to the sum on chip, by the address that the arguments
+from ``std_bits`` to ``first`` give: element e of the result gets element ``first + e`` of the
+stream. It is compiled without fusion, see `noise_triton.py`.
+
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elements of a parameter.
 """
 
 import triton
 import triton.language as tl
 
+from .noise_triton import as_key, as_std, normals_of_groups, normals_of_rows
+
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+# No kernel is compiled anew for another address.
+_KEY = [f"k{i}" for i in range(8)]
+_ADDRESS = ["std_bits", *_KEY, "step_low", "step_high", "parameter_id", "first"]
 
 
 @triton.jit
@@ -129,24 +139,75 @@ def _grad_norm_gram_kernel(
 
 
 @triton.jit
+def _factor(square, bound):
+    """``min(1, bound / sqrt(square))`` in fp32, rounded down; 0 where square is not finite."""
+    round_down: tl.constexpr = 1.0 - 2.0**-22
+    least_normal: tl.constexpr = 2.0**-126
+    norm = tl.sqrt(square)
+    over = norm > bound
+    ratio = tl.where(over, bound / tl.where(over, norm, 1.0) * round_down, 1.0)
+    # Not so for NaN and infinity either.
+    usable = (norm < float("inf")) & (ratio >= least_normal)
+    return tl.where(usable, ratio, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_tile(out_ptr, tile, first_row, first_column, num_rows, num_columns):
+    """Writes a tile of ``[num_rows, num_columns]``."""
+    rows = first_row + tl.arange(0, tile.shape[0])
+    columns = first_column + tl.arange(0, tile.shape[1])
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(out_ptr + offsets, tile, mask=mask)
+
+
+@triton.jit
+def _store_noisy_tile(
+    out_ptr, tile, first_row, first_column, num_rows, num_columns,
+    std, key, step_low, step_high, parameter_id, first,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of a sum with its noise, WIDTH columns at a time: normals take registers."""
+    strips: tl.constexpr = tile.shape[1] // WIDTH
+    cut = tl.reshape(tile, [tile.shape[0], strips, WIDTH])
+    of_strip = tl.arange(0, strips)[None, :, None]
+    rows = (first_row + tl.arange(0, tile.shape[0])).to(tl.int64)
+    for strip in range(strips):
+        # The others are 0, whatever they hold.
+        total = tl.sum(tl.where(of_strip == strip, cut, 0.0), 1)
+        column = first_column + strip * WIDTH
+        normals = normals_of_rows(
+            key, first + rows * num_columns + column, step_low, step_high, parameter_id,
+            WIDTH, ALIGNED, PHILOX,
+        )  # fmt: skip
+        total = tl.fma(normals, std, total)
+        _store_tile(out_ptr, total, first_row, column, num_rows, num_columns)
+
+
+@triton.jit(do_not_specialize=_ADDRESS)
 def _clipped_grad_kernel(
     x_ptr, dy_ptr, factors_ptr, bounds_ptr, out_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     batch, num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
+    std_bits: tl.uint64,
+    k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
+    k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
+    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     CLIP: tl.constexpr, STORE_FACTORS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    NOISE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``sum_i c_i dy_i^T x_i``; no G_i leaves the chip.
 
     c_i is ``factors[i]``, or with CLIP ``min(1, bounds[tile] / ||tile of G_i||)`` rounded down,
     which STORE_FACTORS writes to ``factors[i, tile]``. Where c_i is 0 the tile may hold NaN.
     """
-    round_down: tl.constexpr = 1.0 - 2.0**-22
-    least_normal: tl.constexpr = 2.0**-126
     tile = tl.program_id(0)
-    rows = tile // tiles_i * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row = tile // tiles_i * BLOCK_M
+    first_column = tile % tiles_i * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_M)
+    columns = first_column + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for b in range(0, batch):
         sample = tl.cast(b, tl.int64)
@@ -156,38 +217,90 @@ def _clipped_grad_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
         )  # fmt: skip
         if CLIP:
-            bound = tl.load(bounds_ptr + tile)
-            norm = tl.sqrt(_sum_of_squares(acc))
-            over = norm > bound
-            ratio = tl.where(over, bound / tl.where(over, norm, 1.0) * round_down, 1.0)
-            # Not so for NaN and infinity either.
-            usable = (norm < float("inf")) & (ratio >= least_normal)
-            factor = tl.where(usable, ratio, 0.0).to(tl.float32)
+            factor = _factor(_sum_of_squares(acc), tl.load(bounds_ptr + tile))
             if STORE_FACTORS:
                 tl.store(factors_ptr + sample * num_tiles + tile, factor)
         else:
             factor = tl.load(factors_ptr + sample)
         total += tl.where(factor != 0, acc * factor, 0.0)
-    mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
-    tl.store(out_ptr + offsets, total, mask=mask)
+    if NOISE:
+        _store_noisy_tile(
+            out_ptr, total, first_row, first_column, num_outputs, num_inputs,
+            as_std(std_bits, tl.float32), as_key(k0, k1, k2, k3, k4, k5, k6, k7),
+            step_low.to(tl.uint32), step_high.to(tl.uint32), parameter_id.to(tl.uint32), first,
+            WIDTH, ALIGNED, PHILOX,
+        )  # fmt: skip
+    else:
+        _store_tile(out_ptr, total, first_row, first_column, num_outputs, num_inputs)
 
 
 @triton.jit
+def _tile_factors_kernel(
+    grads_ptr, bounds_ptr, factors_ptr, stride_b,
+    num_inputs, num_outputs, tiles_i, num_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``min(1, bounds[tile] / ||tile of G_i||)`` rounded down; [B, tiles]."""
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    b = (pid // num_tiles).to(tl.int64)
+    columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
+    squares = tl.zeros([BLOCK_N], dtype=tl.float64)
+    for start in range(0, BLOCK_M, ROWS):
+        rows = tile // tiles_i * BLOCK_M + start + tl.arange(0, ROWS)
+        grad = _load_tile(
+            grads_ptr + b * stride_b, num_inputs, rows, num_outputs, columns, num_inputs, True
+        ).to(tl.float64)
+        squares += tl.sum(grad * grad, 0)
+    factor = _factor(tl.sum(squares, 0), tl.load(bounds_ptr + tile))
+    tl.store(factors_ptr + b * num_tiles + tile, factor)
+
+
+@triton.jit(do_not_specialize=_ADDRESS)
 def _clip_reduce_kernel(
     grads_ptr, factors_ptr, out_ptr, stride_b, batch, size, divisor,
+    num_inputs, tiles_i, num_tiles,
+    std_bits: tl.uint64,
+    k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
+    k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
+    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILED: tl.constexpr,
     DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+    NOISE: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i G_i / divisor`` for a run of elements; rows of factor 0 are not read."""
-    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """``(sum_i c_i G_i + noise) / divisor`` for a run of elements; what c_i = 0 is not read.
+
+    c_i is ``factors[i]``, or if TILED ``factors[i, tile]`` for the tiles of ``[O, I]``. Unless
+    ALIGNED the runs begin so many elements earlier that groups of normals are whole.
+    """
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    elements = begin + tl.arange(0, BLOCK)
     inside = elements < size
+    if NOISE and not ALIGNED:
+        elements -= first & 7
+        inside = (elements >= 0) & (elements < size)
+    if TILED:
+        row = elements // num_inputs
+        tile = row // BLOCK_M * tiles_i + (elements - row * num_inputs) // BLOCK_N
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for b in range(0, batch):
-        factor = tl.load(factors_ptr + b)
-        if factor != 0:
-            row = grads_ptr + tl.cast(b, tl.int64) * stride_b
-            total += tl.load(row + elements, mask=inside, other=0.0).to(tl.float32) * factor
-    # Noise on the sum belongs here: a function of the element's index alone.
+        sample = tl.cast(b, tl.int64)
+        if TILED:
+            factors = tl.load(factors_ptr + sample * num_tiles + tile, mask=inside, other=0.0)
+            grad = tl.load(grads_ptr + sample * stride_b + elements, mask=factors != 0, other=0.0)
+            total = tl.fma(grad.to(tl.float32), factors, total)
+        else:
+            factor = tl.load(factors_ptr + b)
+            if factor != 0:
+                grad = tl.load(grads_ptr + sample * stride_b + elements, mask=inside, other=0.0)
+                total = tl.fma(grad.to(tl.float32), factor, total)
+    if NOISE:
+        groups = ((first + begin) >> 3) + tl.arange(0, BLOCK // 8)
+        normals = normals_of_groups(
+            as_key(k0, k1, k2, k3, k4, k5, k6, k7), groups.to(tl.uint32),
+            step_low.to(tl.uint32), step_high.to(tl.uint32), parameter_id.to(tl.uint32), PHILOX,
+        )  # fmt: skip
+        total = tl.fma(normals, as_std(std_bits, tl.float32), total)
     if DIVIDE:
         total = tl.div_rn(total, tl.cast(divisor, tl.float32))
     tl.store(out_ptr + elements, total, mask=inside)

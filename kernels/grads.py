@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import block_reference, reference
 from .block_reference import BLOCK
+from .noise import NoiseStream
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SIDES = (16, 32, 64, 128)
@@ -54,11 +55,14 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     return _house(x, dy).grad_norm(x, dy, form=form)
 
 
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+def clipped_grad(
+    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
+) -> Tensor:
     """See `reference.clipped_grad`."""
     _check_uses(x, dy)
     _check_factors(factors, x)
-    return _house(x, dy).clipped_grad(x, dy, factors)
+    _check_noise(noise, x.shape[2] * dy.shape[2])
+    return _house(x, dy).clipped_grad(x, dy, factors, noise=noise)
 
 
 @overload
@@ -69,6 +73,7 @@ def block_clipped_grad(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: Literal[False] = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor: ...
 @overload
 def block_clipped_grad(
@@ -78,6 +83,7 @@ def block_clipped_grad(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: Literal[True],
+    noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def block_clipped_grad(
     x: Tensor,
@@ -86,6 +92,7 @@ def block_clipped_grad(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: bool = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clipped_grad`.
 
@@ -94,9 +101,9 @@ def block_clipped_grad(
     """
     _check_uses(x, dy)
     _check_blocks(bound, block)
-    house = _house(x, dy)
-    return (block_reference if house is reference else house).block_clipped_grad(
-        x, dy, bound, block=block, return_factors=return_factors
+    _check_noise(noise, x.shape[2] * dy.shape[2])
+    return _block_house(x, dy).block_clipped_grad(
+        x, dy, bound, block=block, return_factors=return_factors, noise=noise
     )
 
 
@@ -107,6 +114,7 @@ def block_clip_reduce(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: Literal[False] = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor: ...
 @overload
 def block_clip_reduce(
@@ -115,6 +123,7 @@ def block_clip_reduce(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: Literal[True],
+    noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def block_clip_reduce(
     grads: Tensor,
@@ -122,26 +131,31 @@ def block_clip_reduce(
     *,
     block: tuple[int, int] = BLOCK,
     return_factors: bool = False,
+    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clip_reduce`, which runs on every device.
+    """See `block_reference.block_clip_reduce`.
 
     Raises:
         ValueError: as `block_clipped_grad`.
     """
     _check("grads", grads, 3)
     _check_blocks(bound, block)
-    return block_reference.block_clip_reduce(
-        grads, bound, block=block, return_factors=return_factors
+    _check_noise(noise, grads.shape[1:].numel())
+    return _block_house(grads).block_clip_reduce(
+        grads, bound, block=block, return_factors=return_factors, noise=noise
     )
 
 
-def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tensor:
+def clip_reduce(
+    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+) -> Tensor:
     """See `reference.clip_reduce`."""
     _check("grads", grads)
     _check_factors(factors, grads)
     if not divisor > 0 or math.isinf(divisor):
         raise ValueError(f"divisor is {divisor!r}: give a finite number above 0")
-    return _house(grads).clip_reduce(grads, factors, divisor=divisor)
+    _check_noise(noise, grads.shape[1:].numel())
+    return _house(grads).clip_reduce(grads, factors, divisor=divisor, noise=noise)
 
 
 def squared_norm(grads: Tensor) -> Tensor:
@@ -194,6 +208,11 @@ def _house(*tensors: Tensor) -> ModuleType:
             "move the tensors to the CPU"
         ) from error
     return grad_launch
+
+
+def _block_house(*tensors: Tensor) -> ModuleType:
+    house = _house(*tensors)
+    return block_reference if house is reference else house
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
@@ -257,6 +276,17 @@ def _check_factors(factors: Tensor, of_samples: Tensor) -> None:
         )
     _check("factors", factors)
     _check_same("factors and the samples", (factors, of_samples), 1)
+
+
+def _check_noise(noise: NoiseStream | None, elements: int) -> None:
+    if noise is None:
+        return
+    if not isinstance(noise, NoiseStream):
+        # Not its value, which may be a key.
+        raise ValueError(
+            f"noise is a {type(noise).__name__}: give a NoiseStream, or None for no noise"
+        )
+    noise.check_length(elements)
 
 
 def _check_norm(dy: Tensor, x: Tensor, ndim: int) -> None:

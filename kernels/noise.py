@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import ModuleType
 from typing import Literal
@@ -123,7 +124,9 @@ def gaussian_noise_(
     Source: RFC 8439; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011); Box and
     Muller, A Note on the Generation of Random Normal Deviates (1958).
     """
-    _check(out, std, key, step, parameter_id, offset, generator)
+    _check_out(out)
+    _check_stream(std, key, step, parameter_id, offset, generator)
+    _check_end(out.numel(), offset, generator)
     # Numbers of other libraries, for instance numpy's, would overflow.
     step, parameter_id, offset = int(step), int(parameter_id), int(offset)
     if std == 0 or out.numel() == 0:
@@ -142,6 +145,56 @@ def gaussian_noise_(
     words = _WORDS[generator](key, step=step, parameter_id=parameter_id, group=offset // 8)
     _add_normals_(out.view(-1), float(std), words, skip=offset % 8)
     return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseStream:
+    """Noise for an operation to add to its result: std times a run of a stream's normals.
+
+    Attributes:
+        std: standard deviation, finite and not negative, in the units of the sum; 0 adds nothing.
+        key: 32 bytes, for a release from `os.urandom`; not shown by `repr`.
+        step: number of the release, below 2^64.
+        parameter_id: number of the parameter, below 2^32.
+        offset: element of the stream that the result's first element gets; the others follow in
+            row-major order.
+        generator: "chacha20", or "philox" for speed tests.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+
+    Guarantees:
+        Those of `gaussian_noise_`, of which the added values are: whoever adds them, and in how
+        many parts.
+    """
+
+    std: float
+    key: bytes = field(repr=False)
+    step: int
+    parameter_id: int
+    offset: int = 0
+    generator: Literal["chacha20", "philox"] = "chacha20"
+
+    def __post_init__(self) -> None:
+        _check_stream(
+            self.std, self.key, self.step, self.parameter_id, self.offset, self.generator
+        )
+
+    def check_length(self, elements: int) -> None:
+        """ValueError where a result of so many elements leaves the stream."""
+        _check_end(elements, self.offset, self.generator)
+
+    def add_to_(self, out: Tensor) -> Tensor:
+        """`gaussian_noise_` with this address."""
+        return gaussian_noise_(
+            out,
+            std=self.std,
+            key=self.key,
+            step=self.step,
+            parameter_id=self.parameter_id,
+            offset=self.offset,
+            generator=self.generator,
+        )
 
 
 def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
@@ -223,16 +276,7 @@ def _noise_triton() -> ModuleType:
     return noise_triton
 
 
-def _check(
-    out: Tensor,
-    std: float,
-    key: bytes,
-    step: int,
-    parameter_id: int,
-    offset: int,
-    generator: str,
-) -> None:
-    """Refuses what `gaussian_noise_` does not take; the key's bytes stay out of the message."""
+def _check_out(out: Tensor) -> None:
     if out.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"out.dtype={out.dtype}: expected float32 or float64; add the noise to out.float() "
@@ -245,6 +289,12 @@ def _check(
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out.requires_grad=True: expected no gradient; use torch.no_grad()")
+
+
+def _check_stream(
+    std: float, key: bytes, step: int, parameter_id: int, offset: int, generator: str
+) -> None:
+    """Refuses what is no address of a stream; the key's bytes stay out of the message."""
     if isinstance(std, bool) or not isinstance(std, Real) or not 0 <= std < math.inf:
         raise ValueError(f"std={std!r}: expected a finite number >= 0; pass a plain float")
     if not isinstance(key, bytes):
@@ -267,9 +317,12 @@ def _check(
         raise ValueError(
             f"offset={offset!r}: expected an integer >= 0; pass the element at which out begins"
         )
-    if offset + out.numel() > _ELEMENTS[generator]:
+
+
+def _check_end(elements: int, offset: int, generator: str) -> None:
+    if offset + elements > _ELEMENTS[generator]:
         raise ValueError(
-            f"offset={offset!r}: with {out.numel()} elements of out it leaves the stream's "
+            f"offset={offset!r}: with {elements} elements of out it leaves the stream's "
             f"{_ELEMENTS[generator]}; split the parameter over several parameter_ids"
         )
 

@@ -1,9 +1,9 @@
 """Counter-based noise in Triton: ChaCha20 and Philox words, normals made of them, noise added.
 
 Other kernels make noise where they need it: `normals_of_groups` for runs of 8 elements, which
-share a block of ChaCha20, and `normals_at` for any elements, at up to 8 times the cost. A `key`
-is a tuple of eight 32-bit words; Philox takes the first two. `step_low`, `step_high` and
-`parameter_id` are 32-bit words.
+share a block of ChaCha20, `normals_of_rows` for longer runs from any element on, and `normals_at`
+for any elements, at up to 8 times the cost. A `key` is a tuple of eight 32-bit words; Philox takes
+the first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
 
 A kernel compiled without `enable_fp_fusion` gets the same normals on every GPU, bit for bit.
 Words wrap around: sums of them are exempt from the overflow checks of Triton's debug mode.
@@ -184,6 +184,28 @@ def normals_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl
 
 
 @triton.jit
+def normals_of_rows(
+    key, first, step_low, step_high, parameter_id,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
+):  # fmt: skip
+    """Standard normals of the elements first, ..., first + COLUMNS - 1 of the stream.
+
+    first: [N], int64 in [0, 2^35) (Philox: 2^33); multiples of 8 if ALIGNED, which halves the
+    cost. COLUMNS: a power of 2 from 8 on. Returns [N, COLUMNS], fp32.
+    """
+    # A run from within a group ends within another.
+    RUN: tl.constexpr = COLUMNS if ALIGNED else 2 * COLUMNS
+    groups = _add((first >> 3).to(tl.uint32)[:, None], tl.arange(0, RUN // 8).to(tl.uint32)[None])
+    groups = tl.reshape(groups, [first.shape[0] * (RUN // 8)])
+    normals = normals_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX)
+    normals = tl.reshape(normals, [first.shape[0], RUN])
+    if not ALIGNED:
+        places = (first & 7).to(tl.int32)[:, None] + tl.arange(0, COLUMNS)[None]
+        normals = tl.gather(normals, places, 1)
+    return normals
+
+
+@triton.jit
 def _chosen(index, a, b, c, d):
     return tl.where(index < 2, tl.where(index == 0, a, b), tl.where(index == 2, c, d))
 
@@ -209,6 +231,21 @@ def normals_at(key, elements, step_low, step_high, parameter_id, PHILOX: tl.cons
     return tl.where((elements & 1) == 0, x, y)
 
 
+@triton.jit
+def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
+    """A `key` of a kernel's arguments."""
+    return (
+        k0.to(tl.uint32), k1.to(tl.uint32), k2.to(tl.uint32), k3.to(tl.uint32),
+        k4.to(tl.uint32), k5.to(tl.uint32), k6.to(tl.uint32), k7.to(tl.uint32),
+    )  # fmt: skip
+
+
+@triton.jit
+def as_std(std_bits, dtype: tl.constexpr):
+    """A standard deviation of the bits of its fp64."""
+    return std_bits.to(tl.uint64).to(tl.float64, bitcast=True).to(dtype)
+
+
 @triton.jit(
     do_not_specialize=[
         "std_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
@@ -228,10 +265,7 @@ def _gaussian_noise_kernel(
     Element i of out is element ``8 first_group + skip + i`` of the stream.
     """
     dtype = out_ptr.dtype.element_ty
-    key = (
-        k0.to(tl.uint32), k1.to(tl.uint32), k2.to(tl.uint32), k3.to(tl.uint32),
-        k4.to(tl.uint32), k5.to(tl.uint32), k6.to(tl.uint32), k7.to(tl.uint32),
-    )  # fmt: skip
+    key = as_key(k0, k1, k2, k3, k4, k5, k6, k7)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     groups = _add((begin + tl.arange(0, BLOCK)).to(tl.uint32), first_group.to(tl.uint32))
     normals = normals_of_groups(
@@ -240,7 +274,7 @@ def _gaussian_noise_kernel(
     )  # fmt: skip
     offsets = begin * 8 + tl.arange(0, 8 * BLOCK) - skip
     there = (offsets >= 0) & (offsets < num_elements)
-    std = std_bits.to(tl.uint64).to(tl.float64, bitcast=True).to(dtype)
+    std = as_std(std_bits, dtype)
     out = tl.load(out_ptr + offsets, mask=there)
     tl.store(out_ptr + offsets, tl.fma(normals.to(dtype), std, out), mask=there)
 
@@ -251,6 +285,17 @@ def key_words(key: bytes, generator: str) -> tuple[int, ...]:
         short = noise_reference.philox_key(key)
         return (short & 0xFFFFFFFF, short >> 32, 0, 0, 0, 0, 0, 0)
     return struct.unpack("<8I", key)
+
+
+def stream_words(
+    std: float, key: bytes, step: int, parameter_id: int, generator: str
+) -> tuple[int, ...]:
+    """What kernels take from `std_bits` to `parameter_id`."""
+    return (
+        struct.unpack("<Q", struct.pack("<d", std))[0],
+        *key_words(key, generator),
+        *(step & 0xFFFFFFFF, step >> 32, parameter_id),
+    )
 
 
 def gaussian_noise_(
@@ -272,9 +317,8 @@ def gaussian_noise_(
     grid = (triton.cdiv(skip + out.numel(), 8 * block),)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _gaussian_noise_kernel[grid](
-            out.detach(), struct.unpack("<Q", struct.pack("<d", std))[0],
-            *key_words(key, generator),
-            step & 0xFFFFFFFF, step >> 32, parameter_id, offset // 8, skip, out.numel(),
+            out.detach(), *stream_words(std, key, step, parameter_id, generator),
+            offset // 8, skip, out.numel(),
             BLOCK=block, PHILOX=generator == "philox", **OPTIONS,
         )  # fmt: skip
     # Autograd shall notice that out has changed, as it does with PyTorch's own operations.

@@ -10,9 +10,13 @@ A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .noise import NoiseStream
 
 # Below this many elements a sample, one vectorised pass beats a loop of fused calls.
 _FUSED_CALL_ELEMENTS = 1 << 15
@@ -47,7 +51,7 @@ def squared_norm(grads: Tensor) -> Tensor:
     flat = _wide(grads).flatten(1)
     if flat.shape[1] % _FP32_ROW:
         return flat.double().square().sum(1)
-    flat = flat.view(flat.shape[0], -1, _FP32_ROW)
+    flat = flat.unflatten(1, (flat.shape[1] // _FP32_ROW, _FP32_ROW))
     squares = torch.linalg.vector_norm(flat, dim=2).double().square().sum(1)
     overflowed = ~torch.isfinite(squares)
     if bool(overflowed.any()):
@@ -144,33 +148,40 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
     Returns:
         [B], fp64.
     """
-    x_norms = torch.linalg.vector_norm(_wide(x), dim=2).double()
-    return (x_norms * torch.linalg.vector_norm(_wide(dy), dim=2).double()).sum(1)
+    x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
+    return (x_norms * torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)).sum(1)
 
 
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
-    """sum_i factors_i dy_i^T x_i as one product.
+def clipped_grad(
+    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
+) -> Tensor:
+    """sum_i factors_i dy_i^T x_i as one product, with noise where asked for.
 
     Args:
         x: [B, T, I].
         dy: [B, T, O].
         factors: [B], fp32.
+        noise: added to the sum, to element [o, i] the stream's element offset + o I + i.
 
     Returns:
         [O, I], fp32 (fp64 for fp64 operands).
     """
     factors, x, dy = _without_removed(factors, x, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
-    return weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
+    total = weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
+    return total if noise is None else noise.add_to_(total)
 
 
-def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """sum_i factors_i grads_i / divisor.
+def clip_reduce(
+    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+) -> Tensor:
+    """(sum_i factors_i grads_i + noise) / divisor.
 
     Args:
         grads: [B, ...].
         factors: [B], fp32.
-        divisor: of the sum.
+        divisor: of the sum, noise included.
+        noise: added to the sum, the stream's elements from its offset on in row-major order.
 
     Returns:
         [...], fp32 (fp64 for fp64 operands).
@@ -178,6 +189,8 @@ def clip_reduce(grads: Tensor, factors: Tensor, *, divisor: float = 1.0) -> Tens
     factors, grads = _without_removed(factors, grads)
     wide = _wide(grads)
     total = factors.to(wide.dtype) @ (wide if wide.ndim == 1 else wide.flatten(1))
+    if noise is not None:
+        noise.add_to_(total)
     return (total if divisor == 1 else total / divisor).view(grads.shape[1:])
 
 

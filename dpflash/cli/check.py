@@ -18,7 +18,8 @@ __all__ = ["add_check_parser"]
 
 _SHAPE = (
     "expected package.module:function or path/file.py:function, where function() returns "
-    "(model, batch, loss_fn) and loss_fn(model, batch) the losses [B]"
+    "(model, batch, loss_fn) and loss_fn(model, batch) the losses [B], or a scalar with "
+    "--loss-reduction"
 )
 
 
@@ -38,6 +39,12 @@ def add_check_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="package.module:function or path/file.py:function; function() returns "
         "(model, batch, loss_fn), the batch with two samples or more (4 to 8 are enough)",
     )
+    parser.add_argument(
+        "--loss-reduction",
+        choices=("mean", "sum"),
+        help="loss_fn returns a scalar, which make_private(..., loss_reduction=...) declares to "
+        "be this reduction over samples; the claim is checked",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -48,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     made = _called(args.target, _function(args.target))
     if not isinstance(made, tuple) or len(made) != 3:
         raise ValueError(f"{args.target}: it returned {type(made).__name__}; {_SHAPE}")
-    report = run_check(*made)
+    report = run_check(*made, loss_reduction=args.loss_reduction)
     print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if args.json else report)
     return 0 if report.ok else 1
 

@@ -67,7 +67,8 @@ class PrivateEmbedding(PrivateModule):
             return F.embedding(indices, weight.detach(), self.padding_idx)
         flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         rows, width = weight.shape
-        slot = handles.slot("weight", EmbeddingShape(*flat.shape, width, rows, weight.dtype))
+        shape = EmbeddingShape(flat.shape[0], flat.shape[1], width, rows, weight.dtype)
+        slot = handles.slot("weight", shape)
         y = _Embedding.apply(flat, weight.detach(), handle, slot, self.padding_idx)
         return y.reshape(*indices.shape, width)
 

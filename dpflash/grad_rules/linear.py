@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpflash.kernels import per_sample_grad
+from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..planner import LinearShape
 from .base import PrivateModule, Slot, autocast_dtype
@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
             else:
                 dweight = ctx.slot.gate.take_linear(ctx.slot.position, left, right)
         if ctx.needs_input_grad[4]:
-            dbias = dy.sum(1, dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
+            dbias = per_sample_bias_grad(dy)
         return dx, None, None, dweight, dbias, None, None
 
 
@@ -73,7 +73,7 @@ class PrivateLinear(PrivateModule):
         handles = self.private_handles(x.shape[0])
         flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         outputs = weight.shape[1 if self._transposed else 0]
-        shape = LinearShape(*flat.shape, outputs, dtype or x.dtype)
+        shape = LinearShape(x.shape[0], flat.shape[1], x.shape[-1], outputs, dtype or x.dtype)
         slot = handles.slot("weight", shape)
         y = _Linear.apply(
             flat if dtype is None else flat.to(dtype),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpflash
-import dpflash.check
+import dpflash.check.run
 from dpflash.check import CheckReport, Problem
 from dpflash.patterns import Adaptive
 
@@ -44,8 +44,8 @@ def per_sample(model, batch):
     return dpflash.losses.cross_entropy(model(batch[0]), batch[1])
 
 
-def check(model, batch, loss_fn=per_sample):
-    return dpflash.PrivacyEngine().check(model, batch, loss_fn)
+def check(model, batch, loss_fn=per_sample, **options):
+    return dpflash.PrivacyEngine().check(model, batch, loss_fn, **options)
 
 
 def found(report, kind):
@@ -187,6 +187,19 @@ def divided_by_the_batchs_tokens(model, batch):
     return each.flatten(1).sum(1) * len(y) / (y != -100).sum()
 
 
+def mean_of_samples(model, batch):
+    return per_sample(model, batch).mean()
+
+
+def sum_of_samples(model, batch):
+    return per_sample(model, batch).sum()
+
+
+def mean_of_tokens(model, batch, ignore_index=-100):
+    logits = model(batch[0]).movedim(-1, 1)
+    return F.cross_entropy(logits, batch[1], ignore_index=ignore_index)
+
+
 def mean_for_everyone(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1]).expand(len(batch[0]))
 
@@ -290,7 +303,7 @@ def test_a_bias_over_positions_is_found_where_positions_equal_the_batch():
 
 def test_a_private_norm_that_is_no_samples_norm_is_found(monkeypatch):
     # The last net, under what the shapes of the inputs tell.
-    monkeypatch.setattr(dpflash.check._Check, "_first_dimensions", lambda self: None)
+    monkeypatch.setattr(dpflash.check.run, "check_first_dimensions", lambda *_: None)
     report = check(TimeFirst(), (torch.randn(B, B, WIDTH), vectors()[1]))
     assert found(report, "first_dimension") == ["(the model itself)"]
 
@@ -378,6 +391,208 @@ def test_a_backward_that_raises_is_reported_with_its_error():
     layer.forward = Raises.apply
     report = check(around(layer), vectors())
     assert found(report, "run") == ["loss_fn"] and "no way back" in report.problems[0].message
+
+
+# What a declared reduction must be
+
+
+def test_a_mean_over_the_batchs_tokens_is_no_mean_over_samples():
+    # All samples have equally many tokens, so only targets that are ignored can tell.
+    report = check(language_model(), documents(), mean_of_tokens, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+    assert "targets of the later samples are ignored" in report.problems[0].message
+    assert "likewise" not in report.problems[0].message
+    assert "cross_entropy(logits, targets).mean()" in report.problems[0].remedy
+    assert "valid tokens" in report.problems[0].remedy
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["unequal-lengths", "equal-lengths"])
+def test_a_mean_over_tokens_by_an_unknown_mark_is_found_or_said_to_be_beyond_the_test(padded):
+    tokens, targets = (t.clamp(min=1) for t in documents())
+    if padded:
+        targets[0, 7:] = 0
+
+    def loss(model, batch):
+        return mean_of_tokens(model, batch, ignore_index=0)
+
+    report = check(language_model(), (tokens, targets), loss, loss_reduction="mean")
+    assert found(report, "reduction") == (["loss_fn"] if padded else [])
+    assert any("unequal lengths" in entry for entry in report.not_checked)
+    if padded:
+        message = report.problems[0].message
+        assert "the whole batch" in message and "samples 4 and 0" in message
+        assert "samples 2 and 3" not in message
+
+
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+def test_a_reduction_declared_for_the_other_is_found_and_the_right_one_named(declared):
+    actual, mend = {"mean": ("sum", "divide"), "sum": ("mean", "multiply")}[declared]
+    loss = {"mean": mean_of_samples, "sum": sum_of_samples}[actual]
+    report = check(around(nn.ReLU()), vectors(), loss, loss_reduction=declared)
+    assert [problem.kind for problem in report.problems] == ["reduction"]
+    assert f"is the {actual} of its samples' own losses" in report.problems[0].message
+    assert f"declare loss_reduction='{actual}'" in report.problems[0].remedy
+    assert mend in report.problems[0].remedy
+
+
+def test_a_reduction_that_changes_with_the_batchs_size_is_found():
+    def loss(model, batch):
+        losses = per_sample(model, batch)
+        return losses.mean() if len(losses) in (1, B) else losses.sum()
+
+    report = check(around(nn.ReLU()), vectors(), loss, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+    assert "samples 0 and 1" in report.problems[0].message
+    assert "the whole batch" not in report.problems[0].message
+
+
+def value_of(wrong, right):
+    return right + 1e-4 * (wrong - right).detach()
+
+
+def gradient_of(wrong, right):
+    return right + 1e-4 * (wrong - wrong.detach() - right + right.detach())
+
+
+HALVES = {
+    "value-alone": (value_of, "its gradient by 0.0e+00"),
+    "gradient-alone": (gradient_of, "it differs by 0.0e+00"),
+}
+
+
+@pytest.mark.parametrize(("slightly", "equal"), HALVES.values(), ids=HALVES.keys())
+def test_a_scalar_is_compared_in_its_value_and_in_its_gradient(slightly, equal):
+    def loss(model, batch):
+        return slightly(mean_of_tokens(model, batch), mean_of_samples(model, batch))
+
+    report = check(language_model(), documents(), loss, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+    assert equal in report.problems[0].message
+
+
+def test_a_scalar_that_a_sample_alone_does_not_have_is_found():
+    tokens, targets = (t.clone() for t in documents())
+    targets[2] = -100
+    report = check(language_model(), (tokens, targets), mean_of_tokens, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+    assert "not for each of its samples alone" in report.problems[0].message
+
+
+def test_coupling_inside_the_model_is_found_and_named_through_a_scalar():
+    model = around(PerTensorQuantizer())
+    report = check(model, vectors(), mean_of_samples, loss_reduction="mean")
+    assert found(report, "coupling") == ["1"] and not found(report, "reduction")
+    assert "amax over all dimensions but the first" in report.problems[0].remedy
+
+
+def test_coupling_in_the_backward_alone_is_found_through_a_scalar():
+    report = check(around(BackwardScale()), vectors(), mean_of_samples, loss_reduction="mean")
+    assert found(report, "reduction")
+    assert "0.weight, 0.bias" in report.problems[0].message
+    assert "2.weight" not in report.problems[0].message
+
+
+def test_batch_norm_is_found_as_coupling_though_no_sample_can_be_alone():
+    report = check(
+        around(nn.BatchNorm1d(WIDTH)), vectors(), mean_of_samples, loss_reduction="mean"
+    )
+    assert found(report, "unsupported") == ["1"] and found(report, "coupling") == ["1"]
+    assert found(report, "batch_size") == ["loss_fn"]
+    assert any("a sample alone raises" in entry for entry in report.not_checked)
+
+
+def test_randomness_hides_no_coupling_in_a_scalar_but_which_reduction_it_is():
+    quiet = check(around(Noisy()), vectors(), mean_of_samples, loss_reduction="sum")
+    assert quiet.ok and found(quiet, "random")
+    assert any("whether the scalar is a mean or a sum" in entry for entry in quiet.not_checked)
+    coupled = around(Noisy(), PerTensorQuantizer())
+    report = check(coupled, vectors(), mean_of_samples, loss_reduction="mean")
+    assert found(report, "coupling") == ["2"]
+
+    def loss(model, batch):
+        return mean_of_tokens(nn.Sequential(model, Noisy()), batch)
+
+    report = check(language_model(), documents(), loss, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+
+
+def test_a_penalty_on_the_weights_is_found_as_a_use_outside_of_their_module():
+    def loss(model, batch):
+        return mean_of_samples(model, batch) + 0.1 * model[0].weight.square().sum()
+
+    report = check(around(nn.ReLU()), vectors(), loss, loss_reduction="mean")
+    assert found(report, "outside_use") == ["0.weight"]
+
+
+def test_a_private_norm_that_is_no_samples_norm_is_found_through_a_scalar(monkeypatch):
+    monkeypatch.setattr(dpflash.check.run, "check_first_dimensions", lambda *_: None)
+    batch = torch.randn(B, B, WIDTH), vectors()[1]
+    report = check(TimeFirst(), batch, mean_of_samples, loss_reduction="mean")
+    assert found(report, "first_dimension") == ["(the model itself)"]
+    assert "the loss of sample 0 alone" in report.problems[0].message
+
+
+def test_a_trainable_parameter_without_a_gradient_is_a_warning_through_a_scalar():
+    model = around(nn.ReLU())
+    model.unused = nn.Linear(2, 2)
+    report = check(model, vectors(), lambda m, b: mean_of_samples(m[:3], b), loss_reduction="mean")
+    assert report.ok
+    assert found(report, "no_gradient") == ["unused.weight", "unused.bias"]
+
+
+REDUCED = {
+    "mean": (mean_of_samples, "mean"),
+    "sum": (sum_of_samples, "sum"),
+    "sum-over-tokens": (lambda m, b: per_sample(m, b).mul(b[1].shape[1]).sum(), "sum"),
+    "part-of-a-mean": (lambda m, b: mean_of_samples(m, b) / 4, "mean"),
+}
+
+
+@pytest.mark.parametrize(("loss", "declared"), REDUCED.values(), ids=REDUCED.keys())
+def test_a_reduction_over_samples_has_no_problem(loss, declared):
+    report = check(language_model(), documents(), loss, loss_reduction=declared)
+    assert report.problems == []
+    assert any("targets of the later samples" in entry for entry in report.checked)
+    assert any("private backward" in entry for entry in report.checked)
+    assert not any("unequal lengths" in entry for entry in report.not_checked)
+
+
+def test_a_batch_mean_of_one_target_each_has_no_problem():
+    assert check(around(nn.ReLU()), vectors(), mean_of_tokens, loss_reduction="mean").ok
+    assert check(around(nn.ReLU()), vectors(2), mean_of_tokens, loss_reduction="mean").ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_models_raise_no_false_alarm_through_a_scalar(dtype):
+    class Narrow(nn.Module):
+        def forward(self, x):
+            assert x.dtype != torch.float64
+            return x
+
+    model = around(Narrow(), nn.Tanh()).to(dtype)
+    batch = vectors()[0].to(dtype), vectors()[1]
+    assert check(model, batch, mean_of_samples, loss_reduction="mean").ok
+    assert found(check(model, batch, sum_of_samples, loss_reduction="mean"), "reduction")
+
+
+def test_an_empty_batch_may_have_a_scalar_that_is_no_number():
+    report = check(around(nn.ReLU()), vectors(), mean_of_tokens, loss_reduction="mean")
+    assert "an empty batch" in report.checked and not found(report, "empty_batch")
+
+
+def test_a_scalar_is_refused_without_a_declaration_and_losses_with_one():
+    undeclared = check(around(nn.ReLU()), vectors(), mean_of_samples).problems[0]
+    assert "a scalar, in which samples cannot be told apart" in undeclared.message
+    assert "loss_reduction='mean'" in undeclared.remedy
+    declared = check(around(nn.ReLU()), vectors(), loss_reduction="mean").problems[0]
+    assert declared.kind == "loss"
+    assert "shape (5,); expected a scalar, as loss_reduction='mean' declares" in declared.message
+    assert "losses.mean()" in declared.remedy
+
+
+def test_a_reduction_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="loss_reduction='none'"):
+        check(around(nn.ReLU()), vectors(), loss_reduction="none")
 
 
 # What must pass
@@ -508,6 +723,14 @@ def test_a_hugging_face_model_has_no_error_until_its_own_loss_is_taken(build):
     assert {problem.kind for problem in report.problems} == {"empty_batch"}
     assert any("masks of the others" in entry for entry in report.checked)
     assert found(check(model, batch, own), "coupling") == ["loss_fn"]
+
+    def ours_reduced(m, b):
+        return ours(m, b).mean()
+
+    report = check(model, batch, ours_reduced, loss_reduction="mean")
+    assert report.ok
+    report = check(model, batch, lambda m, b: m(**b).loss, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
 
 
 def test_a_private_model_is_checked_by_its_plain_layers_and_stays_private():

@@ -25,6 +25,10 @@ def good():
 def bad():
     return made(nn.BatchNorm1d(4))
 
+def scalar():
+    model, batch, loss = good()
+    return model, batch, lambda m, b: loss(m, b).mean()
+
 def one_sample():
     model, (x, y), loss = good()
     return model, (x[:1], y[:1]), loss
@@ -65,6 +69,15 @@ def test_json_is_the_report(source, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
     assert {"kind", "where", "message", "remedy", "severity"} == set(report["problems"][0])
+
+
+def test_a_declared_reduction_is_checked(source, capsys):
+    assert main(["check", f"{source}:scalar", "--loss-reduction", "mean"]) == 0
+    assert "as the mean of the single samples'" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", f"{source}:scalar", "--loss-reduction", "sum"]) == 1
+    assert "declare loss_reduction='mean'" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", f"{source}:scalar"]) == 1
+    assert "declare loss_reduction='mean' or 'sum'" in " ".join(capsys.readouterr().out.split())
 
 
 REFUSED = {

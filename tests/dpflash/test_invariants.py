@@ -1047,7 +1047,7 @@ def test_invariant_10_the_ledger_is_on_disk_before_the_noise_is_drawn(
         lines.extend(ledger.read_text().splitlines())
         raise MemoryError
 
-    monkeypatch.setattr(release_module, "gaussian_noise_", fail)
+    monkeypatch.setattr(release_module, "NoiseStream", fail)
     before = model.weight.detach().clone()
     for (x,) in loader:
         with pytest.raises(MemoryError):

@@ -43,6 +43,7 @@ POINTERS = {
     "v_sums_ptr": "*fp32",
     "slope_sums_ptr": "*fp32",
     "run_sums_ptr": "*fp32",
+    "squares_ptr": "*fp64",
     "tiles_ptr": "*i32",
     "tile_borders_ptr": "*i32",
     "head_variants_ptr": "*i32",
@@ -60,6 +61,7 @@ OPTIONAL = {
     "k_sums_ptr": "TOKEN_SUMS",
     "v_sums_ptr": "TOKEN_SUMS",
     "run_sums_ptr": "RUN_GRADS",
+    "squares_ptr": "SQUARES",
     "dlse_ptr": "HAS_DLSE",
 }
 FLAGS = sorted(set(OPTIONAL.values()))

@@ -18,7 +18,9 @@ from triton.compiler import ASTSource
 
 from dpflash.kernels import grad_launch as launch
 from dpflash.kernels import grad_triton as kernels
+from dpflash.kernels.block_reference import BLOCK
 from dpflash.kernels.grad_configs import table
+from dpflash.kernels.noise import NoiseStream
 
 # Next to this script, which runs as a program of its own.
 _SPEC = importlib.util.spec_from_file_location(
@@ -28,10 +30,18 @@ attention = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(attention)
 TARGETS = attention.TARGETS
 
-FUNCTIONS = {"gram": "grad_norm_gram", "block_clipped_grad": "clipped_grad"}
+FUNCTIONS = {
+    "gram": "grad_norm_gram",
+    "block_clipped_grad": "clipped_grad",
+    "block_clip_reduce": "clip_reduce",
+}
+TILE = {"BLOCK_M": BLOCK[0], "BLOCK_N": BLOCK[1]}
+REDUCE = {"DIVIDE": True, "BLOCK": launch.REDUCE_BLOCK}
 # Of the kernels without an entry in the table: what the launcher passes.
 REDUCTIONS = {
-    "clip_reduce": {"DIVIDE": True, "BLOCK": launch.REDUCE_BLOCK},
+    "clip_reduce": REDUCE | {"BLOCK_M": 1, "BLOCK_N": 1, "TILED": False},
+    "block_clip_reduce": REDUCE | TILE | {"TILED": True},
+    "tile_factors": TILE | {"ROWS": launch.TILE_ROWS},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
         "BLOCK_T": launch.TOKEN_BLOCK,
@@ -43,6 +53,7 @@ REDUCTIONS = {
     "embedding_grad_norm": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
     "embedding_clipped_grad": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
 }
+NOISY = ("clipped_grad", "block_clipped_grad", "block_clip_reduce", "clip_reduce")
 SIZES = ("num_inputs", "num_outputs", "width", "size")
 POINTERS = {
     "grads_ptr": "*fp32",
@@ -62,27 +73,43 @@ POINTERS = {
 
 
 def constants_of(kernel, arch, sizes):
-    """The constexprs of a kernel as the launcher would pass them."""
+    """The constexprs of a kernel as the launcher would pass them, but for those of noise."""
     if kernel in REDUCTIONS:
         return REDUCTIONS[kernel]
+    hip = TARGETS[arch].backend == "hip"
+    width = {"WIDTH": launch.noise_width(hip)}
     flags = {
         "per_sample_grad": {"STORE": True, "SQUARES": True},
         "gram": {},
-        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False},
-        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True},
+        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False, **width},
+        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True, **width},
     }[kernel]
-    precision = launch.precision(hip=TARGETS[arch].backend == "hip")
+    precision = launch.precision(hip)
     blocks = {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "BLOCK_K": sizes[2]}
     return {**flags, **blocks, "UPCAST": False, "PRECISION": precision}
 
 
-def compile_one(kernel, arch, dtype, sizes, odd=False):
+def noise_options(kernel, generator, offset, odd):
+    """What the launcher would pass for noise; to a product on rows of 64 elements, or of 65."""
+    if kernel not in NOISY:
+        return {"enable_fp_fusion": True}
+    noise = None
+    if generator:
+        address = {"std": 1.0, "key": bytes(32), "step": 0, "parameter_id": 0}
+        noise = NoiseStream(**address, offset=offset, generator=generator)
+    return launch._noise_options(noise, 0 if kernel in REDUCTIONS else 64 + odd)
+
+
+def compile_one(kernel, arch, dtype, sizes, odd=False, generator=None, offset=0):
     """Compiles one kernel as the launcher would for widths that are multiples of 16.
 
     `odd`: for widths that are neither that nor 1. The rows are aligned in memory either way.
+    `generator`: of noise that is added to the sum, from the stream's element `offset` on.
     """
     function = getattr(kernels, f"_{FUNCTIONS.get(kernel, kernel)}_kernel")
-    constants = constants_of(kernel, arch, sizes)
+    noise = noise_options(kernel, generator, offset, odd)
+    fusion = noise.pop("enable_fp_fusion")
+    constants = constants_of(kernel, arch, sizes) | noise
     signature, constexprs, attributes = {}, {}, {}
     for position, parameter in enumerate(function.params):
         name = parameter.name
@@ -97,12 +124,14 @@ def compile_one(kernel, arch, dtype, sizes, odd=False):
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif name == "divisor":
             signature[name] = "fp32"
+        elif parameter.annotation_type:
+            signature[name] = parameter.annotation_type
         else:
             signature[name] = "i32"
             if name.startswith("stride_") or (name in SIZES and not odd):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
-    options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": True}
+    options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": fusion}
     return triton.compile(source, target=TARGETS[arch], options=options)
 
 
@@ -114,6 +143,8 @@ def main():
         "--sizes", type=int, nargs=5, help="block_m block_n block_k num_warps num_stages"
     )
     parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
+    parser.add_argument("--noise", choices=("chacha20", "philox"), help="added to the sum")
+    parser.add_argument("--offset", type=int, default=0, help="of the noise in its stream")
     parser.add_argument("--odd", action="store_true", help="widths that are no multiples of 16")
     arguments = parser.parse_args()
     rows = table()[arguments.arch]
@@ -122,7 +153,8 @@ def main():
         dtype = "fp32" if bits == "32" else arguments.half
         sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, 4, 3)))
         start = time.perf_counter()
-        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
+        noise = (arguments.noise, arguments.offset)
+        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd, *noise)
         line = {
             "arch": arguments.arch,
             "entry": entry,

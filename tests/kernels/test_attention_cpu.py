@@ -175,7 +175,21 @@ def run(module, graph, tensors, dlse, extra, run_grads=False):
     return {name: x for name, x in named.items() if x is not None}
 
 
-def assert_close(outputs, expected, tolerance):
+def slope_terms(graph, tensors, dlse, extra, expected):
+    """sum_ij |ds_ij| |i - j|: what cancels in the gradient of each slope."""
+    q, k, v, do = tensors
+    reference = attention_reference
+    scores = reference._scores(
+        q, k, graph, q.shape[3] ** -0.5, extra["slopes"], extra.get("key_range"), q.dtype
+    )
+    p = (scores - reference._finite(expected["lse"]).unsqueeze(3)).exp()
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    delta = (do * expected["o"]).sum(3) - (0 if dlse is None else dlse)
+    ds = p * (do @ values.transpose(2, 3) - delta.unsqueeze(3))
+    return (ds.abs() * reference._distances(graph, q.dtype, q.device)).sum((2, 3))
+
+
+def assert_close(outputs, expected, tolerance, dslopes_terms=None):
     assert outputs.keys() == expected.keys()
     for name, x in outputs.items():
         reference = expected[name].double()
@@ -189,6 +203,8 @@ def assert_close(outputs, expected, tolerance):
         limit = max(tolerance, 2e-6) if name == "dlog_multiplicity" else tolerance
         # Sums over tokens may cancel.
         terms = expected[f"d{name[0]}"].abs().sum(2) if name.endswith("_sum") else reference
+        if name == "dslopes" and dslopes_terms is not None:
+            terms = dslopes_terms
         size = terms[~blind].abs().max()
         if name == "dlog_multiplicity":
             size = size.clamp(min=10)  # a sum over pairs, too
@@ -206,7 +222,8 @@ def test_matches_the_twin(name, options):
     tensors, dlse, extra = inputs
     single = {n: x.float() if x.is_floating_point() else x for n, x in extra.items()}
     narrow = [x.float() for x in tensors], None if dlse is None else dlse.float(), single
-    assert_close(run(attention_cpu, graph, *narrow, **grads), expected, 2e-6)
+    terms = slope_terms(graph, *inputs, expected) if "slopes" in extra else None
+    assert_close(run(attention_cpu, graph, *narrow, **grads), expected, 2e-6, terms)
 
 
 @pytest.mark.parametrize("dim", [1, 8, 64, 256])

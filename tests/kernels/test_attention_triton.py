@@ -79,7 +79,7 @@ def run(graph, q, k, v, scale=None, with_dlse=True, **named):
     generator = torch.Generator().manual_seed(8)
     do = torch.randn(q.shape, generator=generator).to(q)
     dlse = torch.randn(q.shape[:3], generator=generator).to(DEVICE) if with_dlse else None
-    backward = {x: named.pop(x, False) for x in ("token_sums", "run_grads")}
+    backward = {x: named.pop(x, False) for x in ("token_sums", "run_grads", "squares")}
     found_o, found_lse = launch.attention_forward(q, k, v, graph, scale, **named)
     found = launch.attention_backward(
         do, dlse, q, k, v, found_o, found_lse, graph, scale, **named, **backward
@@ -171,7 +171,11 @@ def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
     grads = torch.autograd.grad(o, keys, do)
     for name, of_torch in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
         allowed = 2 * (of_torch.double() - expected[name]).abs().max() + 1e-5
-        assert (found[name].double() - expected[name]).abs().max() <= allowed, name
+        away = (found[name].double() - expected[name]).abs()
+        if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+            # The interpreter cuts bfloat16 off where a GPU rounds it: half of its last bit more.
+            away = away - expected[name].abs() * 2.0**-8
+        assert away.max() <= allowed, name
     assert error(found["lse"], expected["lse"]) < 2e-6
 
 
@@ -298,6 +302,100 @@ def test_no_output_knows_of_later_tokens_or_other_samples():
         assert not torch.equal(o[0, :, 31:], again_o[0, :, 31:])
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def backward_with_squares(graph, q, k, v, do=None, squares=True, **named):
+    """Gradients of the kernels, with their squares."""
+    if do is None:
+        do = torch.randn(q.shape, generator=torch.Generator().manual_seed(8)).to(q)
+    o, lse = launch.attention_forward(q, k, v, graph, 0.25, **named)
+    return launch.attention_backward(
+        do, None, q, k, v, o, lse, graph, 0.25, squares=squares, **named
+    )
+
+
+def assert_squares_are_of_what_is_stored(grads):
+    """To far more digits than the rounding of 16 or 32 bits leaves equal."""
+    parts = (grads.dq, grads.dk, grads.dv)
+    expected = sum(x.double().square().sum((1, 2, 3)) for x in parts)
+    assert grads.squares.dtype == torch.float64
+    torch.testing.assert_close(grads.squares, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", ["causal", "window-globals-causal", "longnet-causal"])
+def test_squares_are_of_the_gradients_as_stored(name, dtype):
+    q, k, v = fused_qkv(2, 2, 1, 37, 16, dtype)
+    assert_squares_are_of_what_is_stored(
+        backward_with_squares(block(PATTERNS[name], 37, 2), q, k, v)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("head_dim", [5, 40, 80, 96])
+def test_squares_take_every_part_of_a_head_dim_once(head_dim, dtype):
+    q, k, v = fused_qkv(2, 2, 1, 35, head_dim, dtype)
+    graph = block(Dense(causal=True), 35, 2)
+    assert_squares_are_of_what_is_stored(backward_with_squares(graph, q, k, v))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_squares_of_heads_that_are_added_later_are_of_their_sum(dtype):
+    pattern = Dilated(segment_lengths=(24, 40), dilation_rates=(2, 3), causal=True)
+    q, k, v = fused_qkv(2, 4, 2, 41, 16, dtype)
+    graph = block(pattern, 41, 4)
+    assert not graph.heads_share_cols(2)
+    assert_squares_are_of_what_is_stored(backward_with_squares(graph, q, k, v))
+
+
+def test_squares_of_padded_blind_and_chosen_rows_are_of_the_gradients_as_stored():
+    q, k, v = fused_qkv(3, 2, 1, 29, 40, torch.bfloat16)
+    key_range = torch.tensor([[0, 29], [5, 21], [11, 11]], dtype=torch.int32, device=DEVICE)
+    grads = backward_with_squares(
+        block(PATTERNS["window-globals"], 29, 2), q, k, v, key_range=key_range
+    )
+    assert_squares_are_of_what_is_stored(grads)
+    assert grads.squares[2] == 0
+    q, k, v = fused_qkv(2, 2, 1, 53, 16, torch.float32)
+    assert_squares_are_of_what_is_stored(
+        backward_with_squares(block(PATTERNS["block-lists"], 53, 2), q, k, v)
+    )
+    pattern = Adaptive(block_size=16, keep=2, causal=True)
+    blocks, gates = pattern.choose(q, k, 0.25)
+    graph = runtime_graph(blocks, gates.float(), pattern, 53)
+    assert_squares_are_of_what_is_stored(backward_with_squares(graph, q, k, v))
+
+
+def test_squares_match_the_twin_repeat_bit_for_bit_and_change_no_gradient():
+    q, k, v = fused_qkv(2, 2, 1, 37, 16, torch.float32)
+    graph = block(PATTERNS["window-globals"], 37, 2)
+    found, expected = run(graph, q, k, v, squares=True, token_sums=True)
+    torch.testing.assert_close(found["squares"], expected["squares"], rtol=1e-6, atol=0)
+    grads, again, without = (
+        backward_with_squares(graph, q, k, v, squares=squares) for squares in (True, True, False)
+    )
+    assert torch.equal(grads.squares, again.squares) and without.squares is None
+    assert all(torch.equal(x, y) for x, y in zip(grads[:3], without[:3], strict=True))
+
+
+def test_squares_of_huge_zero_and_unusable_samples_stay_each_ones_own():
+    q, k, v = fused_qkv(6, 2, 1, 21, 16, torch.float32)
+    factors = torch.tensor([1.0, 1e6, 0.0, 1e30, torch.nan, torch.inf], device=DEVICE)
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(8)).to(q)
+    do = do * factors.view(-1, 1, 1, 1)
+    graph = block(Dense(causal=True), 21, 2)
+    grads = backward_with_squares(graph, q, k, v, do)
+    finite = grads._replace(
+        **{name: x[:4] for name, x in grads._asdict().items() if x is not None}
+    )
+    assert_squares_are_of_what_is_stored(finite)
+    assert grads.squares[2] == 0 and grads.squares[3] > 1e58
+    assert not grads.squares[4:].isfinite().any()
+    alone = backward_with_squares(graph, q[:1], k[:1], v[:1], do[:1])
+    torch.testing.assert_close(grads.squares[:1], alone.squares, rtol=1e-14, atol=0)
+
+
 _BEYOND_INT32 = """
 import torch
 from dpflash.kernels import attention_launch as launch
@@ -334,6 +432,15 @@ def test_compiled_kernels_match_their_twin_at_odd_lengths(head_dim, dtype, causa
     found, expected = run(block(Dense(causal=causal), 997, 4), q, k, v, token_sums=True)
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 3e-3
     assert_close(found, expected, tolerance)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
+def test_compiled_squares_are_of_the_gradients_as_stored(head_dim, dtype):
+    q, k, v = fused_qkv(2, 4, 2, 997, head_dim, dtype)
+    grads = backward_with_squares(block(GPU_PATTERNS["longnet"], 997, 4), q, k, v)
+    assert_squares_are_of_what_is_stored(grads)
 
 
 GPU_PATTERNS = {

@@ -19,12 +19,20 @@ REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 TENSOR_MEMORY = 512
 ARCHITECTURES = list(SHARED)
-REDUCTIONS = ("clip_reduce", "token_sums", "embedding_grad_norm", "embedding_clipped_grad")
+REDUCTIONS = (
+    "clip_reduce",
+    "block_clip_reduce",
+    "tile_factors",
+    "token_sums",
+    "embedding_grad_norm",
+    "embedding_clipped_grad",
+)
 ENTRIES = [entry(kernel, dtype) for kernel in KERNELS for dtype in (torch.bfloat16, torch.float32)]
+NOISY = ["clip_reduce/16", "block_clip_reduce/16", *(e for e in ENTRIES if "clipped_grad" in e)]
 # Bytes that a thread may spill, by architecture and entry, where that is not 0. A clipping group
 # is one size on every device; in float32 two accumulators and three TF32 products are too much.
 SPILLED = {
-    ("sm_80", "block_clipped_grad/32"): 320,
+    ("sm_80", "block_clipped_grad/32"): 336,
     ("sm_90", "block_clipped_grad/32"): 96,
 }
 
@@ -81,6 +89,17 @@ def test_kernels_of_the_table_fit_their_architecture(arch):
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_reductions_fit_their_architecture(arch):
     assert not misfits(arch, compiled(arch, [f"{name}/16" for name in REDUCTIONS]))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("options", [[], ["--odd"], ["--offset", "3"]], ids="".join)
+def test_sums_with_noise_fit_their_architecture(arch, options):
+    assert not misfits(arch, compiled(arch, NOISY, "--noise", "chacha20", *options))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_sums_with_philox_fit_their_architecture(arch):
+    assert not misfits(arch, compiled(arch, NOISY, "--noise", "philox"))
 
 
 def test_widths_that_are_no_multiples_of_16_compile():

@@ -13,6 +13,9 @@ from dpflash.kernels import grads
 
 X, DY = torch.zeros(3, 4, 5), torch.zeros(3, 4, 6)
 FACTORS, INDICES = torch.ones(3), torch.zeros(3, 4, dtype=torch.int64)
+END = kernels.NoiseStream(
+    std=1.0, key=bytes(32), step=0, parameter_id=0, offset=2**35 - 29, generator="chacha20"
+)
 REFUSED = {
     "bound-zero": ("block_clipped_grad", (X, DY, 0.0), {}, "bound is 0.0"),
     "bound-negative": ("block_clipped_grad", (X, DY, -1.0), {}, "bound is -1.0"),
@@ -34,6 +37,15 @@ REFUSED = {
     "divisor-zero": ("clip_reduce", (X, FACTORS), {"divisor": 0.0}, "divisor is 0.0"),
     "divisor-nan": ("clip_reduce", (X, FACTORS), {"divisor": math.nan}, "divisor is nan"),
     "divisor-inf": ("clip_reduce", (X, FACTORS), {"divisor": math.inf}, "divisor is inf"),
+    "noise-number": ("clip_reduce", (X, FACTORS), {"noise": 1.0}, "noise is a float: give a"),
+    "noise-key": ("clipped_grad", (X, DY, FACTORS), {"noise": bytes(32)}, "noise is a bytes:"),
+    "noise-of-blocks": ("block_clip_reduce", (X, 1.0), {"noise": {}}, "noise is a dict:"),
+    "noise-at-the-end": (
+        "block_clipped_grad",
+        (X, DY, 1.0),
+        {"noise": END},
+        "with 30 elements of out it leaves the stream's 34359738368; split the parameter",
+    ),
     "dtype": ("per_sample_grad", (X.to(torch.float8_e5m2), DY), {}, "x has dtype"),
     "complex": ("per_sample_grad", (X, DY.to(torch.complex64)), {}, "dy has dtype"),
     "integer": ("squared_norm", (INDICES,), {}, "grads has dtype torch.int64"),
@@ -82,9 +94,9 @@ def test_every_operation_of_the_launcher_has_the_signature_of_its_twin():
         "def own(m): return {n: f for n, f in vars(m).items() if inspect.isfunction(f)\n"
         "    and f.__module__ == m.__name__ and not n.startswith('_')}\n"
         "twins = {**own(reference), **own(block_reference)}\n"
-        "launched = {n: f for n, f in own(grad_launch).items() if n != 'precision'}\n"
-        "plain = {'block_clip_reduce'}\n"
-        "assert {*launched, *plain} == set(own(grads)), set(launched) ^ set(own(grads))\n"
+        "launched = {n: f for n, f in own(grad_launch).items()\n"
+        "    if n not in ('precision', 'noise_width')}\n"
+        "assert set(launched) == set(own(grads)), set(launched) ^ set(own(grads))\n"
         "for n, f in launched.items():\n"
         "    s = inspect.signature(f)\n"
         "    assert s == inspect.signature(twins[n]) == inspect.signature(own(grads)[n]), n\n"

@@ -138,12 +138,37 @@ def test_block_clipping_matches_its_twin(dtype, size):
     assert torch.equal(launch.block_clipped_grad(x, dy, 9.0, block=(32, 16)), found)
 
 
+@every_dtype
+@pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x3", "1x1", "3x4"])
+def test_block_clipping_of_stored_gradients_matches_its_twin(dtype, size):
+    x, dy = uses((3, 21, size[1], size[0]))
+    # In another order of memory.
+    grads = loop_grads(x, dy).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    found, factors = launch.block_clip_reduce(grads, 9.0, block=(32, 16), return_factors=True)
+    expected, of_twin = block_reference.block_clip_reduce(
+        grads.double(), 9.0, block=(32, 16), return_factors=True
+    )
+    assert found.dtype == factors.dtype == torch.float32
+    assert bool((of_twin < 1).any())
+    assert error(found, expected) <= RELATIVE
+    assert error(factors, of_twin) <= RELATIVE
+    assert torch.equal(launch.block_clip_reduce(grads, 9.0, block=(32, 16)), found)
+    # Rounded down: what is summed of a tile stays below its bound.
+    bounds = block_reference.block_bounds(*size, 9.0, (32, 16)).flatten().to(DEVICE)
+    for k in range(factors.shape[1]):
+        top, left = k // -(-size[1] // 16) * 32, k % -(-size[1] // 16) * 16
+        tiles = grads[:, top : top + 32, left : left + 16].float()
+        clipped = (tiles * factors[:, k, None, None]).double().flatten(1).norm(dim=1)
+        assert bool((clipped <= bounds[k]).all())
+
+
 def test_the_default_block_is_the_twins_on_every_device():
     x, dy = uses((2, 5, 130, 129))
     found, factors = launch.block_clipped_grad(x, dy, 1.0, return_factors=True)
     expected = block_reference.block_clipped_grad(x.double(), dy.double(), 1.0)
     assert factors.shape == (2, 4)
     assert error(found, expected) <= RELATIVE
+    assert error(launch.block_clip_reduce(loop_grads(x, dy).float(), 1.0), expected) <= RELATIVE
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 33), (2, 1500), (4,), (1, 7)], ids=str)
@@ -186,6 +211,12 @@ def test_a_tile_that_is_not_finite_is_removed_and_the_sample_s_others_stay(value
     assert bool(found.isfinite().all())
     alone = launch.block_clipped_grad(x[:1], dy[:1], 1.0, block=(32, 32))
     assert torch.equal(found[:, 32:], alone[:, 32:])
+    grads = launch.per_sample_grad(x, dy)
+    found, of_stored = launch.block_clip_reduce(grads, 1.0, block=(32, 32), return_factors=True)
+    torch.testing.assert_close(of_stored, factors, rtol=RELATIVE, atol=0)
+    assert bool(found.isfinite().all())
+    alone = launch.block_clip_reduce(grads[:1], 1.0, block=(32, 32))
+    assert torch.equal(found[:, 32:], alone[:, 32:])
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-42], ids=["1e30", "1e-30", "denormal"])
@@ -201,6 +232,9 @@ def test_norms_of_huge_and_tiny_gradients_neither_overflow_nor_vanish(scale):
     found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(16, 16), return_factors=True)
     assert bool((factors < 1).all()) if scale > 1 else bool((factors == 1).all())
     assert float(found.double().norm()) <= 2.0
+    again, of_stored = launch.block_clip_reduce(grads, 1.0, block=(16, 16), return_factors=True)
+    torch.testing.assert_close(of_stored, factors, rtol=RELATIVE, atol=0)
+    assert float(again.double().norm()) <= 2.0
 
 
 @pytest.mark.parametrize("scales", [(1e-25, 1e28), (1e25, 1e-28), (1e-25, 1e-25), (1e30, 1.0)])
@@ -293,6 +327,7 @@ def test_an_empty_dimension_gives_zeros_of_the_right_shape(shape):
     for total in (
         launch.clipped_grad(x, dy, factors),
         launch.clip_reduce(grads, factors),
+        launch.block_clip_reduce(grads, 1.0),
         clipped,
     ):
         assert total.shape == (5, shape[2]) and not bool(total.any())
@@ -316,6 +351,10 @@ def test_a_sample_alone_gives_the_bits_it_gives_in_company():
     _, factors = launch.block_clipped_grad(x, dy, 3.0, block=(16, 16), return_factors=True)
     one = launch.block_clipped_grad(x[1:2], dy[1:2], 3.0, block=(16, 16), return_factors=True)
     assert torch.equal(one[1], factors[1:2])
+    grads = launch.per_sample_grad(x, dy)
+    _, factors = launch.block_clip_reduce(grads, 3.0, block=(16, 16), return_factors=True)
+    one = launch.block_clip_reduce(grads[1:2], 3.0, block=(16, 16), return_factors=True)
+    assert torch.equal(one[1], factors[1:2])
 
 
 @pytest.mark.gpu
@@ -335,6 +374,9 @@ def test_kernels_of_the_table_match_float64_on_the_gpu(dtype):
         wide = x.double(), dy.double()
         twin, of_twin = block_reference.block_clipped_grad(*wide, 50.0, return_factors=True)
         assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
+        stored = launch.per_sample_grad(x, dy)
+        blocks, found = launch.block_clip_reduce(stored, 50.0, return_factors=True)
+        assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -348,6 +390,7 @@ def test_results_repeat_bit_for_bit_on_the_gpu():
         lambda: launch.grad_norm(x, dy, form="tile"),
         lambda: launch.clipped_grad(x, dy, factors),
         lambda: launch.block_clipped_grad(x, dy, 1.0),
+        lambda: launch.block_clip_reduce(launch.per_sample_grad(x, dy), 1.0),
         lambda: launch.embedding_grad_norm(indices, dy),
         lambda: launch.embedding_clipped_grad(indices, dy, factors, 50),
         lambda: launch.per_sample_bias_grad(dy),

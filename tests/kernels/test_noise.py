@@ -4,6 +4,7 @@ Three ways make the same words: `cryptography` (CPUs), the Triton kernel (GPUs; 
 in Triton's interpreter) and the plain twin. Triton's part is `test_noise_triton.py`.
 """
 
+import dataclasses
 import math
 
 import hypothesis
@@ -14,7 +15,13 @@ import scipy.special
 import scipy.stats
 import torch
 
-from dpflash.kernels import gaussian_noise_, noise, noise_reference, normals_from_bits
+from dpflash.kernels import (
+    NoiseStream,
+    gaussian_noise_,
+    noise,
+    noise_reference,
+    normals_from_bits,
+)
 from dpflash.kernels.noise import keystream
 
 KEY = bytes(range(32))
@@ -285,12 +292,25 @@ def test_what_is_out_of_range_is_refused_by_name_before_anything_is_written(chan
     with pytest.raises(ValueError, match=message):
         gaussian_noise_(out, **{**GOOD, **changed})
     assert not out.any()
+    with pytest.raises(ValueError, match=message):
+        NoiseStream(**{**GOOD, **changed})
 
 
 def test_a_refused_key_is_not_in_the_message():
     with pytest.raises(ValueError) as error:
         gaussian_noise_(torch.zeros(3), **{**GOOD, "key": b"secret"})
     assert "secret" not in str(error.value) and b"secret".hex() not in str(error.value)
+    shown = repr(NoiseStream(**{**GOOD, "key": b"secret" + bytes(26)}))
+    assert "secret" not in shown and "step=0" in shown
+
+
+def test_a_stream_as_one_value_adds_the_noise_of_its_address():
+    address = {**GOOD, "step": 3, "parameter_id": 4, "offset": 5, "generator": "philox"}
+    one = NoiseStream(**address)
+    assert torch.equal(one.add_to_(torch.ones(9)), gaussian_noise_(torch.ones(9), **address))
+    assert one == NoiseStream(**address) != NoiseStream(**{**address, "step": 4})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.step = 5
 
 
 def test_what_is_not_contiguous_or_differentiable_is_refused():

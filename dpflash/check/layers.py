@@ -1,0 +1,189 @@
+"""What private training makes of a model's layers: which it takes, and what their batch is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attach import attach, check_module, owners
+from ..clipping import flat_groups
+from ..gate import PrivateBackward
+from ..grad_rules import rule_for
+from ..grad_rules.generic import PrivateLeaf
+from .batch import tensors
+from .report import ITSELF, LOSS_FN, Findings, parted, said
+from .subject import LossAndGrads, Trial
+
+
+def check_modules(model: nn.Module, findings: Findings) -> None:
+    """What make_private would refuse, all of it."""
+    findings.checked.append("every module against the rules of make_private")
+    for name, module in model.named_modules():
+        try:
+            check_module(name or ITSELF, module)
+        except ValueError as error:
+            findings.add("unsupported", name or ITSELF, *parted(error))
+
+
+def check_first_dimensions(trial: Trial, findings: Findings) -> None:
+    """The first dimension of what goes into a trained layer must follow B."""
+    sizes = sorted({trial.size, trial.size - 1, 1}, reverse=True)
+    seen: dict[int, dict[str, list[tuple[int, ...]]]] = {}
+    for size in sizes:
+        try:
+            seen[size] = _shapes(trial, trial.pick(range(size)))
+        except Exception as error:
+            findings.add(
+                "batch_size",
+                LOSS_FN,
+                f"{size} sample(s) alone raise {said(error)}",
+                "Poisson batches have any size: make the model independent of it",
+            )
+    findings.checked.append(
+        f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"
+    )
+    for name in {n: None for shapes in seen.values() for n in shapes}:
+        found = {size: set(shapes.get(name, ())) for size, shapes in seen.items()}
+        # A first dimension of 1 stands for all samples, as in positions [1, T].
+        if all(f <= {(size,), (1,)} for size, f in found.items()):
+            continue
+        shown = ", ".join(
+            f"{'/'.join(str(d[0]) if d else 'scalar' for d in sorted(f)) or 'not called'} "
+            f"for B={size}"
+            for size, f in found.items()
+        )
+        findings.add(
+            "first_dimension",
+            name,
+            f"the first dimension of its input is not the batch: {shown}. Where it happens to "
+            "be equal to B, gradients would be clipped by something that is no sample",
+            "put the batch first (batch_first=True, x.transpose(0, 1), no flattening of "
+            "[B, T]), or freeze the layer with requires_grad_(False)",
+        )
+
+
+def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
+    """For each trained module the first dimensions of its inputs, () for a scalar."""
+    subject = trial.subject
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    modules = dict(subject.model.named_modules())
+    hooks = []
+    for name, _ in owners(subject.model, subject.trained.values()):
+
+        def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            if rule_for(module) is not PrivateLeaf:
+                inputs = inputs[:1]
+            shapes.setdefault(name or ITSELF, []).extend(t.shape[:1] for t in inputs)
+
+        hooks.append(modules[name].register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        losses = subject.losses(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    expected = trial.losses_shape(next(t.shape[0] for t in tensors(batch) if t.ndim))
+    if tuple(losses.shape) != expected:
+        raise ValueError(f"losses has shape {tuple(losses.shape)}, expected {list(expected)}")
+    return {name: [tuple(s) for s in found] for name, found in shapes.items()}
+
+
+def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
+    """Trainable parameters that no loss reaches."""
+    findings.checked.append("which trainable parameters get a gradient")
+    for name in trial.subject.trained:
+        if all(sample.grads[name] is None for sample in samples):
+            findings.add(
+                "no_gradient",
+                name,
+                "it is trainable but no loss reaches it: it would get noise alone",
+                "freeze it with requires_grad_(False), or use it",
+                "warning",
+            )
+
+
+def check_private_backward(
+    trial: Trial, reference: dict[int, LossAndGrads], findings: Findings
+) -> None:
+    """The copy made private, without clipping: its per-sample norms and its sums.
+
+    The model of the trial is private afterwards.
+    """
+    what = "a private backward: per-sample norms and sums against ordinary gradients"
+    if findings.errors():
+        findings.not_checked.append(f"{what}: mend the errors first")
+        return
+    subject = trial.subject
+    backward = PrivateBackward(
+        flat_groups(list(subject.trained.values())),
+        names={p: n for n, p in subject.trained.items()},
+        way="stored",
+        memory_budget=1,
+        public_batch_size=trial.size,
+        loss_reduction=trial.loss_reduction,
+        flat=True,
+        clip_function="hard",
+    )
+    for parameter in subject.trained.values():
+        parameter.grad = None
+    attach(subject.model, backward)
+    try:
+        backward.begin_batch(trial.size)
+        backward.backward(subject.losses(trial.batch))
+    except Exception as error:
+        named = re.search(r"'([^']+)'", str(error))
+        findings.add("unsupported", named.group(1) if named else ITSELF, *parted(error))
+        return
+    findings.checked.append(what)
+    tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
+    _compare_sums(backward, subject.trained, tolerance, findings)
+    if not (findings.errors() or trial.random or backward.squared_norms is None):
+        norms = backward.squared_norms.sqrt().tolist()
+        _compare_norms(trial, norms, reference, tolerance, findings)
+
+
+def _compare_sums(
+    backward: PrivateBackward,
+    trained: dict[str, nn.Parameter],
+    tolerance: float,
+    findings: Findings,
+) -> None:
+    for name, parameter in trained.items():
+        ordinary, held = parameter.grad, backward.sums.get(parameter)
+        if ordinary is None:
+            continue
+        held = torch.zeros_like(ordinary) if held is None else held
+        distance = float((ordinary.double() - held.double()).norm())
+        if not distance <= tolerance * float(ordinary.double().norm()):
+            findings.add(
+                "outside_use",
+                name,
+                "it is used outside of its own module, where its gradient is not clipped",
+                "call the module itself, not F.linear(x, m.weight)",
+            )
+
+
+def _compare_norms(
+    trial: Trial,
+    norms: list[float],
+    reference: dict[int, LossAndGrads],
+    tolerance: float,
+    findings: Findings,
+) -> None:
+    for index, sample in reference.items():
+        private, plain = norms[index], sample.norm()
+        if not abs(private - plain) <= tolerance * max(private, plain):
+            loss = f"losses[{index}]"
+            if trial.loss_reduction:
+                loss = f"the loss of sample {index} alone"
+            findings.add(
+                "first_dimension",
+                ITSELF,
+                f"the gradient of {loss} has the norm {plain:.4g}, the private backward takes "
+                f"{private:.4g} for it",
+                "give every trained layer inputs whose first dimension is the batch",
+            )
+            return

@@ -1,0 +1,124 @@
+"""What a check found: its problems, what it compared, and how both are told."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field
+
+ITSELF = "(the model itself)"
+LOSS_FN = "loss_fn"
+LOSS_REMEDY = (
+    "return one loss per sample made from that sample alone: dpflash.losses.cross_entropy (mse, "
+    "binary_cross_entropy_with_logits), or reduction='none' and a mean over each sample's own "
+    "elements, in the order of the batch"
+)
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding of a check.
+
+    Attributes:
+        kind: "unsupported", "run", "loss", "coupling", "reduction", "state", "first_dimension",
+            "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
+        where: dotted name of the module or parameter, or "loss_fn".
+        message: what was found.
+        remedy: what to do.
+        severity: "error" (private training would be refused, or its bound would not hold) or
+            "warning".
+    """
+
+    kind: str
+    where: str
+    message: str
+    remedy: str
+    severity: str = "error"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check found, and what it looked at: a test on one batch, not a proof.
+
+    Attributes:
+        problems: the findings, errors first.
+        checked: what was compared.
+        not_checked: what was left out, and why.
+    """
+
+    problems: list[Problem]
+    checked: list[str]
+    not_checked: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings may remain."""
+        return all(problem.severity != "error" for problem in self.problems)
+
+    def __str__(self) -> str:
+        lines = []
+        for problem in self.problems:
+            lines.append(f"{problem.severity:<8} {problem.kind:<16} {problem.where}")
+            lines += (
+                _wrapped(problem.message, "  ") + _wrapped(f"-> {problem.remedy}", "  ") + [""]
+            )
+        errors = sum(problem.severity == "error" for problem in self.problems)
+        count = f"{errors} error(s), {len(self.problems) - errors} warning(s)"
+        lines += [count if self.problems else "no problem found", ""]
+        for title, entries in (("checked", self.checked), ("not checked", self.not_checked)):
+            if entries:
+                lines.append(title)
+                lines += [line for entry in entries for line in _wrapped(f"- {entry}", "  ")]
+        return "\n".join([*lines, "", "A test on this one batch, not a proof."])
+
+
+@dataclass
+class Findings:
+    """A report in the making."""
+
+    problems: list[Problem] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+
+    def add(
+        self, kind: str, where: str, message: str, remedy: str, severity: str = "error"
+    ) -> None:
+        self.problems.append(Problem(kind, where, message, remedy, severity))
+
+    def leave_out(self, entry: str) -> None:
+        if entry not in self.not_checked:
+            self.not_checked.append(entry)
+
+    def errors(self) -> bool:
+        return any(problem.severity == "error" for problem in self.problems)
+
+    def report(self) -> CheckReport:
+        order = {"error": 0, "warning": 1}
+        problems = sorted(self.problems, key=lambda problem: order[problem.severity])
+        return CheckReport(problems, self.checked, self.not_checked)
+
+
+def listed(names: list[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def parted(error: Exception) -> tuple[str, str]:
+    """What this library's error says, and its way out, which comes last."""
+    text = str(error)
+    message, _, remedy = text.rpartition(". " if ". " in text else "; ")
+    return (message, remedy) if message else (said(error), "see the message")
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, 96, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False
+    )

@@ -1,0 +1,226 @@
+"""The copy of a model under test, run on one batch from the same state each time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .batch import mapped, pick, tensors
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+}
+
+
+@dataclass
+class LossAndGrads:
+    """One loss and its gradient: of one sample in one company, or a scalar's."""
+
+    loss: float
+    grads: dict[str, Tensor | None]
+
+    def norm(self) -> float:
+        return math.sqrt(
+            sum(float(g.double().square().sum()) for g in self.grads.values() if g is not None)
+        )
+
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm())
+
+
+class Subject:
+    """The copy under test: each run starts from the same buffers and the same seed."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction):
+        self.model = model
+        self.loss_fn = loss_fn
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.dropout = any(
+            isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules()
+        )
+        self._buffers = [
+            (module, f"{prefix}.{name}".lstrip("."), name, buffer.detach().clone())
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._versions = {n: p._version for n, p in model.named_parameters()}
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+
+    def losses(self, batch: Any, seed: int = 0) -> Tensor:
+        """What loss_fn gives: `[B]`, or a scalar where a reduction is declared."""
+        for module, _, name, value in self._buffers:
+            module._buffers[name] = value.clone()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        with _WithoutDropout() as mode:
+            # loss_fn may change what it gets.
+            losses = self.loss_fn(self.model, mapped(batch, torch.clone))
+        self.dropout |= mode.seen
+        return losses
+
+    def loss_and_grads(self, batch: Any, index: int | None) -> LossAndGrads:
+        """Of losses[index]; of the scalar where index is None."""
+        losses = self.losses(batch)
+        if losses.ndim != (0 if index is None else 1):
+            raise ValueError(f"losses of shape {tuple(losses.shape)}")
+        one = losses if index is None else losses[index]
+        found = torch.autograd.grad(one, list(self.trained.values()), allow_unused=True)
+        return LossAndGrads(float(one.detach()), dict(zip(self.trained, found, strict=True)))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as the last run left them."""
+        return {
+            dotted: held.detach().clone()
+            for module, dotted, name, _ in self._buffers
+            if (held := module._buffers.get(name)) is not None
+        }
+
+    def changed_parameters(self) -> list[str]:
+        return [n for n, p in self.model.named_parameters() if p._version != self._versions[n]]
+
+
+@dataclass
+class Trial:
+    """A subject, the batch it is tried on, and how equal two results must be.
+
+    Attributes:
+        subject: the copy under test.
+        batch: the batch, of `size` samples.
+        size: B.
+        loss_reduction: "mean" or "sum" where the losses are a scalar, else None.
+        tolerance: relative difference that is still rounding.
+        random: whether the losses depend on the seed.
+    """
+
+    subject: Subject
+    batch: Any
+    size: int
+    loss_reduction: str | None
+    tolerance: float
+    random: bool = False
+
+    @property
+    def indices(self) -> list[int]:
+        """The samples that are looked at one by one."""
+        return ends_and_middle(self.size)
+
+    def pick(self, rows: Iterable[int]) -> Any:
+        return pick(self.batch, rows)
+
+    def losses_shape(self, size: int) -> tuple[int, ...]:
+        """What loss_fn gives for `size` samples."""
+        return () if self.loss_reduction else (size,)
+
+    def agree(self, one: list[Tensor], two: list[Tensor]) -> bool:
+        return len(one) == len(two) and all(
+            a.shape == b.shape and self.close(a, b) for a, b in zip(one, two, strict=True)
+        )
+
+    def close(self, a: Tensor, b: Tensor) -> bool:
+        if not a.is_floating_point() or not b.is_floating_point():
+            return torch.equal(a, b)
+        a, b = a.double(), b.double()
+        # Masks hold infinities; where they agree they do not count.
+        difference = torch.where(a == b, 0.0, a - b).nan_to_num(nan=math.inf).norm()
+        finite = torch.where(a.isfinite(), a, 0.0).norm()
+        return float(difference) <= self.tolerance * float(finite)
+
+    def apart(
+        self, a: dict[str, Tensor | None], b: dict[str, Tensor | None], scale: float
+    ) -> dict[str, float]:
+        """The parameters whose gradients differ beyond the tolerance, and by how much of scale."""
+        parts = {}
+        for name, one in a.items():
+            two = b[name]
+            if one is None and two is None:
+                continue
+            one = torch.zeros_like(self.subject.trained[name]) if one is None else one
+            two = torch.zeros_like(one) if two is None else two
+            part = float((one - two).double().norm()) / scale if scale else 0.0
+            if not part <= self.tolerance:
+                parts[name] = part
+        return parts
+
+
+def ends_and_middle(size: int) -> list[int]:
+    """Up to three indices of a batch of this size."""
+    return sorted({0, size // 2, size - 1})
+
+
+def coarsest_eps(subject: Subject, batch: Any) -> float:
+    """The coarsest precision among the results of all operations of a run."""
+    narrowest = _Narrowest()
+    with narrowest:
+        subject.losses(batch)
+    return narrowest.eps
+
+
+@contextmanager
+def randomness_restored(batch: Any) -> Iterator[None]:
+    """The generators of torch, numpy and Python are afterwards as they were before."""
+    devices = sorted({t.device.index or 0 for t in tensors(batch) if t.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Takes dropout out of every function that has it."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            given = args[4] if len(args) > 4 else kwargs.pop("dropout_p", 0.0)
+            self.seen |= given > 0
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **kwargs)
+
+
+class _Narrowest(TorchDispatchMode):
+    """Notes the coarsest precision among the results of all operations."""
+
+    eps = torch.finfo(torch.float64).eps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors(out):
+            if tensor.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
+        return out

@@ -1,0 +1,83 @@
+"""Where samples meet: the first module whose output for a sample depends on the others."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .batch import Place, rows_of
+from .report import ITSELF, LOSS_FN
+from .subject import Trial
+
+
+class _Call(NamedTuple):
+    """One module call: the parts of its inputs and outputs that belong to one sample."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def locate(trial: Trial, one: Place, two: Place) -> str:
+    """The first module whose inputs agree for the sample and whose outputs differ."""
+    try:
+        here, there = _trace(trial, one), _trace(trial, two)
+    except Exception:
+        return LOSS_FN
+    for a, b in zip(here, there, strict=False):
+        if a.name != b.name:
+            break
+        if trial.agree(a.inputs, b.inputs) and not trial.agree(a.outputs, b.outputs):
+            return a.name or ITSELF
+    return LOSS_FN
+
+
+def blamed(trial: Trial, where: str, message: str) -> tuple[str, str]:
+    """Message and remedy for the module that `locate` named."""
+    module = dict(trial.subject.model.named_modules())["" if where == ITSELF else where]
+    message = (
+        "the first module whose output for a sample depends on the others "
+        f"({type(module).__name__}): {message}"
+    )
+    return message, _remedy(module)
+
+
+def _trace(trial: Trial, place: Place) -> list[_Call]:
+    calls: list[_Call] = []
+    pending: list[list[Tensor]] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        pending.append(rows_of((args, kwargs), place.index, place.size))
+
+    hooks = []
+    for name, module in trial.subject.model.named_modules():
+
+        def after(_: Any, __: Any, ___: Any, out: Any, name: str = name) -> None:
+            calls.append(_Call(name, pending.pop(), rows_of(out, place.index, place.size)))
+
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        trial.subject.losses(place.batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _remedy(module: nn.Module) -> str:
+    kind = type(module).__name__.lower()
+    if isinstance(module, _BatchNorm) or "norm" in kind:
+        return "replace it by nn.GroupNorm or nn.LayerNorm, whose statistics are per sample"
+    if "quant" in kind or "fp8" in kind or "float8" in kind:
+        return "make its scale per sample: amax over all dimensions but the first"
+    if "moe" in kind or "rout" in kind or "expert" in kind:
+        return "route each sample by itself, without a capacity that the batch shares"
+    if "attention" in kind:
+        return (
+            "choose what is attended to for each sample, as dpflash.patterns.Adaptive does: no "
+            "mean over the batch"
+        )
+    return "make it per sample: reduce over dimensions 1 and up, never over the first"
