@@ -40,3 +40,15 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     first, second = x.to(dtype).chunk(2, dim=3)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3).to(x.dtype)
+
+
+def rotate_(x: Tensor, angles: Tensor) -> Tensor:
+    """`rotate` in place, with fewer passes over memory; x may be a view."""
+    if x.dtype not in (torch.float32, torch.float64):
+        return x.copy_(rotate(x, angles))
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=3)
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(turned)
+    return x

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -35,14 +36,14 @@ _Words = Callable[[int], Tensor]
 
 def _keystream(
     key: bytes, *, step: int, parameter_id: int, block: int
-) -> Callable[[bytearray], None]:
+) -> Callable[[bytearray | memoryview], None]:
     """What fills one buffer after another with the ChaCha20 keystream, from a block on."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     nonce = struct.pack("<IQI", block, step, parameter_id)
     encryptor = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
 
-    def fill(buffer: bytearray) -> None:
+    def fill(buffer: bytearray | memoryview) -> None:
         view = memoryview(buffer)
         for start in range(0, len(buffer), len(_ZEROS)):
             piece = view[start : start + len(_ZEROS)]
@@ -199,12 +200,9 @@ class NoiseStream:
 
 def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
     fill = _keystream(key, step=step, parameter_id=parameter_id, block=group)
-    buffer = bytearray()
 
     def draw(count: int) -> Tensor:
-        nonlocal buffer
-        if len(buffer) != 8 * count:
-            buffer = bytearray(8 * count)
+        buffer = memoryview(_memory.keystream(8 * count))[: 8 * count]
         fill(buffer)
         return torch.frombuffer(buffer, dtype=torch.int64)
 
@@ -231,7 +229,7 @@ def _add_normals_(flat: Tensor, std: float, draw: _Words, *, skip: int) -> None:
     """Adds the normals of the drawn words times std, without those of the first `skip` words."""
     total = skip + flat.numel()
     size = min(_CHUNK_WORDS * torch.get_num_threads(), _MAX_CHUNK_WORDS)
-    scratch = _Scratch(min(size, total + total % 2) // 2)
+    scratch = _memory.scratch(min(size, total + total % 2) // 2)
     for start in range(0, total, size):
         count = min(size, total - start)
         normals = scratch.normals(draw(count + count % 2))[skip if start == 0 else 0 : count]
@@ -243,6 +241,7 @@ class _Scratch:
     """`normals_from_bits`, the same operations in memory that is used again."""
 
     def __init__(self, pairs: int) -> None:
+        self.pairs = pairs
         self._integer = torch.empty(pairs, dtype=torch.int64)
         self._double = torch.empty(pairs, dtype=torch.float64)
         self._single = torch.empty(4, pairs)
@@ -263,6 +262,26 @@ class _Scratch:
         # Many times as fast as to write every second element.
         normals = torch.complex(x, y, out=self._normals[:count])
         return torch.view_as_real(normals).view(-1)
+
+
+class _Memory(threading.local):
+    """Each thread's memory for noise, kept: fresh pages cost as much as the normals in them."""
+
+    _keystream = bytearray()
+    _scratch: _Scratch | None = None
+
+    def keystream(self, length: int) -> bytearray:
+        if len(self._keystream) < length:
+            self._keystream = bytearray(length)
+        return self._keystream
+
+    def scratch(self, pairs: int) -> _Scratch:
+        if self._scratch is None or self._scratch.pairs < pairs:
+            self._scratch = _Scratch(pairs)
+        return self._scratch
+
+
+_memory = _Memory()
 
 
 def _noise_triton() -> ModuleType:

@@ -26,7 +26,7 @@ from ..attention_op import graph_of, key_range_of
 from ..functional import attention, resolve_pattern
 from ..patterns import Adaptive, Pattern
 from ..planner import LinearShape
-from ..rotary import rotary_angles, rotate
+from ..rotary import rotary_angles, rotate_
 from .base import PrivateModule, Slot, autocast_dtype, plain_class
 from .linear import PrivateLinear
 
@@ -51,8 +51,8 @@ class _Heads:
         """Turn q and k by their positions, in place; sign -1 turns them back."""
         if self.rotary:
             angles = sign * rotary_angles(q.shape[2], self.head_dim, q.device)
-            q.copy_(rotate(q, angles))
-            k.copy_(rotate(k, angles))
+            rotate_(q, angles)
+            rotate_(k, angles)
 
 
 class _SelfAttention(torch.autograd.Function):

@@ -1,8 +1,9 @@
 import math
 
+import pytest
 import torch
 
-from dpflash.rotary import rotary_angles, rotate
+from dpflash.rotary import rotary_angles, rotate, rotate_
 
 
 def test_rotation_multiplies_each_pair_as_a_complex_number():
@@ -30,3 +31,15 @@ def test_narrow_inputs_keep_their_dtype():
     rotated = rotate(x, angles)
     assert rotated.dtype == torch.bfloat16
     assert torch.equal(rotated, rotate(x.float(), angles).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_turning_in_place_is_turning_and_touches_nothing_else(dtype):
+    fused = torch.randn(2, 5, 3, 3, 8).to(dtype)  # q, k and v of three heads each
+    before = fused.clone()
+    q, k, v = fused.transpose(1, 3).unbind(2)
+    expected = rotate(before.transpose(1, 3).unbind(2)[1], rotary_angles(5, 8, q.device))
+    rotate_(k, rotary_angles(5, 8, q.device))
+    torch.testing.assert_close(k, expected)
+    rest = before.transpose(1, 3).unbind(2)
+    assert torch.equal(q, rest[0]) and torch.equal(v, rest[2])
