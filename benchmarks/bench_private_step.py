@@ -7,7 +7,7 @@ the median over the rounds of each provider's time over that round's non-private
 each provider runs alone in a fresh process; the figure is its peak memory during two steps
 (resident on a CPU, allocated on a GPU) over the non-private one's, and the same with the memory
 before the first step taken off. A provider that runs out of memory has no figures. "secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what
-noise costs; on a GPU its bytes are also told as a part of what a copy of the same tensors reaches.
+noise costs, beside that of torch.normal; on a GPU its bytes are also told as a part of what a copy of the same tensors reaches.
 The flash_fuse rows need the fork of Opacus that has these modes in place of the package.
 
     python benchmarks/bench_private_step.py --json runs/bench_private_step.json
@@ -71,6 +71,7 @@ PROVIDERS = (
     "dpflash-per_layer",
     "dpflash-per_block",
     "secure-noise-alone",
+    "torch-noise-alone",
     "opacus-hooks",
     "opacus-ghost",
 )
@@ -109,8 +110,8 @@ def build_step(provider: str, config: Config, device: str) -> Step:
     x, y = build_batch(config, device)
     if provider == "nonprivate":
         return _nonprivate(model, optimizer, x, y)
-    if provider == "secure-noise-alone":
-        return _noise(model)
+    if provider.endswith("-noise-alone"):
+        return _secure_noise(model) if provider.startswith("secure") else _torch_noise(model)
     if provider.startswith("dpflash"):
         return _dpflash(provider, model, optimizer, x, y)
     return _opacus(provider, model, optimizer, x, y)
@@ -132,7 +133,17 @@ def _nonprivate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     return step
 
 
-def _noise(model: nn.Module) -> Step:
+def _torch_noise(model: nn.Module) -> Step:
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+
+    def step() -> None:
+        for total in sums:
+            total.add_(torch.normal(0.0, 1.0, total.shape, device=total.device))
+
+    return step
+
+
+def _secure_noise(model: nn.Module) -> Step:
     sums = [torch.zeros_like(p) for p in model.parameters()]
     key = os.urandom(32)
     steps = itertools.count()
