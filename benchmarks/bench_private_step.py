@@ -1,14 +1,16 @@
 """One training step: non-private, dpflash (each clipping and way), Opacus (hooks, ghost).
 
-All providers train the same transformer LM on the same batch; on a CPU in fp32, on a GPU under bf16
-autocast. Time: the providers take turns in
-one process (A B C A B C ...), so that a drift of the machine's speed hits all alike; a figure is
-the median over the rounds of each provider's time over that round's non-private time. Memory:
-each provider runs alone in a fresh process; the figure is its peak memory during two steps
-(resident on a CPU, allocated on a GPU) over the non-private one's, and the same with the memory
-before the first step taken off. A provider that runs out of memory has no figures. "secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what
-noise costs, beside that of torch.normal; on a GPU its bytes are also told as a part of what a copy of the same tensors reaches.
-The flash_fuse rows need the fork of Opacus that has these modes in place of the package.
+All providers train the same transformer LM on the same batch; on a CPU in fp32, on a GPU under
+bf16 autocast. Time: the providers take turns in one process (A B C A B C ...), so that a drift of
+the machine's speed hits all alike; a figure is the median over the rounds of each provider's time
+over that round's non-private time. Memory: each provider runs alone in a fresh process; the figure
+is its peak memory during two steps (resident on a CPU, allocated on a GPU) over the non-private
+one's, and the same with the memory before the first step taken off. A provider that runs out of
+memory has no figures.
+
+"secure-noise-alone" is no step: it draws the ChaCha20 noise of one, so its time ratio is what
+noise costs, beside that of torch.normal; on a GPU its bytes per second are also told over those of
+a copy. The flash_fuse rows need the fork of Opacus that has these modes in place of the package.
 
     python benchmarks/bench_private_step.py --json runs/bench_private_step.json
     python benchmarks/bench_private_step.py --device cuda --rounds 20

@@ -116,8 +116,8 @@ million() {
 
 private_step() {
   local which=()
-  [ "$QUICK" = 1 ] && which=(--rounds 3 --configs B16-T256)
-  part private_step 100 "$PYTHON" benchmarks/bench_private_step.py \
+  [ "$QUICK" = 1 ] && which=(--rounds 5 --configs B4-T4096-D1024)
+  part private_step 100 "$PYTHON" benchmarks/bench_private_step.py --device cuda \
     --json "$OUT/bench_private_step.json" "${which[@]}"
 }
 
