@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +78,62 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
-# Releases that restored engines of this process made: run and incarnation -> engine -> steps.
-_claims: dict[tuple[str, int], dict[int, range]] = {}
+@dataclass
+class _Claim:
+    """The releases that one engine of this process made in one run."""
+
+    steps: range
+    restored: bool
 
 
-def claim(run: str, incarnation: int, step: int, engine: int) -> None:
-    """Let one restored engine alone make a release.
+# Run and incarnation -> engine -> what it released.
+_claims: dict[tuple[str, int], dict[int, _Claim]] = {}
+
+
+def claim(run: str, incarnation: int, step: int, engine: int, *, restored: bool) -> bool:
+    """Note that an engine makes a release, before it does.
 
     Args:
         run: the run's own name, which its checkpoints hand on.
         incarnation: which of the run's noise keys.
         step: number of the release.
         engine: a number of the engine's own.
+        restored: whether the engine went on from a checkpoint.
+
+    Returns:
+        Whether the engine that wrote the checkpoint and one restored from it both make this
+        release: the same one if nothing else differs, else two with the same noise.
 
     Raises:
         RuntimeError: another restored engine of this process made it.
     """
     claims = _claims.setdefault((run, incarnation), {})
-    if any(step in steps for other, steps in claims.items() if other != engine):
+    others = [c for other, c in claims.items() if other != engine and step in c.steps]
+    if restored and any(other.restored for other in others):
         raise RuntimeError(
             "another engine of this process was restored from the same checkpoint and has "
             "released steps since; this one would add the same noise to other gradients, and "
             "their difference would show the data. Go on from the other's newest checkpoint, or "
             "use PrivacyEngine(ledger=...) from the start, which gives each branch its own noise"
         )
-    claims[engine] = range(claims.get(engine, range(step, step)).start, step + 1)
+    own = claims.setdefault(engine, _Claim(range(step, step), restored))
+    own.steps, own.restored = range(own.steps.start, step + 1), restored
+    return bool(others)
+
+
+def check_extra(extra: object) -> None:
+    """Refuse what a checkpoint could be written with but not read."""
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
+    for name, value in (extra or {}).items():
+        buffer = io.BytesIO()
+        try:
+            torch.save({name: value}, buffer)
+            buffer.seek(0)
+            torch.load(buffer, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"extra[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}: "
+                "expected plain numbers, strings, tensors, or lists and dicts of them; convert "
+                "it, for instance with float() or str()"
+            ) from error

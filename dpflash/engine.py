@@ -38,6 +38,7 @@ _numbers = itertools.count()
 
 # Arguments of peers that have no counterpart here.
 _REFUSED = {
+    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
     "criterion": "losses are computed by the caller, one per sample (dpflash.losses)",
     "batch_first": "the batch is always the first dimension",
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
@@ -72,7 +73,10 @@ class PrivacyEngine:
         accountant: str | Accountant = "rdp",
         seed: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        **unknown: Any,
     ):
+        if unknown:
+            _refuse_keywords(unknown, PrivacyEngine)
         self.accountant: Accountant = (
             create_accountant(accountant) if isinstance(accountant, str) else accountant
         )
@@ -82,6 +86,7 @@ class PrivacyEngine:
         self._run = secrets.token_hex(16)
         self._number = next(_numbers)
         self._restored = False
+        self._twin_warned = False
         self._noiseless = False
         self._unamplified = False
         self._pass_noise = math.inf
@@ -93,6 +98,7 @@ class PrivacyEngine:
         self._backward: PrivateBackward | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
+        self._clipping = "flat"
         self._tracker = BatchTracker()
 
     def make_private(
@@ -230,6 +236,7 @@ class PrivacyEngine:
             parameter.grad = None
         attach(module, backward)
         self._model, self._backward, self._tracker = module, backward, tracker
+        self._clipping = clipping
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
 
@@ -274,6 +281,12 @@ class PrivacyEngine:
         positive_int(epochs=epochs)
         num_samples, batch_size = check_loader(data_loader, poisson=poisson_sampling)
         steps = epochs * -(-num_samples // batch_size) if poisson_sampling else epochs
+        if target_delta >= 1 / num_samples:
+            warnings.warn(
+                f"target_delta={target_delta!r} is not below 1 / {num_samples} entries of the "
+                "data: releasing one of them outright would be allowed; choose it well below",
+                stacklevel=2,
+            )
         if len(self.accountant.history):
             warnings.warn(
                 "the accountant has spent privacy already; target_epsilon covers the coming "
@@ -471,10 +484,14 @@ class PrivacyEngine:
             path: the file. It holds the noise key: keep it as secret as the data, and release
                 model.state_dict() instead.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns.
+
+        Raises:
+            ValueError: extra holds what could not be read again.
         """
-        self._attached()
+        backward = self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
+        checkpoint.check_extra(extra)
         checkpoint.write(
             path,
             {
@@ -491,6 +508,8 @@ class PrivacyEngine:
                 "max_grad_norm": self._optimizer.max_grad_norm,
                 "loader": self._loader.state_dict(),
                 "sampling": self._sampling(),
+                "clipping": self._clipping,
+                "clip_function": backward.clip_function,
                 "noiseless": self._noiseless,
                 "unamplified": self._unamplified,
                 "seed": self.seed,
@@ -512,7 +531,7 @@ class PrivacyEngine:
                 changed then.
             RuntimeError: where steps were released already and no ledger remembers them.
         """
-        self._attached()
+        backward = self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
         state = checkpoint.read(path)
@@ -531,6 +550,14 @@ class PrivacyEngine:
                 warnings.warn(
                     f"{name} is {state[name]!r} from the checkpoint now, not "
                     f"{getattr(self._optimizer, name)!r}; set optimizer.{name} to change it",
+                    stacklevel=2,
+                )
+        here_clips = {"clipping": self._clipping, "clip_function": backward.clip_function}
+        for name, value in here_clips.items():
+            if value != state[name]:
+                warnings.warn(
+                    f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
+                    "make_private was told",
                     stacklevel=2,
                 )
         self._model.load_state_dict(state["module"])
@@ -638,9 +665,8 @@ class PrivacyEngine:
     def _charge(self, noise_multiplier: float, signalled: bool) -> None:
         """Pay for a release before it is made."""
         assert self._loader is not None and self._optimizer is not None
-        if self._restored and noise_multiplier > 0:
-            step = self._optimizer.releases
-            checkpoint.claim(self._run, self._incarnation, step, self._number)
+        if self._ledger is None and noise_multiplier > 0:
+            self._claim(self._optimizer.releases)
         drawn = self._tracker.came_from_loader(signalled)
         rate: float | None
         if not drawn:
@@ -648,7 +674,8 @@ class PrivacyEngine:
             if not self._unamplified and noise_multiplier > 0:
                 warnings.warn(
                     "a step was made on a batch that did not come from the private loader; it is "
-                    "accounted for without amplification by sampling",
+                    "accounted for without amplification by sampling, and epsilon is for zero_out "
+                    "from now on. Iterate over the loader that make_private returned",
                     stacklevel=4,
                 )
             self._unamplified = True
@@ -663,6 +690,20 @@ class PrivacyEngine:
         if self._ledger is not None:
             self._ledger.append(noise_multiplier=noise_multiplier, sample_rate=rate)
         self._account(noise_multiplier, rate)
+
+    def _claim(self, step: int) -> None:
+        """Without a ledger only this process can tell whether noise is used twice."""
+        place = (self._run, self._incarnation, step, self._number)
+        if checkpoint.claim(*place, restored=self._restored) and not self._twin_warned:
+            self._twin_warned = True
+            if self.seed is None:
+                warnings.warn(
+                    "the engine that wrote this run's checkpoint and one restored from it both go "
+                    "on in this process, with the same noise: release the results of one of them "
+                    "only, unless both do exactly the same. PrivacyEngine(ledger=...) gives each "
+                    "its own noise",
+                    stacklevel=4,
+                )
 
     def _account(self, noise_multiplier: float, sample_rate: float | None) -> None:
         if noise_multiplier == 0:

@@ -201,7 +201,7 @@ def _why(shapes: list[LinearShape], way: str, ceilings: Ceilings) -> str:
     if ratio < 1:
         return f"memory budget; {other} is {1 / ratio:.1f}x as fast"
     forms = {shape.norm_form(ceilings.device != "cpu"): None for shape in shapes}
-    return f"{other} takes {ratio:.1f}x; norm: {'+'.join(forms)}"
+    return f"{other} takes {ratio:.2f}x; norm: {'+'.join(forms)}"
 
 
 def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> PlannedUse:
@@ -219,10 +219,10 @@ def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> 
 
 
 def _cut(name: str, width: int) -> str:
-    """Cut in the middle: a dotted name begins with the layer and ends with the parameter."""
+    """Cut near the front: names differ by a layer's number there, and by the end."""
     if len(name) <= width:
         return name
-    head = (width - 3) // 2
+    head = width // 4
     return f"{name[:head]}...{name[head + 3 - width :]}"
 
 

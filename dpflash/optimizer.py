@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._signalled = False
         self._is_last_step_skipped = False
         self._releasing = False
+        self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -229,11 +231,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _release(self) -> None:
         backward = self._backward
         parameters = self.params
+        self._tracker.warn_of_missing_backward()
         self._check_others_have_no_gradient()
         self._check_only_gates_wrote(parameters)
         if backward.release is None:
             backward.release = self._open_release()
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
+        self._released = []
         for parameter in parameters:
             total = backward.sums.get(parameter)
             if total is None:
@@ -243,7 +247,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             noise = backward.release.noise_for(parameter)
             if noise is not None:
                 noise.add_to_(total)
-            parameter.grad = total.div_(divisor).to(parameter.dtype)
+            grad = total.div_(divisor).to(parameter.dtype)
+            parameter.grad = grad
+            self._released.append(weakref.ref(grad))
         backward.clear()
         backward.batch_hint = None
         self._tracker.released()
@@ -274,13 +280,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if total is not None and _same(grad, total):
                 continue
             name = self._backward.names[parameter]
+            stale = any(grad is released() for released in self._released)
             self._backward.discard()
+            if stale:
+                raise RuntimeError(
+                    "optimizer.zero_grad() was not called after the last step: .grad still held "
+                    f"what was released then, for instance of parameter '{name}', so nothing was "
+                    "released. Call zero_grad() once after each step(); the batch is dropped"
+                )
             raise RuntimeError(
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "
                 "layer made, so nothing was released. Either the parameter is used outside of its "
                 "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
-                "was changed between backward and step, or optimizer.zero_grad() was not called "
-                "after the last step"
+                "was changed between backward and step"
             )
 
 

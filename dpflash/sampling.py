@@ -112,6 +112,16 @@ class BatchTracker:
         self.backward_done = True
         self._seen += batch_size
 
+    def warn_of_missing_backward(self) -> None:
+        """Only an empty batch may be released without a backward."""
+        mark = self.current
+        if mark is not None and mark.size and not self.backward_done:
+            warnings.warn(
+                "a drawn batch is released without engine.backward(losses) having been called on "
+                "it: the step is noise alone, and is paid for. Only an empty batch may skip it",
+                stacklevel=4,
+            )
+
     def signalled_step(self) -> None:
         """A step that was told by a signal ends a physical batch of another loader."""
         if self.current is None:

@@ -169,6 +169,11 @@ class TrainingRun:
         return len(self._windows)
 
     @property
+    def num_held_out(self) -> int:
+        """Documents that are not: bits per byte are told of them, without protection."""
+        return len(self._held_out.contents)
+
+    @property
     def lost_steps(self) -> int:
         return Ledger(self.folder / LEDGER).releases - self.step
 

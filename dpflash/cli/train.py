@@ -156,7 +156,10 @@ def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
 
 def _announce(job: Any) -> None:
     config, state = job.config, job.state
-    print(f"data      {config.data}: {job.num_documents} documents to train on")
+    print(
+        f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
+        "held out (which epsilon does not cover)"
+    )
     print(
         f"privacy   noise multiplier {state.noise_multiplier:.4g}, {config.clipping} clipping at "
         f"{config.max_grad_norm:g}, delta {config.delta:g}"

@@ -25,7 +25,7 @@ class Pattern(ABC):
     them outside of functions that torch compiles; a compiled function recompiles for each pattern.
 
     Attributes:
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
         key: the pattern as JSON; `dpflash.patterns.from_key` turns it back.
     """
 

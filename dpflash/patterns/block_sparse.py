@@ -39,7 +39,7 @@ class BlockSparse(Pattern):
         random_blocks: distinct blocks drawn for each head and block of queries among all n, or if
             causal among those before it, all of them where there are fewer.
         seed: of the random blocks, 0 or more; they depend on seed, head, n and causal only.
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
         block_lists: for each block of queries the indices of the blocks that it sees, the same
             for all heads, or one such for each head. A block of queries may see nothing. The
             rules above are then left at their defaults.

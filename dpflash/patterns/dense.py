@@ -18,7 +18,7 @@ class Dense(Pattern):
     """Query i sees key j, if causal for j <= i only.
 
     Args:
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
 
     Raises:
         ValueError: causal is not a bool.

@@ -53,7 +53,7 @@ class Dilated(Pattern):
     Args:
         segment_lengths: w of each branch, in tokens.
         dilation_rates: r of each branch, at most its w.
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
         overlap: "multiset", as above; "set": a key counts once, however many branches hold it.
         offset: "head", ``o(h) = h mod r``, as in the paper; "group", ``o(h) = h // ceil(H / r)``,
             as in torchscale. The two differ by more than the order of the heads.

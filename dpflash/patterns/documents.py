@@ -26,7 +26,7 @@ class Documents(Pattern):
     Args:
         cu_seqlens: the documents' borders, ``(0, length of the first, ..., T)``: integers or an
             integer 1-D tensor; stored as a tuple. A document may be empty.
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
 
     Raises:
         ValueError: borders that are not integers, do not start with 0, fall, or are fewer than 2.

@@ -29,7 +29,7 @@ class Hierarchical(Pattern):
     Args:
         levels: (stride, window) of each; stride at least 1, window at least 1 or -1 for all.
         block_size: tokens in a block; the last block may have fewer.
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key later than its own position.
 
     Raises:
         ValueError: an argument of the wrong type or range.

@@ -22,7 +22,7 @@ class SlidingWindow(Pattern):
     Args:
         window: tokens to each side, 0 or more; 0 leaves a token itself.
         global_tokens: the first so many tokens see all and are seen by all.
-        causal: no query sees a key behind its own position, global or not.
+        causal: no query sees a key later than its own position, global or not.
 
     Raises:
         ValueError: an argument of the wrong type or below 0.

@@ -1,9 +1,13 @@
 """The noise of a release is added inside the last backward of its logical batch, exactly once."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dpflash import PrivacyEngine
 from dpflash import release as release_module
 from dpflash.kernels import NoiseStream, gaussian_noise_
 
@@ -189,3 +193,70 @@ def test_two_engines_of_one_checkpoint_cannot_both_step(private, tmp_path):
     step(*third)
     with pytest.raises(RuntimeError, match="restored from the same checkpoint"):
         step(*first)
+
+
+def test_the_run_that_wrote_a_checkpoint_and_one_restored_from_it_are_told_apart(tmp_path):
+    def run():
+        model = build()
+        engine = PrivacyEngine()
+        parts = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(data()), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        return engine, *parts
+
+    def step(engine, model, optimizer, loader):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            break
+
+    original, restored = run(), run()
+    original[0].save_checkpoint(tmp_path / "state")
+    step(*original)
+    restored[0].load_checkpoint(tmp_path / "state")
+    with pytest.warns(UserWarning, match="with the same noise"):
+        step(*restored)
+    # Nothing differed, so it was the same release.
+    pairs = zip(original[1].parameters(), restored[1].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("extra", [{"a": Path("x")}, {"a": {"b": [object]}}, "text"])
+def test_what_a_checkpoint_could_not_be_read_with_is_not_written(private, tmp_path, extra):
+    engine, *_ = private(build(), data())
+    with pytest.raises(ValueError, match="extra"):
+        engine.save_checkpoint(tmp_path / "state", extra=extra)
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path / "state", extra={"a": [1.5, "b", None, torch.ones(2)]})
+    again, *_ = private(build(), data())
+    assert again.load_checkpoint(tmp_path / "state")["a"][0] == 1.5
+
+
+def test_another_clipping_than_the_checkpoints_is_told(private, tmp_path):
+    engine, *_ = private(build(), data())
+    engine.save_checkpoint(tmp_path / "state")
+    again, *_ = private(build(), data(), clipping="per_layer")
+    with pytest.warns(UserWarning, match="clipping was 'flat'"):
+        again.load_checkpoint(tmp_path / "state")
+
+
+def test_a_release_of_noise_alone_is_told(private):
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    for (x,) in loader:
+        assert len(x)
+        with pytest.warns(UserWarning, match="noise alone"):
+            optimizer.step()
+        break
+
+
+def test_a_forgotten_zero_grad_is_named(private):
+    engine, model, optimizer, loader = private(build(), data(), noise_multiplier=1.0)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called"):
+        for (x,) in loader:
+            engine.backward(losses_of(model, x))
+            optimizer.step()
