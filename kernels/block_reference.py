@@ -68,9 +68,10 @@ def block_clipped_grad(
     Holds the G_i of a few samples at a time, of one where it is large.
 
     Args:
-        x: [B, T, I].
-        dy: [B, T, O].
-        bound: what one sample may move the whole result by, in L2.
+        x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
+        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        bound: what one sample may move the whole result by, in L2; above 0. math.inf clips
+            nothing, but still removes the tiles whose norm is not finite.
         block: outputs and inputs of a tile, powers of two from 16 to 128. Part of what the
             result means: the tiles are the clipping groups.
         return_factors: also return the factors c_ik.
@@ -124,8 +125,8 @@ def block_clip_reduce(
     """`block_clipped_grad` of stored per-sample gradients.
 
     Args:
-        grads: [B, O, I].
-        bound, block, return_factors, noise: as for `block_clipped_grad`.
+        grads: [B, O, I], B samples, fp16, bf16, fp32 or fp64.
+        bound, block, return_factors, noise: as for `block_clipped_grad`; bound may be math.inf.
 
     Returns:
         As `block_clipped_grad`.

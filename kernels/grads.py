@@ -9,10 +9,12 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from numbers import Real
 from types import ModuleType
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +26,25 @@ from .noise import NoiseStream
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SIDES = (16, 32, 64, 128)
 
+_Operation = TypeVar("_Operation", bound=Callable[..., object])
+_RAISES = """
+
+Raises:
+    ValueError: an argument is not of the type, shape, dtype or range above, or the tensors are on
+        several devices; the message names the argument and what to give instead.
+    ImportError: the tensors are on a GPU, not float64, and triton cannot be imported."""
+
+
+def _documented_by(twin: Callable[..., object]) -> Callable[[_Operation], _Operation]:
+    """Gives an operation the docstring of its twin, and what the dispatch may raise."""
+    text, guarantees, rest = inspect.cleandoc(twin.__doc__ or "").partition("\n\nGuarantees:")
+
+    def document(operation: _Operation) -> _Operation:
+        operation.__doc__ = text + _RAISES + guarantees + rest
+        return operation
+
+    return document
+
 
 @overload
 def per_sample_grad(
@@ -33,6 +54,7 @@ def per_sample_grad(
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, return_squares: Literal[True]
 ) -> tuple[Tensor, Tensor]: ...
+@_documented_by(reference.per_sample_grad)
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -41,12 +63,14 @@ def per_sample_grad(
     return _house(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
 
 
+@_documented_by(reference.per_sample_bias_grad)
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
     """See `reference.per_sample_bias_grad`."""
     _check("dy", dy, 3)
     return _house(dy).per_sample_bias_grad(dy)
 
 
+@_documented_by(reference.grad_norm)
 def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     """See `reference.grad_norm`."""
     _check_uses(x, dy)
@@ -55,6 +79,7 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     return _house(x, dy).grad_norm(x, dy, form=form)
 
 
+@_documented_by(reference.clipped_grad)
 def clipped_grad(
     x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
 ) -> Tensor:
@@ -85,6 +110,7 @@ def block_clipped_grad(
     return_factors: Literal[True],
     noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@_documented_by(block_reference.block_clipped_grad)
 def block_clipped_grad(
     x: Tensor,
     dy: Tensor,
@@ -94,13 +120,10 @@ def block_clipped_grad(
     return_factors: bool = False,
     noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clipped_grad`.
-
-    Raises:
-        ValueError: bound is not above 0, or block is no pair of powers of two from 16 to 128.
-    """
+    """See `block_reference.block_clipped_grad`."""
     _check_uses(x, dy)
-    _check_blocks(bound, block)
+    bound = _positive("bound", bound, "a number above 0, in the units of the norms")
+    _check_block(block)
     _check_noise(noise, x.shape[2] * dy.shape[2])
     return _block_house(x, dy).block_clipped_grad(
         x, dy, bound, block=block, return_factors=return_factors, noise=noise
@@ -125,6 +148,7 @@ def block_clip_reduce(
     return_factors: Literal[True],
     noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@_documented_by(block_reference.block_clip_reduce)
 def block_clip_reduce(
     grads: Tensor,
     bound: float,
@@ -133,43 +157,43 @@ def block_clip_reduce(
     return_factors: bool = False,
     noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clip_reduce`.
-
-    Raises:
-        ValueError: as `block_clipped_grad`.
-    """
+    """See `block_reference.block_clip_reduce`."""
     _check("grads", grads, 3)
-    _check_blocks(bound, block)
+    bound = _positive("bound", bound, "a number above 0, in the units of the norms")
+    _check_block(block)
     _check_noise(noise, grads.shape[1:].numel())
     return _block_house(grads).block_clip_reduce(
         grads, bound, block=block, return_factors=return_factors, noise=noise
     )
 
 
+@_documented_by(reference.clip_reduce)
 def clip_reduce(
     grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
 ) -> Tensor:
     """See `reference.clip_reduce`."""
     _check("grads", grads)
     _check_factors(factors, grads)
-    if not divisor > 0 or math.isinf(divisor):
-        raise ValueError(f"divisor is {divisor!r}: give a finite number above 0")
+    divisor = _positive("divisor", divisor, "a finite number above 0", below=math.inf)
     _check_noise(noise, grads.shape[1:].numel())
     return _house(grads).clip_reduce(grads, factors, divisor=divisor, noise=noise)
 
 
+@_documented_by(reference.squared_norm)
 def squared_norm(grads: Tensor) -> Tensor:
     """See `reference.squared_norm`."""
     _check("grads", grads)
     return _house(grads).squared_norm(grads)
 
 
+@_documented_by(reference.embedding_grad_norm)
 def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     """See `reference.embedding_grad_norm`."""
     _check_look_ups(indices, dy)
     return _house(dy).embedding_grad_norm(indices, dy)
 
 
+@_documented_by(reference.embedding_clipped_grad)
 def embedding_clipped_grad(
     indices: Tensor, dy: Tensor, factors: Tensor, num_embeddings: int
 ) -> Tensor:
@@ -179,6 +203,7 @@ def embedding_clipped_grad(
     return _house(dy).embedding_clipped_grad(indices, dy, factors, num_embeddings)
 
 
+@_documented_by(reference.layer_norm_backward)
 def layer_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,6 +212,7 @@ def layer_norm_backward(
     return _house(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim)
 
 
+@_documented_by(reference.rms_norm_backward)
 def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
 ) -> tuple[Tensor, Tensor]:
@@ -216,14 +242,31 @@ def _block_house(*tensors: Tensor) -> ModuleType:
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
+    """A floating tensor of so many dimensions, or of at least one."""
+    _check_dtype(name, tensor)
+    if ndim is None:
+        if tensor.ndim == 0:
+            raise ValueError(f"{name} has shape (): give [B, ...], samples first")
+    elif tensor.ndim != ndim:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: give {ndim} dimensions, samples and tokens "
+            "first"
+        )
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
     if tensor.dtype not in _DTYPES:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}: convert it to float32, bfloat16, float16 or float64"
         )
-    if ndim is not None and tensor.ndim != ndim:
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}: give {ndim} dimensions, samples and tokens "
-            "first"
+            f"{name} is a {type(tensor).__name__}: give a Tensor, for instance "
+            f"torch.as_tensor({name})"
         )
 
 
@@ -241,10 +284,34 @@ def _check_same(names: str, tensors: Sequence[Tensor], ndim: int) -> None:
         )
 
 
-def _check_blocks(bound: float, block: tuple[int, int]) -> None:
-    if isinstance(bound, Tensor) or not bound > 0:
-        raise ValueError(f"bound is {bound!r}: give a number above 0, in the units of the norms")
-    if len(block) != 2 or any(side not in _SIDES for side in block):
+def _check_widths(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Both fp64, or neither; narrower ones may differ."""
+    double = torch.float64
+    if tensor.dtype == other.dtype or double not in (tensor.dtype, other.dtype):
+        return
+    narrow, wide = (other_name, name) if tensor.dtype == double else (name, other_name)
+    raise ValueError(
+        f"{name} has dtype {tensor.dtype} and {other_name} {other.dtype}: give both the same, for "
+        f"instance {narrow}.to({wide}.dtype)"
+    )
+
+
+def _positive(name: str, value: float, wanted: str, *, below: float | None = None) -> float:
+    """The value as a float, if it is a number above 0 and, where given, below another."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        raise ValueError(f"{name} is a Tensor: pass {name}.item()")
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not value > 0 or (below is not None and not value < below):
+        raise ValueError(f"{name} is {value!r}: give {wanted}")
+    return float(value)
+
+
+def _check_block(block: tuple[int, int]) -> None:
+    if (
+        not isinstance(block, (tuple, list))
+        or len(block) != 2
+        or any(not isinstance(side, int) or side not in _SIDES for side in block)
+    ):
         raise ValueError(
             f"block is {block!r}: give two powers of two from 16 to 128, outputs and inputs of a "
             f"tile, for instance {BLOCK}"
@@ -255,10 +322,12 @@ def _check_uses(x: Tensor, dy: Tensor) -> None:
     _check("x", x, 3)
     _check("dy", dy, 3)
     _check_same("x and dy", (x, dy), 2)
+    _check_widths("x", x, "dy", dy)
 
 
 def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
     _check("dy", dy, 3)
+    _check_tensor("indices", indices)
     if indices.ndim != 2 or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}: give rows of "
@@ -268,14 +337,20 @@ def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
 
 
 def _check_factors(factors: Tensor, of_samples: Tensor) -> None:
+    """Their values are not looked at: on a GPU that would wait for all work before."""
+    _check_dtype("factors", factors)
     batch = of_samples.shape[0]
     if factors.shape != (batch,):
         raise ValueError(
             f"factors has shape {tuple(factors.shape)}: give one factor for each of the {batch} "
             "samples"
         )
-    _check("factors", factors)
     _check_same("factors and the samples", (factors, of_samples), 1)
+    if factors.dtype == torch.float64 != of_samples.dtype:
+        raise ValueError(
+            f"factors has dtype torch.float64 and the samples {of_samples.dtype}: give "
+            "(factors * (1 - 2**-22)).float(), as factors.float() may round up"
+        )
 
 
 def _check_noise(noise: NoiseStream | None, elements: int) -> None:
@@ -292,9 +367,10 @@ def _check_noise(noise: NoiseStream | None, elements: int) -> None:
 def _check_norm(dy: Tensor, x: Tensor, ndim: int) -> None:
     _check("x", x)
     _check("dy", dy)
-    if not 0 < ndim < x.ndim:
+    if not isinstance(ndim, int) or not 0 < ndim < x.ndim:
         raise ValueError(
-            f"ndim is {ndim} where x has shape {tuple(x.shape)}: give the number of normalised "
+            f"ndim is {ndim!r} where x has shape {tuple(x.shape)}: give the number of normalised "
             "dimensions, at least one fewer than x has"
         )
     _check_same("dy and x", (dy, x), x.ndim)
+    _check_widths("dy", dy, "x", x)

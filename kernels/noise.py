@@ -296,6 +296,11 @@ def _noise_triton() -> ModuleType:
 
 
 def _check_out(out: Tensor) -> None:
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"out: expected a Tensor, got {type(out).__name__}; pass torch.as_tensor(out), which "
+            "the noise is added to in place"
+        )
     if out.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"out.dtype={out.dtype}: expected float32 or float64; add the noise to out.float() "
@@ -314,8 +319,10 @@ def _check_stream(
     std: float, key: bytes, step: int, parameter_id: int, offset: int, generator: str
 ) -> None:
     """Refuses what is no address of a stream; the key's bytes stay out of the message."""
-    if isinstance(std, bool) or not isinstance(std, Real) or not 0 <= std < math.inf:
-        raise ValueError(f"std={std!r}: expected a finite number >= 0; pass a plain float")
+    number = isinstance(std, Real) and not isinstance(std, bool)
+    if not number or not 0 <= std < math.inf:
+        remedy = "0 or a greater finite number" if number else "a plain float"
+        raise ValueError(f"std={std!r}: expected a finite number >= 0; pass {remedy}")
     if not isinstance(key, bytes):
         raise ValueError(f"key: expected bytes, got {type(key).__name__}; pass bytes(key)")
     if len(key) != KEY_BYTES:
@@ -327,7 +334,7 @@ def _check_stream(
             raise ValueError(
                 f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0"
             )
-    if generator not in _ELEMENTS:
+    if not isinstance(generator, str) or generator not in _ELEMENTS:
         raise ValueError(
             f"generator={generator!r}: expected one of {', '.join(_ELEMENTS)}; take chacha20 "
             "for a release"

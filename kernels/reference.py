@@ -40,12 +40,12 @@ def squared_norm(grads: Tensor) -> Tensor:
     """Squared L2 norm of each sample's gradient.
 
     Args:
-        grads: [B, ...], any floating dtype.
+        grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
 
     Returns:
-        [B], fp64. Short runs of elements are summed in fp32 and the runs in fp64; a sample whose
-        squares overflow fp32 is summed in fp64, so the result is non-finite only where an element
-        is.
+        [B], fp64. Short runs of elements are summed in fp32 and the runs in fp64 (on a GPU all in
+        fp64); a sample whose squares overflow fp32 is summed in fp64, so the result is non-finite
+        only where an element is.
     """
     grads = grads.unsqueeze(1) if grads.ndim == 1 else grads
     flat = _wide(grads).flatten(1)
@@ -62,11 +62,11 @@ def squared_norm(grads: Tensor) -> Tensor:
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """G_i = dy_i^T x_i.
+    """Per-sample gradients G_i = dy_i^T x_i of the weight of a linear layer y = x W^T.
 
     Args:
-        x: [B, T, I].
-        dy: [B, T, O].
+        x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
+        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
         return_squares: also return the squared norms of the result, fp64.
 
     Returns:
@@ -77,10 +77,11 @@ def per_sample_grad(
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
-    """sum_t dy_t.
+    """Per-sample gradients sum_t dy_t of the bias of a linear layer.
 
     Args:
-        dy: [B, T, O].
+        dy: [B, T, O], fp16, bf16, fp32 or fp64: for B samples of T tokens the gradient of the O
+            outputs.
 
     Returns:
         [B, O], fp32 (fp64 for fp64 operands).
@@ -107,16 +108,18 @@ def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tens
 
 
 def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
-    """||G_i||^2 for G = dy^T x, holding at most one sample's G_i at a time.
+    """Squared norms ||G_i||^2 of G_i = dy_i^T x_i, holding at most one sample's G_i at a time.
 
     Args:
-        x: [B, T, I].
-        dy: [B, T, O].
+        x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
+        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
         form: "gram" (cost T^2 (I + O)), "tile" (G_i is computed, cost T I O), or None for the
             cheaper one.
 
     Returns:
-        Squared norms [B], fp64.
+        Squared norms [B], fp64: take the root before comparing them with a bound. Products that
+        are summed in fp32 round by about 2^-24 of `grad_magnitude`, which matters only where
+        tokens cancel far below it.
     """
     tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
     if form is None:
@@ -158,13 +161,18 @@ def clipped_grad(
     """sum_i factors_i dy_i^T x_i as one product, with noise where asked for.
 
     Args:
-        x: [B, T, I].
-        dy: [B, T, O].
-        factors: [B], fp32.
+        x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
+        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
+            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
+            one that is negative, NaN or greater breaks the bound.
         noise: added to the sum, to element [o, i] the stream's element offset + o I + i.
 
     Returns:
         [O, I], fp32 (fp64 for fp64 operands).
+
+    Guarantees:
+        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
     factors, x, dy = _without_removed(factors, x, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
@@ -178,13 +186,18 @@ def clip_reduce(
     """(sum_i factors_i grads_i + noise) / divisor.
 
     Args:
-        grads: [B, ...].
-        factors: [B], fp32.
-        divisor: of the sum, noise included.
+        grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
+        factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
+            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
+            one that is negative, NaN or greater breaks the bound.
+        divisor: of the sum, noise included; finite and above 0.
         noise: added to the sum, the stream's elements from its offset on in row-major order.
 
     Returns:
         [...], fp32 (fp64 for fp64 operands).
+
+    Guarantees:
+        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
     factors, grads = _without_removed(factors, grads)
     wide = _wide(grads)
@@ -216,11 +229,11 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     """Squared norm of each sample's table gradient, by the distinct rows a sample touches.
 
     Args:
-        indices: [B, T], int64 rows.
-        dy: [B, T, E].
+        indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
 
     Returns:
-        [B], fp64.
+        Squared norms [B], fp64: take the root before comparing them with a bound.
     """
     batch, tokens, width = dy.shape
     # A pair (sample, row) is one segment; only touched rows exist.
@@ -239,13 +252,18 @@ def embedding_clipped_grad(
     """sum_i factors_i times sample i's table gradient.
 
     Args:
-        indices: [B, T], int64 rows.
-        dy: [B, T, E].
-        factors: [B], fp32.
-        num_embeddings: V.
+        indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        factors: [B], fp32 or narrower (for fp64 dy also fp64), each from 0 to the bound
+            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
+            one that is negative, NaN or greater breaks the bound.
+        num_embeddings: V, rows of the table; indices are below it, which is not checked either.
 
     Returns:
         [V, E], fp32 (fp64 for fp64 operands).
+
+    Guarantees:
+        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
     factors, indices, dy = _without_removed(factors, indices, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
@@ -280,13 +298,14 @@ def layer_norm_backward(
     """Backward of layer norm with per-sample gradients of its weight and bias.
 
     Args:
-        dy, x: [B, ..., *S], S the normalised shape.
+        dy, x: [B, ..., *S], B samples, S the normalised shape; fp16, bf16, fp32 or fp64.
         mean, rstd: as torch.native_layer_norm returns them.
         weight: [*S] or None.
-        ndim: number of dimensions of S.
+        ndim: number of dimensions of S, at least 1 and below that of x.
 
     Returns:
-        dx like x; the weight's and the bias's per-sample gradients [B, *S], fp32.
+        dx like x; the weight's and the bias's per-sample gradients [B, *S], fp32 (fp64 for fp64
+        operands).
     """
     shape = list(x.shape[x.ndim - ndim :])
     dy = dy.contiguous()
@@ -325,13 +344,13 @@ def rms_norm_backward(
     """Backward of RMS norm y = x * rstd * weight with per-sample gradients of its weight.
 
     Args:
-        dy, x: [B, ..., *S], S the normalised shape.
-        rstd: [B, ..., 1, ...], fp32.
+        dy, x: [B, ..., *S], B samples, S the normalised shape; fp16, bf16, fp32 or fp64.
+        rstd: [B, ..., 1, ...], fp32 (fp64 for fp64 operands).
         weight: [*S] or None.
-        ndim: number of dimensions of S.
+        ndim: number of dimensions of S, at least 1 and below that of x.
 
     Returns:
-        dx like x; the weight's per-sample gradients [B, *S], fp32.
+        dx like x; the weight's per-sample gradients [B, *S], fp32 (fp64 for fp64 operands).
     """
     last = tuple(range(x.ndim - ndim, x.ndim))
     middle = tuple(range(1, x.ndim - ndim))

@@ -1,15 +1,18 @@
 """What grads.py refuses and whom it calls; the results are tested beside twins and kernels."""
 
+import inspect
 import math
 import re
 import subprocess
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from dpflash import kernels
-from dpflash.kernels import grads
+from dpflash.kernels import block_reference, grads, reference
 
 X, DY = torch.zeros(3, 4, 5), torch.zeros(3, 4, 6)
 FACTORS, INDICES = torch.ones(3), torch.zeros(3, 4, dtype=torch.int64)
@@ -22,12 +25,63 @@ REFUSED = {
     "bound-nan": ("block_clipped_grad", (X, DY, math.nan), {}, "bound is nan"),
     "bound-tensor": ("block_clipped_grad", (X, DY, torch.ones(3)), {}, "give a number"),
     "bound-of-stored": ("block_clip_reduce", (X, math.nan), {}, "bound is nan"),
+    "bound-string": ("block_clipped_grad", (X, DY, "1"), {}, "bound is '1': give a number"),
+    "bound-none": ("block_clip_reduce", (X, None), {}, "bound is None: give a number"),
+    "bound-true": ("block_clip_reduce", (X, True), {}, "bound is True: give a number"),
+    "bound-of-one-element": (
+        "block_clipped_grad",
+        (X, DY, torch.tensor(1.0)),
+        {},
+        "bound is a Tensor: pass bound.item()",
+    ),
+    "block-number": ("block_clipped_grad", (X, DY, 1.0), {"block": 16}, "block is 16: give two"),
+    "block-floats": (
+        "block_clip_reduce",
+        (X, 1.0),
+        {"block": (16.0, 16)},
+        "block is (16.0, 16): give two",
+    ),
+    "block-none": ("block_clip_reduce", (X, 1.0), {"block": None}, "block is None: give two"),
+    "block-set": ("block_clip_reduce", (X, 1.0), {"block": {16, 32}}, "give two powers of two"),
     "block-odd": ("block_clipped_grad", (X, DY, 1.0), {"block": (16, 100)}, r"block is (16, 100)"),
     "block-large": ("block_clipped_grad", (X, DY, 1.0), {"block": (16, 256)}, "16 to 128"),
     "form": ("grad_norm", (X, DY), {"form": "gramm"}, "form is 'gramm'"),
     "factors-short": ("clipped_grad", (X, DY, torch.ones(2)), {}, "factors has shape (2,)"),
     "factors-wide": ("clip_reduce", (X, torch.ones(3, 1)), {}, "for each of the 3 samples"),
     "factors-integer": ("clip_reduce", (X, INDICES[:, 0]), {}, "factors has dtype torch.int64"),
+    "factors-list": (
+        "clip_reduce",
+        (X, [1.0, 1.0, 1.0]),
+        {},
+        "factors is a list: give a Tensor, for instance torch.as_tensor(factors)",
+    ),
+    "factors-number": ("clipped_grad", (X, DY, 1.0), {}, "factors is a float: give a Tensor"),
+    "factors-number-of-table": (
+        "embedding_clipped_grad",
+        (INDICES, DY, 0.5, 9),
+        {},
+        "factors is a float: give a Tensor",
+    ),
+    "factors-scalar": ("clip_reduce", (X, FACTORS[0]), {}, "factors has shape (): give one"),
+    "factors-float64": (
+        "clipped_grad",
+        (X, DY, FACTORS.double()),
+        {},
+        "factors has dtype torch.float64 and the samples torch.float32: give "
+        "(factors * (1 - 2**-22)).float(), as factors.float() may round up",
+    ),
+    "factors-float64-of-stored": (
+        "clip_reduce",
+        (X.half(), FACTORS.double()),
+        {},
+        "factors has dtype torch.float64 and the samples torch.float16",
+    ),
+    "factors-float64-of-table": (
+        "embedding_clipped_grad",
+        (INDICES, DY, FACTORS.double(), 9),
+        {},
+        "factors has dtype torch.float64",
+    ),
     "factors-of-table": (
         "embedding_clipped_grad",
         (INDICES, DY, torch.ones(4), 9),
@@ -37,6 +91,14 @@ REFUSED = {
     "divisor-zero": ("clip_reduce", (X, FACTORS), {"divisor": 0.0}, "divisor is 0.0"),
     "divisor-nan": ("clip_reduce", (X, FACTORS), {"divisor": math.nan}, "divisor is nan"),
     "divisor-inf": ("clip_reduce", (X, FACTORS), {"divisor": math.inf}, "divisor is inf"),
+    "divisor-string": ("clip_reduce", (X, FACTORS), {"divisor": "2"}, "divisor is '2': give a"),
+    "divisor-none": ("clip_reduce", (X, FACTORS), {"divisor": None}, "divisor is None: give a"),
+    "divisor-tensor": (
+        "clip_reduce",
+        (X, FACTORS),
+        {"divisor": torch.tensor(2.0)},
+        "divisor is a Tensor: pass divisor.item()",
+    ),
     "noise-number": ("clip_reduce", (X, FACTORS), {"noise": 1.0}, "noise is a float: give a"),
     "noise-key": ("clipped_grad", (X, DY, FACTORS), {"noise": bytes(32)}, "noise is a bytes:"),
     "noise-of-blocks": ("block_clip_reduce", (X, 1.0), {"noise": {}}, "noise is a dict:"),
@@ -49,6 +111,31 @@ REFUSED = {
     "dtype": ("per_sample_grad", (X.to(torch.float8_e5m2), DY), {}, "x has dtype"),
     "complex": ("per_sample_grad", (X, DY.to(torch.complex64)), {}, "dy has dtype"),
     "integer": ("squared_norm", (INDICES,), {}, "grads has dtype torch.int64"),
+    "scalar": ("clip_reduce", (X[0, 0, 0], FACTORS), {}, "grads has shape (): give [B, ...]"),
+    "scalar-norm": ("squared_norm", (X[0, 0, 0],), {}, "grads has shape (): give [B, ...]"),
+    "x-list": (
+        "grad_norm",
+        (X.tolist(), DY),
+        {},
+        "x is a list: give a Tensor, for instance torch.as_tensor(x)",
+    ),
+    "x-array": ("clipped_grad", (X.numpy(), DY, FACTORS), {}, "x is a ndarray: give a Tensor"),
+    "dy-list": ("per_sample_grad", (X, DY.tolist()), {}, "dy is a list: give a Tensor"),
+    "dy-list-of-bias": ("per_sample_bias_grad", (DY.tolist(),), {}, "dy is a list: give a"),
+    "dy-list-of-blocks": ("block_clipped_grad", (X, DY.tolist(), 1.0), {}, "dy is a list: give"),
+    "dy-list-of-table": ("embedding_grad_norm", (INDICES, DY.tolist()), {}, "dy is a list: give"),
+    "indices-list": ("embedding_grad_norm", (INDICES.tolist(), DY), {}, "indices is a list: give"),
+    "grads-list": ("clip_reduce", (X.tolist(), FACTORS), {}, "grads is a list: give a Tensor"),
+    "grads-list-of-norm": ("squared_norm", (X.tolist(),), {}, "grads is a list: give a Tensor"),
+    "grads-list-of-blocks": ("block_clip_reduce", (X.tolist(), 1.0), {}, "grads is a list: give"),
+    "norm-list": ("rms_norm_backward", (X, X.tolist(), X, None, 1), {}, "x is a list: give a"),
+    "normalised-string": ("rms_norm_backward", (X, X, X[..., :1], None, "1"), {}, "ndim is '1'"),
+    "norm-dtypes": (
+        "layer_norm_backward",
+        (X, X.double(), X[..., :1], X[..., :1], None, 1),
+        {},
+        "dy has dtype torch.float32 and x torch.float64: give both the same",
+    ),
     "tokens": ("grad_norm", (X, DY[:, 1:]), {}, "(3, 4, 5) and (3, 3, 6)"),
     "samples": ("clipped_grad", (X[1:], DY, FACTORS), {}, "(2, 4, 5) and (3, 4, 6)"),
     "two-dimensions": ("per_sample_grad", (X[0], DY), {}, "x has shape (4, 5)"),
@@ -70,6 +157,106 @@ def test_what_cannot_be_computed_is_refused_by_name(case):
     name, args, named, message = REFUSED[case]
     with pytest.raises(ValueError, match=re.escape(message)):
         getattr(kernels, name)(*args, **named)
+
+
+MIXED = {
+    "grad_norm": (),
+    "per_sample_grad": (),
+    "clipped_grad": (FACTORS,),
+    "block_clipped_grad": (1.0,),
+}
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_float64_beside_a_narrower_operand_is_refused_with_the_conversion_that_loses_nothing(
+    name, narrow
+):
+    operation = getattr(kernels, name)
+    message = (
+        f"x has dtype torch.float64 and dy {narrow}: give both the same, for instance "
+        "dy.to(x.dtype)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        operation(X.double(), DY.to(narrow), *MIXED[name])
+    message = f"x has dtype {narrow} and dy torch.float64: give both the same, for instance x.to("
+    with pytest.raises(ValueError, match=re.escape(message)):
+        operation(X.to(narrow), DY.double(), *MIXED[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_a_16_bit_operand_beside_float32_gives_what_its_float32_copy_gives(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(3, 4, n, generator=generator) for n in (5, 6))
+    operation, more = getattr(kernels, name), MIXED[name]
+    x, narrow = x.to(dtype), dy.to(dtype)
+    assert torch.equal(operation(x, dy, *more), operation(x.float(), dy, *more))
+    assert torch.equal(
+        operation(x.float(), narrow, *more), operation(x.float(), narrow.float(), *more)
+    )
+
+
+def test_float64_factors_of_float64_operands_keep_their_digits():
+    x, dy, factors = X.double() + 1, DY.double() + 1, torch.tensor([1 / 3, 0.1, 0.0]).double()
+    factors[:2] += 2.0**-40
+    stored = kernels.per_sample_grad(x, dy)
+    expected = (factors.view(-1, 1, 1) * stored).sum(0)
+    for found in (kernels.clipped_grad(x, dy, factors), kernels.clip_reduce(stored, factors)):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_the_conversion_that_the_message_names_rounds_factors_down():
+    exact = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert bool((exact.float().double() > exact).any())
+    factors = (exact * (1 - 2**-22)).float()
+    assert bool((factors.double() <= exact).all())
+    assert bool((factors.double() >= exact * (1 - 2**-21)).all())
+    assert float(kernels.clip_reduce(torch.ones(10_000), factors)) > 0
+
+
+@pytest.mark.parametrize(
+    "number", [2, Fraction(2), np.float32(2), np.float64(2), np.int64(2)], ids=repr
+)
+def test_a_number_of_any_type_is_taken_for_its_float(number):
+    assert torch.equal(
+        kernels.block_clip_reduce(DY + 1, number), kernels.block_clip_reduce(DY + 1, 2.0)
+    )
+    assert torch.equal(
+        kernels.clip_reduce(DY + 1, FACTORS, divisor=number),
+        kernels.clip_reduce(DY + 1, FACTORS, divisor=2.0),
+    )
+
+
+OPERATIONS = [
+    n for n, f in vars(grads).items() if inspect.isfunction(f) and f.__module__ == grads.__name__
+]
+OPERATIONS = [n for n in OPERATIONS if not n.startswith("_")]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_help_of_an_operation_is_its_twin_s_and_says_what_the_dispatch_refuses(name):
+    text = inspect.getdoc(getattr(kernels, name))
+    house = reference if hasattr(reference, name) else block_reference
+    twin = inspect.getdoc(getattr(house, name))
+    before, guarantees, after = twin.partition("\n\nGuarantees:")
+    assert text.startswith(before + "\n\nRaises:\n    ValueError: ")
+    assert text.endswith(guarantees + after)
+    headings = [line for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+:", line)]
+    order = ["Args:", "Returns:", "Raises:", *(["Guarantees:"] if guarantees else [])]
+    assert headings == order
+    for parameter in inspect.signature(getattr(kernels, name)).parameters:
+        assert re.search(rf"^    (\w+, )*{parameter}(, \w+)*: ", text, re.MULTILINE), parameter
+
+
+def test_the_help_says_what_a_reader_cannot_guess():
+    assert "squared" in inspect.getdoc(kernels.grad_norm).splitlines()[0].lower()
+    for name in ("clipped_grad", "clip_reduce", "embedding_clipped_grad"):
+        text = " ".join(inspect.getdoc(getattr(kernels, name)).split())
+        assert "Not checked" in text and "breaks the bound" in text, name
+        assert "A factor of exactly 0 removes its sample" in text, name
+    for name in ("block_clipped_grad", "block_clip_reduce"):
+        assert "math.inf" in inspect.getdoc(getattr(kernels, name)), name
 
 
 def test_tensors_of_a_device_without_triton_are_refused_with_what_to_do(monkeypatch):

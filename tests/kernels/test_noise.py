@@ -269,11 +269,13 @@ GOOD = {"std": 1.0, "key": KEY, "step": 0, "parameter_id": 0}
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"std": -1.0}, r"std=-1\.0: expected a finite number >= 0; pass"),
-        ({"std": math.nan}, r"std=nan: expected"),
-        ({"std": math.inf}, r"std=inf: expected"),
-        ({"std": "1"}, r"std='1': expected"),
-        ({"std": True}, r"std=True: expected"),
+        ({"std": -1.0}, r"std=-1\.0: expected a finite number >= 0; pass 0 or a greater finite n"),
+        ({"std": -1}, r"std=-1: expected a finite number >= 0; pass 0 or a greater finite n"),
+        ({"std": math.nan}, r"std=nan: expected a finite number >= 0; pass 0 or a greater"),
+        ({"std": math.inf}, r"std=inf: expected a finite number >= 0; pass 0 or a greater"),
+        ({"std": "1"}, r"std='1': expected a finite number >= 0; pass a plain float"),
+        ({"std": None}, r"std=None: expected a finite number >= 0; pass a plain float"),
+        ({"std": True}, r"std=True: expected a finite number >= 0; pass a plain float"),
         ({"key": b"\x07" * 31}, r"key: expected 32 bytes, got 31; take them from os\.urandom"),
         ({"key": "k" * 32}, r"key: expected bytes, got str"),
         ({"step": -1}, r"step=-1: expected an integer in \[0, 2\^64\); count"),
@@ -284,6 +286,7 @@ GOOD = {"std": 1.0, "key": KEY, "step": 0, "parameter_id": 0}
         ({"offset": -1}, r"offset=-1: expected an integer >= 0; pass the element"),
         ({"offset": 0.5}, r"offset=0\.5: expected"),
         ({"generator": "mt19937"}, r"generator='mt19937': expected one of chacha20, philox"),
+        ({"generator": ["philox"]}, r"generator=\['philox'\]: expected one of chacha20, philox"),
     ],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
@@ -294,6 +297,13 @@ def test_what_is_out_of_range_is_refused_by_name_before_anything_is_written(chan
     assert not out.any()
     with pytest.raises(ValueError, match=message):
         NoiseStream(**{**GOOD, **changed})
+
+
+@pytest.mark.parametrize("out", [[0.0, 0.0], np.zeros(3, dtype=np.float32), None], ids=repr)
+def test_what_is_no_tensor_takes_no_noise(out):
+    name = type(out).__name__
+    with pytest.raises(ValueError, match=f"out: expected a Tensor, got {name}; pass torch.as_ten"):
+        gaussian_noise_(out, **GOOD)
 
 
 def test_a_refused_key_is_not_in_the_message():
