@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,49 @@ def _new_key() -> None:
 
 
 os.register_at_fork(after_in_child=_new_key)
+
+
+@dataclass
+class NoiseOff:
+    """One block of `without_noise`.
+
+    Attributes:
+        active: whether the block is still running.
+        crossed: whether a boundary was crossed in it.
+        silenced: whether one of them had noise.
+    """
+
+    active: bool = True
+    crossed: bool = False
+    silenced: bool = False
+
+
+class _Switch(threading.local):
+    off: NoiseOff | None = None
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def without_noise() -> Iterator[NoiseOff]:
+    """Boundaries crossed inside of the block, by this thread, clip but add no noise.
+
+    **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
+    gradients that go to nobody, on a copy of the model.
+
+    A boundary takes it up in the forward, since its backward may run in a thread of autograd's.
+    Noise is back once the block is left, however it is left: for boundaries crossed afterwards,
+    and for backwards that run afterwards through boundaries crossed inside. A boundary that is
+    crossed by another thread (in a reentrant checkpoint, by autograd's) has its noise.
+    """
+    off = NoiseOff()
+    before, _switch.off = _switch.off, off
+    try:
+        yield off
+    finally:
+        _switch.off = before
+        off.active = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +148,7 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
                 f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
                 "tensor whose first dimension is the batch"
             )
-    _refuse_compiling()
-    return _Boundary.apply(boundary, *tensors)
+    return _Boundary.apply(release_of(boundary), *tensors)
 
 
 def release_of(
@@ -112,7 +156,11 @@ def release_of(
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
     """What clips and noises gradients, for a backward that knows their joint squared norms."""
     _refuse_compiling()
-    return functools.partial(_release, boundary)
+    off = _switch.off
+    if off is not None:
+        off.crossed = True
+        off.silenced |= boundary.noise_multiplier > 0
+    return functools.partial(_release, boundary, off)
 
 
 def _refuse_compiling() -> None:
@@ -126,8 +174,12 @@ def _refuse_compiling() -> None:
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.boundary = boundary
+    def forward(
+        ctx: Any,
+        release: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.release = release
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
@@ -135,13 +187,17 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         squares = sum(squared_norm(grad) for grad in grads)
         assert isinstance(squares, Tensor)
-        return (None, *_release(ctx.boundary, grads, squares))
+        return (None, *ctx.release(grads, squares))
 
 
-def _release(boundary: Boundary, grads: Sequence[Tensor], squares: Tensor) -> tuple[Tensor, ...]:
+def _release(
+    boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
+) -> tuple[Tensor, ...]:
     """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
     factors = clip_factors(squares, boundary.max_grad_norm)
     std = boundary.noise_multiplier * boundary.max_grad_norm
+    if off is not None and off.active:
+        std = 0.0
     step = next(_releases)
     return tuple(
         _clipped_and_noised(grad, factors, std, step, number) for number, grad in enumerate(grads)

@@ -1,7 +1,7 @@
 """Whether a model and its loss keep the samples of a batch apart, tried on one batch.
 
 Every comparison is made on a plain copy of the model, in float64 where it takes that, from the
-same buffers and the same seed, without dropout.
+same buffers and the same seed, without dropout and without the noise of boundaries.
 """
 
 from .report import CheckReport, Problem

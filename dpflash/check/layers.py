@@ -17,6 +17,16 @@ from .batch import tensors
 from .report import ITSELF, LOSS_FN, Findings, parted, said
 from .subject import LossAndGrads, Trial
 
+_BATCH_FIRST_REMEDY = (
+    "put the batch first (batch_first=True, x.transpose(0, 1), no flattening of [B, T]), or "
+    "freeze the layer with requires_grad_(False)"
+)
+_INDICES_REMEDY = (
+    "if its indices are positions that all samples share, pass indices[None, :]; if they are one "
+    "index for each sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
+    "requires_grad_(False)"
+)
+
 
 def check_modules(model: nn.Module, findings: Findings) -> None:
     """What make_private would refuse, all of it."""
@@ -45,6 +55,7 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
     findings.checked.append(
         f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"
     )
+    modules = dict(trial.subject.model.named_modules())
     for name in {n: None for shapes in seen.values() for n in shapes}:
         found = {size: set(shapes.get(name, ())) for size, shapes in seen.items()}
         # A first dimension of 1 stands for all samples, as in positions [1, T].
@@ -55,13 +66,13 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
             f"for B={size}"
             for size, f in found.items()
         )
+        embedding = isinstance(modules["" if name == ITSELF else name], nn.Embedding)
         findings.add(
             "first_dimension",
             name,
             f"the first dimension of its input is not the batch: {shown}. Where it happens to "
             "be equal to B, gradients would be clipped by something that is no sample",
-            "put the batch first (batch_first=True, x.transpose(0, 1), no flattening of "
-            "[B, T]), or freeze the layer with requires_grad_(False)",
+            _INDICES_REMEDY if embedding else _BATCH_FIRST_REMEDY,
         )
 
 
@@ -92,17 +103,20 @@ def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
 
 
 def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
-    """Trainable parameters that no loss reaches."""
+    """Trainable parameters that no loss reaches, as one problem."""
     findings.checked.append("which trainable parameters get a gradient")
-    for name in trial.subject.trained:
-        if all(sample.grads[name] is None for sample in samples):
-            findings.add(
-                "no_gradient",
-                name,
-                "it is trainable but no loss reaches it: it would get noise alone",
-                "freeze it with requires_grad_(False), or use it",
-                "warning",
-            )
+    names = [n for n in trial.subject.trained if all(s.grads[n] is None for s in samples)]
+    if names:
+        what, they = f"these {len(names)} trainable parameters", "them"
+        if len(names) == 1:
+            what, they = "this trainable parameter", "it"
+        findings.add(
+            "no_gradient",
+            ", ".join(names),
+            f"no loss reaches {what}: nothing but noise would move {they}",
+            f"freeze {they} with requires_grad_(False), or use {they}",
+            "warning",
+        )
 
 
 def check_private_backward(

@@ -23,6 +23,11 @@ _OVER_SAMPLES = (
     "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
     "tokens, the default of Hugging Face models, is no reduction over samples"
 )
+_BOUNDARY = (
+    "a boundary in the model clips gradients that this mean has divided by the batch's size: "
+    "return losses [B] and leave loss_reduction=None, or return losses.sum() and declare "
+    "loss_reduction='sum'"
+)
 _UNVARIED = (
     "samples of unequal lengths: no integer targets could be ignored, so a loss divided by the "
     "batch's tokens is found only if the samples of the batch itself have unequal lengths"
@@ -228,6 +233,9 @@ def _report(trial: Trial, outcomes: list[_Outcome], findings: Findings) -> None:
         )
         if where == LOSS_FN:
             remedy = _OVER_SAMPLES.format(reduction=trial.loss_reduction)
+            values_agree = not any(outcome.loss for outcome in group)
+            if trial.boundaries.crossed and values_agree and trial.loss_reduction == "mean":
+                remedy = _BOUNDARY
             findings.add("reduction", where, message, remedy)
         else:
             findings.add("coupling", where, *blamed(trial, where, message))

@@ -23,7 +23,8 @@ class Problem:
     Attributes:
         kind: "unsupported", "run", "loss", "coupling", "reduction", "state", "first_dimension",
             "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
-        where: dotted name of the module or parameter, or "loss_fn".
+        where: dotted name of the module or parameter, or "loss_fn"; for "no_gradient" the names
+            of all such parameters, joined by ", ".
         message: what was found.
         remedy: what to do.
         severity: "error" (private training would be refused, or its bound would not hold) or
@@ -59,7 +60,8 @@ class CheckReport:
     def __str__(self) -> str:
         lines = []
         for problem in self.problems:
-            lines.append(f"{problem.severity:<8} {problem.kind:<16} {problem.where}")
+            where = listed(problem.where.split(", "))
+            lines.append(f"{problem.severity:<8} {problem.kind:<16} {where}")
             lines += (
                 _wrapped(problem.message, "  ") + _wrapped(f"-> {problem.remedy}", "  ") + [""]
             )

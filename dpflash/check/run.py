@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .._validate import one_of
+from ..boundary import NoiseOff, without_noise
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
 from .reduction import check_reduction
-from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, said
+from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, listed, said
 from .subject import LossFunction, Subject, Trial, coarsest_eps, randomness_restored
 
 _MEND = "mend it first"
@@ -44,8 +45,13 @@ def run_check(
         batch = dict(batch)
     size = batch_size(batch)
     findings = Findings()
-    with randomness_restored(batch), torch.enable_grad():
-        _check(getattr(model, "_orig_mod", model), batch, loss_fn, size, loss_reduction, findings)
+    plain = getattr(model, "_orig_mod", model)
+    with randomness_restored(batch), torch.enable_grad(), without_noise() as boundaries:
+        _check(plain, batch, loss_fn, size, loss_reduction, boundaries, findings)
+    if boundaries.silenced:
+        findings.not_checked.append(
+            "noise of boundaries: switched off for the comparisons, with their clipping left on"
+        )
     return findings.report()
 
 
@@ -55,6 +61,7 @@ def _check(
     loss_fn: LossFunction,
     size: int,
     loss_reduction: str | None,
+    boundaries: NoiseOff,
     findings: Findings,
 ) -> None:
     # A copy of a private model is plain.
@@ -64,7 +71,7 @@ def _check(
         findings.add("run", ITSELF, f"it cannot be copied: {said(error)}", "mend copy.deepcopy")
         return
     check_modules(plain, findings)
-    trial = Trial(Subject(plain, loss_fn), batch, size, loss_reduction, tolerance=0.0)
+    trial = Trial(Subject(plain, loss_fn), batch, size, loss_reduction, 0.0, boundaries)
     first = _first_run(trial, findings) and _widen(trial, model, findings)
     if not (first and _repeats(trial, findings)):
         findings.not_checked.append("what comes after a failed run: mend it and check again")
@@ -194,12 +201,19 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
         return False
     trial.random = not trial.close(first, subject.losses(trial.batch, seed=1).detach())
     if trial.random:
+        remedy = "to have the rest checked, switch the randomness off"
+        if dropping := subject.dropping():
+            remedy = (
+                "switch dropout off while checking (dropout=0.0 or model.eval()): "
+                f"{listed(dropping)} may drop inside of an operation of its own; or switch off "
+                "what else is random"
+            )
         findings.add(
             "random",
             ITSELF,
-            "the losses depend on the seed, dropout apart; samples are "
+            "the losses depend on the seed, dropout layers apart; samples are "
             "compared at their own place in batches of the same size only",
-            "to have the rest checked, switch the randomness off",
+            remedy,
             "warning",
         )
         findings.not_checked.append("samples alone or at another place: the model is random")
@@ -209,6 +223,7 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
 def _check_state(trial: Trial, findings: Findings) -> None:
     """Buffers that a batch leaves behind are released without noise."""
     subject = trial.subject
+    unsupported = {p.where for p in findings.problems if p.kind == "unsupported"}
     subject.losses(trial.batch)
     left = subject.buffers()
     found: dict[str, None] = {}
@@ -219,6 +234,9 @@ def _check_state(trial: Trial, findings: Findings) -> None:
             if before is None or not trial.agree([before], [value]):
                 found[name] = None
     for name in found:
+        # Such a module is to be replaced, with its buffers.
+        if (name.rpartition(".")[0] or ITSELF) in unsupported:
+            continue
         findings.add(
             "state",
             name,

@@ -17,7 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..boundary import NoiseOff
 from .batch import mapped, pick, tensors
+from .report import ITSELF
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -33,6 +35,8 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
+# The place of dropout_p in F.multi_head_attention_forward.
+_DROPOUT_OF_HEADS = 10
 
 
 @dataclass
@@ -102,6 +106,17 @@ class Subject:
             if (held := module._buffers.get(name)) is not None
         }
 
+    def dropping(self) -> list[str]:
+        """The modules that seem to drop inside of an operation of their own."""
+        return [
+            name or ITSELF
+            for name, module in self.model.named_modules()
+            if module.training
+            and any(
+                "drop" in n and isinstance(v, float) and v > 0 for n, v in vars(module).items()
+            )
+        ]
+
     def changed_parameters(self) -> list[str]:
         return [n for n, p in self.model.named_parameters() if p._version != self._versions[n]]
 
@@ -116,6 +131,7 @@ class Trial:
         size: B.
         loss_reduction: "mean" or "sum" where the losses are a scalar, else None.
         tolerance: relative difference that is still rounding.
+        boundaries: what the runs met of boundaries, whose noise is off.
         random: whether the losses depend on the seed.
     """
 
@@ -124,6 +140,7 @@ class Trial:
     size: int
     loss_reduction: str | None
     tolerance: float
+    boundaries: NoiseOff
     random: bool = False
 
     @property
@@ -206,6 +223,10 @@ class _WithoutDropout(TorchFunctionMode):
             on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
             return args[0] if args else kwargs["input"]
+        # What this one calls in its turn does not come by here.
+        if func is F.multi_head_attention_forward:
+            self.seen |= kwargs.get("training", True) and args[_DROPOUT_OF_HEADS] > 0
+            args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
         if func is F.scaled_dot_product_attention:
             given = args[4] if len(args) > 4 else kwargs.pop("dropout_p", 0.0)
             self.seen |= given > 0

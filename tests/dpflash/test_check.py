@@ -2,6 +2,8 @@
 
 import copy
 import random
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import dpflash
 import dpflash.check.run
+from dpflash import boundary
 from dpflash.check import CheckReport, Problem
 from dpflash.patterns import Adaptive
 
@@ -176,6 +179,50 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class Released(nn.Module):
+    """The identity, or attention, behind a boundary that clips every sample."""
+
+    def __init__(self, noise_multiplier=1.0, attends=False):
+        super().__init__()
+        self.named = {"max_grad_norm": 1e-3, "noise_multiplier": noise_multiplier}
+        self.attends = attends
+
+    def forward(self, x):
+        if not self.attends:
+            return dpflash.private_boundary(x, **self.named)
+        x = x.unflatten(-1, (2, -1)).unsqueeze(2)
+        o = dpflash.attention(x, x, x, boundary=dpflash.Boundary(**self.named))
+        return o.squeeze(2).flatten(1)
+
+
+class Sequences(nn.Module):
+    """A layer over [B, T, E] between two others, and a mean over T."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.reads = nn.Linear(WIDTH, WIDTH)
+        self.layer = layer
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        out = self.layer(self.reads(x))
+        return self.head((out[0] if isinstance(out, tuple) else out).mean(1))
+
+
+class LearnedPositions(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.pos = nn.Embedding(20, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[1])
+        positions = positions[None, :] if self.shared else positions
+        return self.head(self.tokens(tokens) + self.pos(positions))
+
+
 class FunctionalDropout(nn.Module):
     def forward(self, x):
         return F.dropout(x, 0.5, self.training)
@@ -207,14 +254,19 @@ def mean_for_everyone(model, batch):
 # What must be caught
 
 
-def test_batch_norm_is_found_as_a_layer_as_coupling_and_as_state():
+def test_batch_norm_is_found_as_a_layer_and_as_coupling_and_is_to_be_replaced_alone():
     report = check(around(nn.BatchNorm1d(WIDTH)), vectors())
     assert not report.ok
     assert found(report, "unsupported") == ["1"]
     assert found(report, "coupling") == ["1"]
-    assert found(report, "state") == ["1.running_mean", "1.running_var"]
+    assert not found(report, "state") and "freeze" not in str(report)
     assert found(report, "batch_size") == ["loss_fn"]
     assert "nn.GroupNorm" in str(report)
+
+
+def test_buffers_beside_an_unsupported_layer_are_still_found():
+    report = check(around(nn.BatchNorm1d(WIDTH), RunningMean()), vectors())
+    assert found(report, "state") == ["2.mean"]
 
 
 def test_every_unsupported_layer_is_listed_not_only_the_first():
@@ -301,6 +353,16 @@ def test_a_bias_over_positions_is_found_where_positions_equal_the_batch():
     assert not found(report, "coupling")
 
 
+@pytest.mark.parametrize("length", [B, B + 2], ids=["T-equals-B", "T-differs"])
+def test_positions_without_a_batch_are_found_with_a_remedy_that_mends_them(length):
+    report = check(LearnedPositions(shared=False), documents(length))
+    assert found(report, "first_dimension") == ["pos"]
+    remedy = report.problems[0].remedy
+    assert "indices[None, :]" in remedy and "indices[:, None]" in remedy
+    assert "transpose" not in remedy
+    assert check(LearnedPositions(shared=True), documents(length)).problems == []
+
+
 def test_a_private_norm_that_is_no_samples_norm_is_found(monkeypatch):
     # The last net, under what the shapes of the inputs tell.
     monkeypatch.setattr(dpflash.check.run, "check_first_dimensions", lambda *_: None)
@@ -332,7 +394,17 @@ def test_a_trainable_parameter_without_a_gradient_is_a_warning():
     model.unused = nn.Linear(2, 2)
     report = check(model, vectors(), lambda m, b: per_sample(m[:3], b))
     assert report.ok
-    assert found(report, "no_gradient") == ["unused.weight", "unused.bias"]
+    assert found(report, "no_gradient") == ["unused.weight, unused.bias"]
+
+
+def test_parameters_without_a_gradient_are_one_problem_that_keeps_every_name():
+    model = around(nn.ReLU())
+    model.unused = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    report = check(model, vectors(), lambda m, b: per_sample(m[:3], b))
+    (names,) = found(report, "no_gradient")
+    assert names.split(", ") == [f"unused.{n}.{p}" for n in range(5) for p in ("weight", "bias")]
+    assert "unused.0.weight, unused.0.bias, unused.1.weight and 7 more" in str(report)
+    assert "unused.4.bias" not in str(report) and "these 10 trainable" in str(report)
 
 
 def test_a_model_that_cannot_take_an_empty_batch_is_a_warning():
@@ -351,6 +423,26 @@ def test_randomness_is_a_warning_and_does_not_hide_coupling():
     assert check(around(Noisy()), vectors()).ok
     report = check(around(Noisy(), PerTensorQuantizer()), vectors())
     assert found(report, "random") and found(report, "coupling") == ["2"]
+
+
+def test_dropout_that_cannot_be_taken_out_is_named_with_the_way_to_switch_it_off():
+    batch = torch.randn(B, 4, WIDTH), vectors()[1]
+    lstm = Sequences(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True))
+    (random_,) = (p for p in check(lstm, batch).problems if p.kind == "random")
+    assert "switch dropout off" in random_.remedy and "model.eval()" in random_.remedy
+    assert "layer may drop inside" in random_.remedy
+    assert not found(check(lstm.eval(), batch), "random")
+    (random_,) = (p for p in check(around(Noisy()), vectors()).problems)
+    assert "dropout" not in random_.remedy
+
+
+def test_a_boundary_that_clips_a_mean_over_samples_is_an_error_with_a_way_out():
+    # Rows of a mean's gradient shrink with the batch, and what clipping takes with them.
+    model = around(Released())
+    report = check(model, vectors(), mean_of_samples, loss_reduction="mean")
+    assert found(report, "reduction") == ["loss_fn"]
+    assert "a boundary in the model clips" in report.problems[0].remedy
+    assert check(model, vectors(), sum_of_samples, loss_reduction="sum").problems == []
 
 
 LOSSES = {
@@ -537,7 +629,7 @@ def test_a_trainable_parameter_without_a_gradient_is_a_warning_through_a_scalar(
     model.unused = nn.Linear(2, 2)
     report = check(model, vectors(), lambda m, b: mean_of_samples(m[:3], b), loss_reduction="mean")
     assert report.ok
-    assert found(report, "no_gradient") == ["unused.weight", "unused.bias"]
+    assert found(report, "no_gradient") == ["unused.weight, unused.bias"]
 
 
 REDUCED = {
@@ -625,6 +717,35 @@ def test_dropout_is_no_coupling_and_is_said_to_be_off():
     assert any("dropout" in entry for entry in report.not_checked)
     only_functional = check(around(FunctionalDropout()), vectors())
     assert any("dropout" in entry for entry in only_functional.not_checked)
+
+
+def test_dropout_inside_of_torchs_attention_is_switched_off():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.5, batch_first=True)
+    report = check(Sequences(layer), (torch.randn(B, 4, WIDTH), vectors()[1]))
+    assert found(report, "unsupported") == ["layer.self_attn"]
+    assert not found(report, "random") and not found(report, "coupling")
+    assert any("it is alone" in entry for entry in report.checked)
+    assert any("dropout" in entry for entry in report.not_checked)
+    attention = Sequences(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True))
+    attention.layer.self_attn.dropout = 0.5  # nowhere else
+    report = check(attention, (torch.randn(B, 4, WIDTH), vectors()[1]))
+    assert not found(report, "random")
+    assert any("dropout" in entry for entry in report.not_checked)
+
+
+@pytest.mark.parametrize("attends", [False, True], ids=["private-boundary", "attention"])
+def test_noise_of_a_boundary_is_no_coupling_and_is_said_to_be_off(attends):
+    report = check(around(Released(attends=attends)), vectors())
+    assert report.problems == []
+    assert any("noise of boundaries" in entry for entry in report.not_checked)
+    assert any("private backward" in entry for entry in report.checked)
+    quiet = check(around(Released(noise_multiplier=0.0, attends=attends)), vectors())
+    assert not any("noise of boundaries" in entry for entry in quiet.not_checked)
+
+
+def test_coupling_beside_a_boundary_is_found():
+    report = check(around(Released(), PerTensorQuantizer()), vectors())
+    assert found(report, "coupling") == ["2"]
 
 
 def test_a_cnn_with_group_norm_has_no_problem():
@@ -775,6 +896,71 @@ def test_a_check_changes_nothing():
     assert random.getstate() == generators[1]
     assert (np.random.get_state()[1] == generators[2]).all()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def leaves(x):
+    """What leaves through a boundary of noise where nothing else does."""
+    (grad,) = torch.autograd.grad((Released()(x) * 0).sum(), x)
+    return grad
+
+
+def test_a_boundarys_noise_is_back_after_a_check_however_it_ended():
+    x = torch.zeros(B, WIDTH, requires_grad=True)
+    during, kept = [], []
+
+    def loss(model, batch):
+        during.append(leaves(x))
+        kept.append((Released()(x) * 0).sum())
+        return per_sample(model, batch)
+
+    def fails(model, batch):
+        raise KeyboardInterrupt
+
+    check(around(Released()), vectors(), loss)
+    assert during and not any(grad.any() for grad in during)
+    assert leaves(x).all()
+    # Crossed in the check, run after it.
+    assert torch.autograd.grad(kept[0], x)[0].all()
+    with pytest.raises(KeyboardInterrupt):
+        check(around(Released()), vectors(), fails)
+    assert leaves(x).all()
+
+
+def test_a_check_leaves_the_noise_of_boundaries_in_other_threads():
+    x = torch.zeros(B, WIDTH, requires_grad=True)
+    elsewhere = []
+
+    def loss(model, batch):
+        thread = threading.Thread(target=lambda: elsewhere.append(leaves(x)))
+        thread.start()
+        thread.join()
+        return per_sample(model, batch)
+
+    check(around(nn.ReLU()), vectors(), loss)
+    assert elsewhere and all(grad.all() for grad in elsewhere)
+
+
+def test_a_boundarys_noise_is_decided_in_its_forward_whatever_thread_runs_the_backward():
+    x = torch.zeros(B, WIDTH, requires_grad=True)
+    found = []
+    with boundary.without_noise():
+        end = (Released()(x) * 0).sum()
+        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(end, x)))
+        thread.start()
+        thread.join()
+    assert not found[0].any()
+
+
+def test_only_the_check_can_switch_a_boundarys_noise_off():
+    package = Path(dpflash.__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "without_noise" in path.read_text(encoding="utf-8")
+    }
+    assert users == {"boundary.py", "check/run.py"}
+    assert not hasattr(dpflash, "without_noise")
+    assert "removes the release's privacy" in boundary.without_noise.__doc__
 
 
 def test_a_loss_that_changes_its_batch_in_place_changes_no_comparison():
