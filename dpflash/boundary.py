@@ -127,10 +127,11 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Guarantees:
         Private is the release of this gradient, to a party that sees nothing else which depends
         on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
-        sigma under zero_out (one sample's loss replaced by one that does not depend on it), if row
-        i depends on sample i alone; n backwards compose as n full Gaussian steps. Nothing is
-        amplified by sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from
-        the operating system in each process and never repeated.
+        sigma under zero_out (one sample's loss replaced by one whose gradient at its row is zero),
+        if row i depends on sample i alone; n backwards compose as n full Gaussian steps, whose
+        epsilon `dpflash epsilon --sample-rate 1 --steps n` tells. Nothing is amplified by
+        sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from the
+        operating system in each process and never repeated.
 
         Not private: the forward pass (x itself, the loss), gradients of parameters behind the
         boundary, the number and order of rows, and parameters before it as far as they also get

@@ -87,8 +87,9 @@ def attention(
         sinks: `[H]` or `[B, H]`: the score of one more key, whose value is 0.
         alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
             et al., arXiv:2108.12409, equation in section 3).
-        boundary: clip and noise the gradients of q, k and v where they leave, each sample's three
-            together, see `dpflash.private_boundary` for what that makes private and what not.
+        boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
+            each sample's three together, see `dpflash.private_boundary` for what that makes
+            private and what not. With an `Adaptive` pattern those through its choice count too.
             Gradients of sinks and alibi_slopes are not covered, so they are refused beside it.
 
     Returns:
