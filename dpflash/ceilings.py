@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             _check(name, entry)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, OverflowError) as error:
         warnings.warn(
             f"measured ceilings in {path} are ignored ({error}); delete the file, or let "
             "`dpflash doctor --measure` write it anew",

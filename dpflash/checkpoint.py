@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-FORMAT = "dpflash-checkpoint-2"
+FORMAT = "dpflash-checkpoint-3"
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def claim(run: str, incarnation: int, step: int, engine: int, *, restored: bool)
 
     Returns:
         Whether the engine that wrote the checkpoint and one restored from it both make this
-        release: the same one if nothing else differs, else two with the same noise.
+        release.
 
     Raises:
         RuntimeError: another restored engine of this process made it.
@@ -112,9 +112,9 @@ def claim(run: str, incarnation: int, step: int, engine: int, *, restored: bool)
     if restored and any(other.restored for other in others):
         raise RuntimeError(
             "another engine of this process was restored from the same checkpoint and has "
-            "released steps since; this one would add the same noise to other gradients, and "
-            "their difference would show the data. Go on from the other's newest checkpoint, or "
-            "use PrivacyEngine(ledger=...) from the start, which gives each branch its own noise"
+            "released steps since: the epsilon of neither covers both, and under a seed both have "
+            "the same noise, so that their difference shows the data. Go on from the other's "
+            "newest checkpoint, or use PrivacyEngine(ledger=...) from the start, which counts both"
         )
     own = claims.setdefault(engine, _Claim(range(step, step), restored))
     own.steps, own.restored = range(own.steps.start, step + 1), restored

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -35,6 +36,15 @@ CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
 _numbers = itertools.count()
+_engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in _engines:
+        engine._leave_noise()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 # Arguments of peers that have no counterpart here.
 _REFUSED = {
@@ -83,6 +93,8 @@ class PrivacyEngine:
         self.seed = seed
         self._key = master_key(seed)
         self._incarnation = 0
+        # Where nothing else tells two processes apart that go on from one state.
+        self._branch = ""
         self._run = secrets.token_hex(16)
         self._number = next(_numbers)
         self._restored = False
@@ -100,6 +112,18 @@ class PrivacyEngine:
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
         self._tracker = BatchTracker()
+        _engines.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a copy of an engine would draw the same noise; build another PrivacyEngine"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
 
     def make_private(
         self,
@@ -229,6 +253,9 @@ class PrivacyEngine:
             private_optimizer.forget_signals()
             backward.discard()
 
+        queue = private_optimizer._step_skip_queue
+        tracker.unstepped = lambda: len(queue)
+        tracker.fetched_ahead = loader.num_workers > 0
         tracker.has_sums = lambda: bool(backward.sums)
         tracker.abandon = abandon
         tracker.on_batch = backward.begin_batch
@@ -501,6 +528,7 @@ class PrivacyEngine:
                 "key": self._key,
                 "incarnation": self._incarnation,
                 "run": self._run,
+                "branch": self._branch,
                 "releases": self._optimizer.releases,
                 "ledger_releases": None if self._ledger is None else self._ledger.releases,
                 "ledger_digest": None if self._ledger is None else self._ledger.digest(),
@@ -571,8 +599,10 @@ class PrivacyEngine:
         self._noiseless |= state["noiseless"]
         self._unamplified |= state["unamplified"]
         self.seed = state["seed"]
+        self._branch = state["branch"]
         if self._ledger is None:
             self._restored = True
+            self._leave_noise()
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
         elif self._ledger.releases != state["ledger_releases"]:
             # The accountant already holds the whole ledger.
@@ -605,7 +635,14 @@ class PrivacyEngine:
         return self._backward
 
     def _noise_key(self) -> bytes:
-        return derive_key(self._key, f"noise-{self._incarnation}")
+        return derive_key(self._key, f"noise-{self._incarnation}{self._branch}")
+
+    def _leave_noise(self) -> None:
+        """Noise of its own from now on, whoever else holds the key. A seed's noise stays."""
+        if self.seed is None:
+            self._branch = f"-{secrets.token_hex(32)}"
+        if self._optimizer is not None:
+            self._optimizer._noise_key = self._noise_key()
 
     def _sampling_key(self) -> bytes:
         return derive_key(self._key, f"sampling-{self._incarnation}")
@@ -699,9 +736,8 @@ class PrivacyEngine:
             if self.seed is None:
                 warnings.warn(
                     "the engine that wrote this run's checkpoint and one restored from it both go "
-                    "on in this process, with the same noise: release the results of one of them "
-                    "only, unless both do exactly the same. PrivacyEngine(ledger=...) gives each "
-                    "its own noise",
+                    "on in this process: the epsilon of neither covers the other's steps. Release "
+                    "the results of one of them, or use PrivacyEngine(ledger=...)",
                     stacklevel=4,
                 )
 

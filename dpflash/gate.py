@@ -23,8 +23,6 @@ from dpflash.kernels import (
     NoiseStream,
     block_clip_reduce,
     clip_reduce,
-    clipped_grad,
-    embedding_clipped_grad,
     embedding_per_sample_grad,
     per_sample_grad,
     squared_norm,
@@ -82,30 +80,25 @@ class Gate:
         """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
         self._enter()
         mode = self.owner.mode
-        if mode == "sum":
-            self._add(position, clipped_grad(x, dy, self.owner.factors))
-        elif mode == "norms" and self._single(position):
-            self._add_squares(KeptUses(linear=[(x, dy)]).squared_norm())
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, KeptUses(self._rows(position), linear=[(x, dy)]))
         elif mode == "clip" and not self.group.tiled and self._way(position) == "stored":
             return per_sample_grad(x, dy)
         else:
-            self._kept.setdefault(position, KeptUses()).linear.append((x, dy))
+            self._keep(position).linear.append((x, dy))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """A look-up: indices [B, T], dy [B, T, E]. Returns the handle's gradient."""
         self._enter()
         mode = self.owner.mode
-        rows = self.group.parameters[position].shape[0]
-        if mode == "sum":
-            factors = self.owner.factors
-            self._add(position, embedding_clipped_grad(indices, dy, factors, rows))
-        elif mode == "norms" and self._single(position):
-            self._add_squares(KeptUses(embedding=[(indices, dy)]).squared_norm())
+        rows = self._rows(position)
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, KeptUses(rows, embedding=[(indices, dy)]))
         elif mode == "clip" and self._way(position) == "stored":
             return embedding_per_sample_grad(indices, dy, rows)
         else:
-            self._kept.setdefault(position, KeptUses()).embedding.append((indices, dy))
+            self._keep(position).embedding.append((indices, dy))
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
@@ -114,15 +107,16 @@ class Gate:
         mode = self.owner.mode
         if mode == "clip" and self._way(position) == "stored":
             return False
-        kept = KeptUses(tiled=[use])
-        if mode == "sum":
-            rows = self.group.parameters[position].shape[0]
-            self._add(position, kept.clipped(self.owner.factors, rows))
-        elif mode == "norms" and self._single(position):
-            self._add_squares(kept.squared_norm())
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, KeptUses(self._rows(position), tiled=[use]))
         else:
-            self._kept.setdefault(position, KeptUses()).tiled.append(use)
+            self._keep(position).tiled.append(use)
         return True
+
+    @property
+    def bound(self) -> float:
+        """What one sample may move this group's sums by."""
+        return self.group.share * self.owner.bound
 
     def plan(self) -> Plan:
         """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
@@ -144,23 +138,29 @@ class Gate:
             self._plan = dict(zip(self.shapes, self.plan().ways, strict=True))
         return self._plan[position]
 
-    def _add(self, position: int, total: Tensor) -> None:
-        held = self._sums.get(position)
-        self._sums[position] = total if held is None else held + total
+    def _rows(self, position: int) -> int:
+        return self.group.parameters[position].shape[0]
 
-    def _add_squares(self, squares: Tensor) -> None:
+    def _keep(self, position: int) -> KeptUses:
+        return self._kept.setdefault(position, KeptUses(self._rows(position)))
+
+    def _take_once(self, position: int, use: KeptUses) -> None:
+        """A pass of two, and the parameter's only use: nothing needs to be kept."""
+        if self.owner.mode == "sum":
+            self._sums[position] = use.clipped(self.owner.factors, self.bound)
+            return
+        squares = use.squared_norm()
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from the handles' gradients and what was left."""
-        parameters = self.group.parameters
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
         for position, grad in enumerate(grads):
             kept = self._kept.get(position)
             if grad is not None and kept is not None:
-                grad = grad + kept.dense(parameters[position].shape[0])
+                grad = grad + kept.dense()
             if grad is not None:
                 squares += squared_norm(grad)
             elif kept is not None:
@@ -179,8 +179,7 @@ class Gate:
         else:
             scale = self.batch_size if owner.loss_reduction == "mean" else 1
             squares = self.finish_norms(grads) * scale**2
-            bound = self.group.share * owner.bound
-            factors = clip_factors(squares, bound, owner.clip_function)
+            factors = clip_factors(squares, self.bound, owner.clip_function)
             owner.note(squares, factors)
             factors = factors * scale
         results: list[Tensor | None] = []
@@ -200,7 +199,7 @@ class Gate:
             return None
         noise = self.owner.noise_for(parameter)
         if kept is not None:
-            own = kept.clipped(factors, parameter.shape[0], noise if grad is None else None)
+            own = kept.clipped(factors, self.bound, noise if grad is None else None)
             total = own if total is None else total + own
         if grad is not None:
             own = clip_reduce(grad, factors, noise=noise)
@@ -214,8 +213,8 @@ class Gate:
         """`finish` for the one parameter of a group that is clipped tile by tile."""
         owner = self.owner
         (parameter,) = self.group.parameters
-        scale = self.batch_size if owner.loss_reduction == "mean" else 1
-        bound = self.group.share * owner.bound / scale
+        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
+        bound = self.bound / scale
         kept = self._kept.get(0)
         if kept is None and grad is None:
             return [None]
@@ -225,8 +224,7 @@ class Gate:
             total, factors = kept.block_clipped(bound, fused)
         else:
             assert grad is not None
-            rows = parameter.shape[0]
-            dense = grad if kept is None else grad + kept.dense(rows)
+            dense = grad if kept is None else grad + kept.dense()
             total, factors = block_clip_reduce(dense, bound, return_factors=True, noise=fused)
         owner.note(None, factors.amin(1))
         if scale != 1:
@@ -426,8 +424,7 @@ class PrivateBackward:
             gate.reset()
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
-            bound = gate.group.share * self.bound
-            self.factors = clip_factors(squares, bound, self.clip_function)
+            self.factors = clip_factors(squares, gate.bound, self.clip_function)
             self.note(squares, self.factors)
         self._summing = gate
         self.mode = "sum"
@@ -506,11 +503,13 @@ class PrivateBackward:
 
     def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
         """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
-        if self.release is not None:
-            self.release.noised(parameter)
+        grad = total.to(parameter.dtype)
         held = self.sums.get(parameter)
         self.sums[parameter] = total if held is None else held + total
-        return total.to(parameter.dtype)
+        # Last: what fails before leaves a sum that still lacks its noise, never one without.
+        if self.release is not None:
+            self.release.noised(parameter)
+        return grad
 
     def note_shapes(self, gate: Gate) -> None:
         """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""

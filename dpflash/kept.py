@@ -24,10 +24,11 @@ from dpflash.kernels import (
     squared_norm,
 )
 
-# A product over a sample's tokens rounds by about 2^-24 of the sum of their magnitudes, which
-# matters only where they cancel far below it.
-_ROUNDING = 4 * 2.0**-24
+# A product over all samples' tokens rounds by about 2^-24 of the sum of their magnitudes. Where a
+# sample's tokens cancel beyond this, or its factor is near the end of fp32, it has a product of
+# its own.
 _HARMLESS_CANCELLATION = 256.0
+_LEAST_SHARED_FACTOR = 2.0**-90
 
 
 class TiledUse(Protocol):
@@ -43,9 +44,6 @@ class TiledUse(Protocol):
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits at every call."""
 
-    def magnitude(self) -> Tensor:
-        """[B], fp64: at least the size of what cancels in G_i, see `grad_magnitude`."""
-
 
 @dataclass
 class KeptUses:
@@ -53,42 +51,63 @@ class KeptUses:
 
     Beside a tiled use the others are taken tile by tile too: each tile of G_i is the sum of all
     uses, so that its norm has the cross terms in it.
+
+    Attributes:
+        rows: of the parameter.
     """
 
+    rows: int
     linear: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     tiled: list[TiledUse] = field(default_factory=list)
+    _magnitudes: Tensor | None = None
 
     def squared_norm(self) -> Tensor:
         """||G_i||^2 [B] of the sum over the uses, cross terms included.
 
-        What is released is a weighted product over the whole batch, not G_i itself. Where a
-        sample's tokens cancel so far that the product's rounding would outweigh G_i, the norm is
-        raised by that rounding, so that the clip bounds it too.
+        Of a sample whose tokens cancel far, `clipped` releases its own G_i, as `stored` does, so
+        that is what is normed too.
         """
-        magnitudes = self._magnitudes()
-        norms = self._squares(torch.zeros_like(magnitudes)).clamp(min=0).sqrt()
-        excess = (magnitudes - _HARMLESS_CANCELLATION * norms).clamp(min=0)
-        return (norms + _ROUNDING * excess).square()
+        if self.tiled:
+            return self._squares()
+        squares = self._squares().clamp(min=0)
+        cancelling = self._sizes() > _HARMLESS_CANCELLATION * squares.sqrt()
+        for i in cancelling.nonzero().flatten().tolist():
+            squares[i] = squared_norm(self._sample(i).dense())[0]
+        return squares
 
-    def clipped(self, factors: Tensor, rows: int, noise: NoiseStream | None = None) -> Tensor:
-        """sum_i factors_i G_i for a parameter with `rows` rows, and noise where asked for."""
+    def clipped(self, factors: Tensor, bound: float, noise: NoiseStream | None = None) -> Tensor:
+        """sum_i factors_i G_i, and noise where asked for.
+
+        Args:
+            factors: [B], fp32.
+            bound: what one sample may move the sum by.
+            noise: added to the sum.
+        """
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             total: Tensor | None = None
             for samples, part, grad in self._tiles():
                 if total is None:
-                    total = grad.new_zeros(rows, *grad.shape[2:])
+                    total = grad.new_zeros(self.rows, *grad.shape[2:])
                 total[part] += clip_reduce(grad, factors[samples])
             assert total is not None
-        elif linear is not None and embedding is None:
-            return clipped_grad(*linear, factors, noise=noise)
+            return total if noise is None else noise.add_to_(total)
+        apart = factors.double() * self._sizes() > _HARMLESS_CANCELLATION * bound
+        apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
+        shared = factors.masked_fill(apart, 0)
+        if linear is not None and embedding is None:
+            total = clipped_grad(*linear, shared, noise=noise)
         else:
             assert embedding is not None
-            total = embedding_clipped_grad(*embedding, factors, rows)
+            total = embedding_clipped_grad(*embedding, shared, self.rows)
             if linear is not None:
-                total += clipped_grad(*linear, factors)
-        return total if noise is None else noise.add_to_(total)
+                total += clipped_grad(*linear, shared)
+            if noise is not None:
+                noise.add_to_(total)
+        for i in apart.nonzero().flatten().tolist():
+            total += clip_reduce(self._sample(i).dense(), factors[i : i + 1])
+        return total
 
     def block_clipped(
         self, bound: float, noise: NoiseStream | None = None
@@ -98,46 +117,63 @@ class KeptUses:
         assert linear is not None and not self.embedding and not self.tiled
         return block_clipped_grad(*linear, bound, return_factors=True, noise=noise)
 
-    def dense(self, rows: int) -> Tensor:
+    def dense(self) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...] after all."""
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             dense: Tensor | None = None
             for samples, part, grad in self._tiles():
                 if dense is None:
-                    dense = grad.new_empty(self.tiled[0].batch_size, rows, *grad.shape[2:])
+                    dense = grad.new_empty(self.tiled[0].batch_size, self.rows, *grad.shape[2:])
                 dense[samples, part] = grad
             assert dense is not None
             return dense
         if linear is None:
             assert embedding is not None
-            return embedding_per_sample_grad(*embedding, rows)
+            return embedding_per_sample_grad(*embedding, self.rows)
         total = per_sample_grad(*linear)
         if embedding is not None:
-            total += embedding_per_sample_grad(*embedding, rows)
+            total += embedding_per_sample_grad(*embedding, self.rows)
         return total
 
-    def _squares(self, squares: Tensor) -> Tensor:
-        """Adds to `squares`."""
+    def _squares(self) -> Tensor:
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
+            use = self.tiled[0]
+            squares: Tensor | None = None
             for samples, _, grad in self._tiles():
+                if squares is None:
+                    squares = grad.new_zeros(use.batch_size, dtype=torch.float64)
                 squares[samples] += squared_norm(grad)
+            assert squares is not None
             return squares
         if linear is None:
             assert embedding is not None
-            return squares + embedding_grad_norm(*embedding)
-        squares = squares + grad_norm(*linear)
+            return embedding_grad_norm(*embedding)
+        squares = grad_norm(*linear)
         if embedding is not None:
             squares = squares + embedding_grad_norm(*embedding)
             squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
         return squares
 
-    def _magnitudes(self) -> Tensor:
-        sizes = [grad_magnitude(*use) for use in self.linear]
-        sizes += [dy.double().norm(dim=2).sum(1) for _, dy in self.embedding]
-        sizes += [use.magnitude() for use in self.tiled]
-        return torch.stack(sizes).sum(0)
+    def _sizes(self) -> Tensor:
+        """[B], fp64: the sum of the sizes of what cancels in G_i, never below ||G_i||."""
+        if self._magnitudes is None:
+            sizes = [grad_magnitude(*use) for use in self.linear]
+            sizes += [
+                torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64).sum(1)
+                for _, dy in self.embedding
+            ]
+            self._magnitudes = torch.stack(sizes).sum(0)
+        return self._magnitudes
+
+    def _sample(self, i: int) -> KeptUses:
+        one = slice(i, i + 1)
+        return KeptUses(
+            self.rows,
+            linear=[(x[one], dy[one]) for x, dy in self.linear],
+            embedding=[(indices[one], dy[one]) for indices, dy in self.embedding],
+        )
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """(samples, rows, G of these), the sum over all uses, in the same bits at every call."""

@@ -193,8 +193,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _skips(self) -> bool:
         self._signalled = bool(self._step_skip_queue)
         if self._signalled:
-            self._tracker.signalled_step()
-            return self._step_skip_queue.popleft()
+            skip = self._step_skip_queue.popleft()
+            if skip:
+                self._tracker.signalled_step()
+            return skip
         mark = self._tracker.current
         return mark is not None and not mark.last
 

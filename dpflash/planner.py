@@ -183,9 +183,7 @@ class HeadShape(LinearShape):
         return 2 * self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        double = self.batch * self.tokens * self.inputs * _DOUBLE
-        magnitudes = Work(moved=self.book_keeping_bytes + 2 * double)
-        return [magnitudes, *self._tiles(gpu)]
+        return self._tiles(gpu)
 
     def weighted(self, gpu: bool) -> list[Work]:
         return self._tiles(gpu)

@@ -45,6 +45,8 @@ class BatchTracker:
         next_draw: the draw at which a resumed run goes on.
         emitted: sizes of the logical batches that the private sampler drew in this pass and that
             no signalled release has used.
+        unstepped: how many signals of another loader no step has taken yet.
+        fetched_ahead: whether signals may be of batches that the loop does not have yet.
         signalled: whether a release was told by the signal of another loader, such as that of
             Opacus' BatchMemoryManager, which calls step() for each physical batch.
     """
@@ -57,6 +59,8 @@ class BatchTracker:
         self.emitted: deque[int] = deque()
         self.signalled = False
         self._seen = 0
+        self.unstepped: Callable[[], int] = lambda: 0
+        self.fetched_ahead = False
         self.has_sums: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = lambda: None
         self.on_batch: Callable[[int], None] = lambda size: None
@@ -102,6 +106,19 @@ class BatchTracker:
             raise ValueError(
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
                 "give one loss for each sample that was drawn"
+            )
+        signals = self.unstepped() if mark is None else 0
+        if signals > 1 and not self.fetched_ahead:
+            raise RuntimeError(
+                f"{signals} batches were drawn and not stepped: optimizer.step() must "
+                "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
+                "too, or samples of two draws meet in one step. Call step() before `continue`"
+            )
+        if signals and self.emitted and self._seen + batch_size > self.emitted[0]:
+            raise RuntimeError(
+                f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
+                f"has {self.emitted[0]}: samples of two draws would meet in one step. Call "
+                "optimizer.step() after every physical batch, an empty or a skipped one too"
             )
         if self.backward_done:
             raise RuntimeError(

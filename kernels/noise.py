@@ -30,8 +30,8 @@ _ELEMENTS = {"chacha20": MAX_WORDS, "philox": 1 << 33}
 _CHUNK_WORDS = 1 << 17
 _MAX_CHUNK_WORDS = 1 << 20
 _ZEROS = bytes(1 << 19)
-# The next so many words of a stream, valid until the next call.
-_Words = Callable[[int], Tensor]
+# The next so many words of a stream, valid until the scratch memory is used again.
+_Words = Callable[[int, "_Scratch"], Tensor]
 
 
 def _keystream(
@@ -201,8 +201,8 @@ class NoiseStream:
 def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
     fill = _keystream(key, step=step, parameter_id=parameter_id, block=group)
 
-    def draw(count: int) -> Tensor:
-        buffer = memoryview(_memory.keystream(8 * count))[: 8 * count]
+    def draw(count: int, scratch: _Scratch) -> Tensor:
+        buffer = memoryview(scratch.bytes)[: 8 * count]
         fill(buffer)
         return torch.frombuffer(buffer, dtype=torch.int64)
 
@@ -212,7 +212,7 @@ def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> 
 def _philox_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
     block = group * 4
 
-    def draw(count: int) -> Tensor:
+    def draw(count: int, scratch: _Scratch) -> Tensor:
         nonlocal block
         blocks = torch.arange(block, block + count // 2)
         block += count // 2
@@ -229,12 +229,14 @@ def _add_normals_(flat: Tensor, std: float, draw: _Words, *, skip: int) -> None:
     """Adds the normals of the drawn words times std, without those of the first `skip` words."""
     total = skip + flat.numel()
     size = min(_CHUNK_WORDS * torch.get_num_threads(), _MAX_CHUNK_WORDS)
-    scratch = _memory.scratch(min(size, total + total % 2) // 2)
+    scratch = _memory.take(min(size, total + total % 2) // 2)
     for start in range(0, total, size):
         count = min(size, total - start)
-        normals = scratch.normals(draw(count + count % 2))[skip if start == 0 else 0 : count]
+        words = draw(count + count % 2, scratch)
+        normals = scratch.normals(words)[skip if start == 0 else 0 : count]
         done = max(start - skip, 0)
         flat[done : done + normals.numel()].add_(normals.to(flat.device), alpha=std)
+    _memory.give_back(scratch)
 
 
 class _Scratch:
@@ -242,10 +244,11 @@ class _Scratch:
 
     def __init__(self, pairs: int) -> None:
         self.pairs = pairs
-        self._integer = torch.empty(pairs, dtype=torch.int64)
-        self._double = torch.empty(pairs, dtype=torch.float64)
-        self._single = torch.empty(4, pairs)
-        self._normals = torch.empty(pairs, dtype=torch.complex64)
+        self.bytes = bytearray(16 * pairs)
+        self._integer = torch.empty(pairs, dtype=torch.int64, device="cpu")
+        self._double = torch.empty(pairs, dtype=torch.float64, device="cpu")
+        self._single = torch.empty(4, pairs, dtype=torch.float32, device="cpu")
+        self._normals = torch.empty(pairs, dtype=torch.complex64, device="cpu")
 
     def normals(self, words: Tensor) -> Tensor:
         pairs = words.view(-1, 2)
@@ -265,20 +268,22 @@ class _Scratch:
 
 
 class _Memory(threading.local):
-    """Each thread's memory for noise, kept: fresh pages cost as much as the normals in them."""
+    """A thread's memory for noise, kept: fresh pages cost as much as the normals in them.
 
-    _keystream = bytearray()
-    _scratch: _Scratch | None = None
+    It is taken while in use, so that noise which a signal handler draws in between has its own.
+    """
 
-    def keystream(self, length: int) -> bytearray:
-        if len(self._keystream) < length:
-            self._keystream = bytearray(length)
-        return self._keystream
+    free: _Scratch | None = None
 
-    def scratch(self, pairs: int) -> _Scratch:
-        if self._scratch is None or self._scratch.pairs < pairs:
-            self._scratch = _Scratch(pairs)
-        return self._scratch
+    def take(self, pairs: int) -> _Scratch:
+        found, self.free = self.free, None
+        if found is None or found.pairs < pairs:
+            with torch.inference_mode(False):
+                return _Scratch(pairs)
+        return found
+
+    def give_back(self, scratch: _Scratch) -> None:
+        self.free = scratch
 
 
 _memory = _Memory()

@@ -95,7 +95,9 @@ class _SelfAttention(torch.autograd.Function):
         ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
         ctx.slots = qkv_slot, out_slot
         ctx.heads = heads
-        return F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
+        y = F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
+        # A view, which torch may return, could not be changed in place by the layer behind.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     @once_differentiable
@@ -183,13 +185,16 @@ def _is_one_node(module: Any) -> bool:
     return (
         all(isinstance(p, PrivateLinear) and plain_class(p) is nn.Linear for p in projections)
         and all(isinstance(child, PrivateModule) and child.is_private_call() for child in children)
-        and not any(map(_has_hooks, children))
+        and not any(map(_is_watched, children))
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def _is_watched(module: nn.Module) -> bool:
+    """Whether something would see, or change, the module's own call."""
     return bool(
-        module._forward_hooks
+        "forward" in module.__dict__
+        or torch.nn.modules.module._has_any_global_hook()
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

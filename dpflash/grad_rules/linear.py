@@ -32,7 +32,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if weight_handle is not None else None, weight)
         ctx.slot = slot
         ctx.transposed = transposed
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        y = F.linear(x, weight.t() if transposed else weight, bias)
+        # A view, which torch may return, could not be changed in place by the layer behind.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     @once_differentiable

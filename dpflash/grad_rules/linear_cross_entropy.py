@@ -39,8 +39,7 @@ class Head:
         weight, bias: [V, E] and [V] or None, in x's dtype.
         targets: [B, T], int64; what is not in 0..V-1 has scale 0.
         lse: [B, T], fp32 or wider, log-sum-exp of the logits.
-        nll: [B, T], lse minus the target's logit.
-        scale: [B, T], the loss' derivative by nll; 0 where the target is ignored.
+        scale: [B, T], the loss' derivative by each token's; 0 where the target is ignored.
         chunk_tokens: rows of V logits that may be held at once.
     """
 
@@ -49,7 +48,6 @@ class Head:
     bias: Tensor | None
     targets: Tensor
     lse: Tensor
-    nll: Tensor
     scale: Tensor
     chunk_tokens: int
 
@@ -119,12 +117,6 @@ class Head:
         assert grad is not None
         return grad
 
-    def magnitude(self) -> Tensor:
-        """See `TiledUse`: ||softmax - onehot|| is at most sqrt(2) (1 - softmax at the target)."""
-        missing = -torch.expm1(-self.nll.double().clamp(min=0))
-        sizes = torch.linalg.vector_norm(self.x.double(), dim=2) * self.scale.double().abs()
-        return (2**0.5 * missing * sizes).sum(1)
-
 
 def linear_cross_entropy(
     x: Tensor,
@@ -179,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, weight.to(x.dtype), _like(bias, x), targets.masked_fill(~valid, 0), chunk_tokens
         )
         nll = nll.masked_fill(~valid, 0)
-        ctx.save_for_backward(x, weight, bias, targets, lse, nll)
+        ctx.save_for_backward(x, weight, bias, targets, lse)
         ctx.slot = slot
         ctx.ignore_index = ignore_index
         ctx.mean = reduction == "mean"
@@ -190,14 +182,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, targets, lse, nll = ctx.saved_tensors
+        x, weight, bias, targets, lse = ctx.saved_tensors
         valid = targets != ctx.ignore_index
         scale = dlosses / valid.sum(1).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, scale.unsqueeze(1), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
         # Handles come with detached parameters, so either both are plain or both per sample.
         per_sample = weight_handle or bias_handle
-        arguments = (x, weight.to(x.dtype), _like(bias, x), targets, lse, nll, scale)
+        arguments = (x, weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
         if _compiling():
             backward = torch.ops.dpflash.linear_cross_entropy_backward
@@ -299,7 +291,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
-    "Tensor lse, Tensor nll, Tensor scale, SymInt chunk_tokens, bool need_x, bool need_weight, "
+    "Tensor lse, Tensor scale, SymInt chunk_tokens, bool need_x, bool need_weight, "
     "bool need_bias, bool per_sample) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -317,7 +309,6 @@ def _gradients(
     bias: Tensor | None,
     targets: Tensor,
     lse: Tensor,
-    nll: Tensor,
     scale: Tensor,
     chunk_tokens: int,
     need_x: bool,
@@ -325,7 +316,7 @@ def _gradients(
     need_bias: bool,
     per_sample: bool,
 ) -> tuple[Tensor, ...]:
-    head = Head(x, weight, bias, targets, lse, nll, scale, chunk_tokens)
+    head = Head(x, weight, bias, targets, lse, scale, chunk_tokens)
     grads = head.gradients(x=need_x, weight=need_weight, bias=need_bias, per_sample=per_sample)
     return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -336,7 +327,6 @@ def _fake_gradients(
     bias: Tensor | None,
     targets: Tensor,
     lse: Tensor,
-    nll: Tensor,
     scale: Tensor,
     chunk_tokens: int,
     need_x: bool,

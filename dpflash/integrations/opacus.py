@@ -315,7 +315,7 @@ def _squared_grad_norm(x: Tensor, dy: Tensor) -> Tensor:
     many = tokens == 1 or tokens * (inputs + outputs) >= inputs * outputs
     if many or x.device.type != "cpu":
         return grad_norm(x, dy)
-    chunk = max(1, _GRAM_CHUNK_ELEMENTS // (tokens * (tokens + inputs + outputs)))
+    chunk = max(1, _GRAM_CHUNK_ELEMENTS // max(1, tokens * (tokens + inputs + outputs)))
     pairs = zip(x.split(chunk), dy.split(chunk), strict=True)
     return torch.cat([_gram_norm(*pair) for pair in pairs])
 

@@ -6,6 +6,7 @@ in Triton's interpreter) and the plain twin. Triton's part is `test_noise_triton
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import hypothesis.strategies as st
@@ -478,3 +479,50 @@ def test_1e8_draws_keep_every_bound():
     distribution = histogram.cumsum(0)[:-1].double() / count
     distance = (distribution - torch.arange(1, bins) / bins).abs().max()
     assert float(distance) <= scipy.special.kolmogi(1e-5) / math.sqrt(count)
+
+
+def in_a_new_thread(action):
+    """The thread has no memory for noise yet."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_noise_does_not_depend_on_the_default_dtype(dtype):
+    expected = stream(100, step=3)
+
+    def under_another_default():
+        torch.set_default_dtype(dtype)
+        try:
+            out = torch.zeros(100, dtype=torch.float32)
+            return gaussian_noise_(out, std=1.0, key=KEY, step=3, parameter_id=0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    assert torch.equal(in_a_new_thread(under_another_default), expected)
+
+
+def test_noise_after_noise_in_inference_mode():
+    def both():
+        with torch.inference_mode():
+            stream(100)
+        return stream(100, step=3)
+
+    assert torch.equal(in_a_new_thread(both), stream(100, step=3))
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_noise_drawn_while_noise_is_drawn_changes_neither(generator, monkeypatch):
+    """As a signal handler may do it."""
+    expected = stream(100, step=3, generator=generator)
+    inner, plain = [], noise._Scratch.normals
+
+    def interrupted(scratch, words):
+        if not inner:
+            inner.append(None)
+            inner[0] = stream(100, step=4, generator=generator)
+        return plain(scratch, words)
+
+    monkeypatch.setattr(noise._Scratch, "normals", interrupted)
+    assert torch.equal(stream(100, step=3, generator=generator), expected)
+    assert torch.equal(inner[0], stream(100, step=4, generator=generator))

@@ -1,0 +1,207 @@
+"""What a hostile reader found: batches, failures and copies that once broke a guarantee."""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+from dpflash import PrivacyEngine
+
+WAYS = ("stored", "book_keeping", "two_pass")
+
+
+def data(n=24, width=3):
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(1))
+
+
+def linear(inputs=3, outputs=2):
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs)
+
+
+def released(engine, model, x, scales=None):
+    losses = model(x).flatten(1).sum(1)
+    engine.backward(losses if scales is None else losses * scales)
+    return torch.cat([s.double().flatten() for s in engine._backward.sums.values()])
+
+
+def cancelling(tokens, size=2.0**12, width=16):
+    """A sample whose tokens cancel far: large, and its gradient is small."""
+    x = torch.zeros(1, tokens, width)
+    x[0, 0], x[0, 1] = size, -size
+    x[0, 2] = 1e-3 * torch.arange(width)
+    return x
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sample_whose_tokens_cancel_is_clipped_alike_by_every_way(private, way):
+    torch.manual_seed(0)
+    x = torch.cat([cancelling(8), torch.randn(2, 8, 16)])
+    found = []
+    for chosen in ("stored", way):
+        engine, model, _, _ = private(
+            copy.deepcopy(linear(16, 16)), batch_size=3, max_grad_norm=1e-3, way=chosen
+        )
+        found.append(released(engine, model, x))
+    assert float((found[0] - found[1]).norm()) <= 1e-5 * 1e-3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_by_a_longer_mate_changes_no_contribution(private, way):
+    """The sums with and without a mate that makes the batch long differ by at most C."""
+    torch.manual_seed(0)
+    short = torch.cat([cancelling(4), torch.randn(1, 4, 16)])
+    padded = torch.cat([short, torch.zeros(2, 60, 16)], 1)
+    mate = torch.randn(1, 64, 16)
+    engine, model, optimizer, _ = private(linear(16, 16), batch_size=2, way=way)
+    model.bias.requires_grad_(False)
+    alone = released(engine, model, short)
+    optimizer.zero_grad()
+    together = released(engine, model, torch.cat([padded, mate]))
+    assert float((together - alone).norm()) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mate_of_gradient_zero_does_not_change_how_a_cancelling_sample_rounds(private, way):
+    torch.manual_seed(0)
+    x = torch.randn(1, 16, 256)
+    x = torch.cat([x, -x * (1 + 1e-6)], 1) * 2.0**10
+    engine, model, optimizer, _ = private(linear(256, 256), batch_size=2, way=way)
+    alone = released(engine, model, x)
+    optimizer.zero_grad()
+    together = released(engine, model, torch.cat([x, x.roll(1, 2)]), torch.tensor([1.0, 0.0]))
+    assert float((together - alone).norm()) <= 1e-3
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e-3, 1.0])
+@pytest.mark.parametrize("kind", [{"way": w} for w in WAYS] + [{"clipping": "per_layer"}])
+def test_operands_near_the_end_of_fp32_are_clipped_to_the_bound(private, kind, bound):
+    engine, model, _, _ = private(linear(), batch_size=1, max_grad_norm=bound, **kind)
+    model.bias.requires_grad_(False)
+    x = torch.tensor([[[1e38, -2e38, 3e37]]])
+    engine.backward(model(x)[:, 0, 0] * 1e-3)
+    total = engine._backward.sums[model.weight].double().norm()
+    assert float(total) <= bound * (1 + 2.0**-20)
+
+
+def test_a_sum_that_was_not_stored_does_not_count_as_noised(private):
+    engine, model, optimizer, loader = private(
+        linear(), data(), batch_size=12, physical_batch_size=3, noise_multiplier=50.0,
+        loss_reduction="sum", max_grad_norm=1.0,
+    )  # fmt: skip
+    backward = engine._backward
+    for (x,) in loader:
+        last = engine._tracker.current.last
+        if not last or not backward.sums:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        before = {p: s.clone() for p, s in backward.sums.items()}
+        backward.sums = _Full(backward.sums)
+        with pytest.raises(MemoryError):
+            model(x).square().sum().backward()
+        backward.sums = dict(backward.sums)
+        optimizer.step()
+        for parameter, clipped in before.items():
+            assert float((parameter.grad - clipped).abs().max()) > 0.1
+        break
+
+
+class _Full(dict):
+    def __setitem__(self, key, value):
+        raise MemoryError
+
+
+def signalled(private):
+    opacus = pytest.importorskip("opacus.utils.batch_memory_manager")
+    engine, model, optimizer, loader = private(
+        linear(), data(64), batch_size=16, noise_multiplier=1.0
+    )
+    manager = opacus.BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    )
+    return engine, model, optimizer, manager
+
+
+def test_a_batch_that_a_managed_loop_skips_is_noticed(private):
+    engine, model, optimizer, manager = signalled(private)
+    with manager as batches, pytest.raises(RuntimeError, match="must follow every physical"):
+        for number, (x,) in enumerate(batches):
+            optimizer.zero_grad()
+            if number == 1:
+                continue
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+
+
+def test_a_failed_release_lets_no_further_samples_in(private, monkeypatch):
+    engine, model, optimizer, manager = signalled(private)
+
+    def full(*arguments):
+        raise OSError("no space left on device")
+
+    charge = optimizer._charge
+    with manager as batches:
+        with pytest.raises(RuntimeError, match="second backward|two draws"):
+            for (x,) in batches:
+                engine.backward(model(x).square().mean(1))
+                optimizer._charge = full
+                try:
+                    optimizer.step()
+                except OSError:
+                    optimizer._charge = charge
+
+
+def test_a_forked_process_has_noise_of_its_own(private):
+    model = linear()
+    engine = PrivacyEngine()
+    _, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(data()), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, optimizer._noise_key)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 32) != optimizer._noise_key == engine._noise_key()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_an_engine_cannot_be_copied(duplicate):
+    with pytest.raises(TypeError, match="same noise"):
+        duplicate(PrivacyEngine())
+
+
+def test_an_empty_batch_of_tiles_with_a_declared_mean(private):
+    engine, model, _, _ = private(
+        linear(), batch_size=4, clipping="per_block", loss_reduction="mean"
+    )
+    model(torch.zeros(0, 3)).square().sum().backward()
+    assert all(not s.any() for s in engine._backward.sums.values())
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (4, 2, 5, 3)])
+def test_what_a_private_layer_returns_may_be_changed_in_place(private, shape):
+    engine, model, _, _ = private(nn.Sequential(linear(), nn.ReLU(inplace=True)), batch_size=4)
+    engine.backward(model(torch.randn(shape)).flatten(1).sum(1))
+    attention = dpflash.nn.MultiheadAttention(4, 2)
+    engine, attention, _, _ = private(attention, batch_size=4)
+    engine.backward(attention(torch.randn(4, 5, 4))[0].relu_().sum((1, 2)))
+
+
+def test_a_forward_put_on_a_projection_later_is_called(private):
+    engine, model, _, _ = private(dpflash.nn.MultiheadAttention(4, 2), batch_size=4)
+    plain, called = model.out_proj.forward, []
+    model.out_proj.forward = lambda x: called.append(1) or plain(x)
+    engine.backward(model(torch.randn(4, 5, 4))[0].sum((1, 2)))
+    assert called
