@@ -501,7 +501,7 @@ class PrivacyEngine:
     def save_checkpoint(
         self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write everything a later process needs to go on as if it had not stopped.
+        """Write everything a later process needs to go on.
 
         Parameters, optimizer, spent privacy, noise counter and the loader's position, in one
         atomic write. The clipped sum of an unfinished logical batch is left out: the batch is
@@ -548,8 +548,10 @@ class PrivacyEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
 
-        Where the ledger has releases that the checkpoint does not know, they stay counted, and
-        noise and sampling go on under new keys, since those releases may have been seen.
+        With a seed or a ledger the run goes on bit for bit as if it had not stopped; else it draws
+        the same batches with noise under a new key, since the run that wrote the checkpoint may
+        have gone on with the old one. Where the ledger has releases that the checkpoint does not
+        know, they stay counted, and noise and sampling both go on under new keys.
 
         Returns:
             What save_checkpoint got as `extra`.
