@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Relative slack that pays for rounding a norm (1e-8), a factor and a product (2^-24 each).
-_ROUND_DOWN = 1.0 - 2.0**-22
-
+from dpflash.kernels.reference import ROUND_DOWN, hard_clip_factors
 
 # gamma of automatic clipping, as in its paper.
 _STABILITY = 0.01
@@ -33,14 +31,13 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     Guarantees:
         c_i n_i <= bound in fp32 arithmetic; c_i depends on sample i alone.
     """
-    norms = squared_norms.double().sqrt()
-    if function == "automatic":
-        factors = bound / (norms + _STABILITY) * _ROUND_DOWN
-    else:
-        factors = torch.where(norms > bound, bound / norms * _ROUND_DOWN, torch.ones_like(norms))
-    # fp32 keeps too few digits of what lies below its normal numbers to round it down.
+    squares = squared_norms.double()
+    if function == "hard":
+        return hard_clip_factors(squares, bound)
+    norms = squares.sqrt()
+    factors = bound / (norms + _STABILITY) * ROUND_DOWN
     usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
-    return torch.where(usable, factors, torch.zeros_like(norms)).float()
+    return torch.where(usable, factors, 0.0).float()
 
 
 @dataclass(frozen=True)

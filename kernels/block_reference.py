@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .reference import _FP32_ROW, hard_clip_factors
+
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
@@ -17,15 +19,10 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 21
 # Samples from which one pass over all of them beats a pass over each.
 _MANY = 16
-# Relative slack that pays for rounding a norm, a factor and a product in fp32.
-_ROUND_DOWN = 1.0 - 2.0**-22
 
 # Outputs and inputs of a clipping group of block_clipped_grad. It says what is released, so it
 # depends on no device, dtype or tuning.
 BLOCK = (128, 128)
-
-# Elements summed in fp32 before fp64 takes over; more would round beyond the clip's slack.
-_FP32_ROW = 64
 
 
 def block_bounds(
@@ -106,7 +103,7 @@ def block_clipped_grad(
         now = slice(start, start + chunk)
         torch.bmm(dy[now].transpose(1, 2), x[now], out=part[:, :outputs, :inputs])
         tiles = part.view(-1, down, height, across, width)
-        factors[now] = _rounded_down(_tile_squares(tiles), bounds)
+        factors[now] = hard_clip_factors(_tile_squares(tiles), bounds)
         _add_clipped(total, tiles, factors[now])
     result = total.view(down * height, across * width)[:outputs, :inputs].contiguous()
     if noise is not None:
@@ -144,7 +141,7 @@ def block_clip_reduce(
             corner = (slice(top, top + block[0]), slice(left, left + block[1]))
             tiles = grads[:, corner[0], corner[1]].to(dtype)
             squares = torch.linalg.vector_norm(tiles, dim=(1, 2), dtype=torch.float64).square()
-            own = _rounded_down(squares, bounds[i, k])
+            own = hard_clip_factors(squares, bounds[i, k])
             factors[:, i, k] = own
             weights = own.to(dtype).view(-1, 1, 1)
             total[corner] = torch.where(weights == 0, 0.0, tiles * weights).sum(0)
@@ -170,14 +167,6 @@ def _tile_squares(tiles: Tensor) -> Tensor:
     if bool(overflowed.any()):
         squares = torch.where(overflowed, tiles.double().square().sum((2, 4)), squares)
     return squares
-
-
-def _rounded_down(squares: Tensor, bounds: Tensor) -> Tensor:
-    """min(1, bound / norm) in fp32, rounded down; 0 for a norm that is not finite or too large."""
-    norms = squares.sqrt()
-    ratios = torch.where(norms > bounds, bounds / norms * _ROUND_DOWN, 1.0)
-    usable = torch.isfinite(norms) & (ratios >= torch.finfo(torch.float32).tiny)
-    return torch.where(usable, ratios, 0.0).float()
 
 
 def _add_clipped(total: Tensor, tiles: Tensor, factors: Tensor) -> None:

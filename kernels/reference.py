@@ -24,6 +24,27 @@ _FUSED_CALL_ELEMENTS = 1 << 15
 _FP32_ROW = 64
 
 
+# Relative slack that pays for rounding a norm (1e-8), a factor and a product (2^-24 each).
+ROUND_DOWN = 1.0 - 2.0**-22
+
+
+def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
+    """min(1, bounds / norms) in fp32, rounded down.
+
+    Args:
+        squares: any shape, fp64: squared norms.
+        bounds: a number, or a tensor that broadcasts to it.
+
+    Returns:
+        The shape of `squares`, fp32. A non-finite norm gives 0, as does one so large that the
+        factor would be subnormal: fp32 keeps too few digits there to round it down.
+    """
+    norms = squares.sqrt()
+    factors = torch.where(norms > bounds, bounds / norms * ROUND_DOWN, 1.0)
+    usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
+    return torch.where(usable, factors, 0.0).float()
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 

@@ -42,7 +42,7 @@ class _Heads:
     rotary: bool
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q `[B, H, T, D]` and k, v `[B, G, T, D]`, views."""
+        """Views: q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
         heads = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
