@@ -1,20 +1,61 @@
 """Privacy accounting: from noisy steps to epsilon and delta, and back to the noise they need."""
 
 from .accountant import Accountant
-from .calibration import create_accountant, epochs_to_steps, get_noise_multiplier
+from .calibration import (
+    create_accountant,
+    epochs_to_steps,
+    get_noise_multiplier,
+    get_sample_rate,
+    get_steps,
+    remaining_steps,
+)
+from .contour import ContourAccountant
+from .events import (
+    Composed,
+    Event,
+    FixedSizeGaussian,
+    Gaussian,
+    PoissonGaussian,
+    SelfComposed,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+    event_from_dict,
+    joint_noise_multiplier,
+)
 from .gaussian import gaussian_delta, gaussian_epsilon
+from .gdp import GDPAccountant
+from .interval import Interval
+from .pld import PLDAccountant
+from .prv import PRVAccountant
 from .rdp import RDPAccountant, compute_rdp
-from .truncated_poisson import truncated_poisson_epsilon, truncation_probability
+from .truncated_poisson import truncation_probability
 
 __all__ = [
     "Accountant",
+    "Composed",
+    "ContourAccountant",
+    "Event",
+    "FixedSizeGaussian",
+    "GDPAccountant",
+    "Gaussian",
+    "Interval",
+    "PLDAccountant",
+    "PRVAccountant",
+    "PoissonGaussian",
     "RDPAccountant",
+    "SelfComposed",
+    "ShuffledGaussian",
+    "TruncatedPoissonGaussian",
     "compute_rdp",
     "create_accountant",
     "epochs_to_steps",
+    "event_from_dict",
     "gaussian_delta",
     "gaussian_epsilon",
     "get_noise_multiplier",
-    "truncated_poisson_epsilon",
+    "get_sample_rate",
+    "get_steps",
+    "joint_noise_multiplier",
+    "remaining_steps",
     "truncation_probability",
 ]

@@ -66,6 +66,14 @@ def whole(least: int, **values: object) -> None:
             )
 
 
+def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
+    """Refuses a value that is not among those of its (value, allowed)."""
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
+
+
 def phase(entry: object) -> None:
     """Refuses what is not (noise_multiplier, sample_rate, steps)."""
     if not isinstance(entry, tuple | list) or len(entry) != 3:

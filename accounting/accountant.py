@@ -1,12 +1,17 @@
-"""What every accountant is: a history of phases, and epsilon and delta read off it."""
+"""What every accountant is: a history of steps and events, and epsilon and delta read off it."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from . import _validate
+from .events import ADD_REMOVE, RELATIONS, Event, PoissonGaussian, event_from_dict
+from .interval import Interval
+from .pairs import Pairs, canonical
+from .truncated_poisson import with_failure
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -27,25 +32,35 @@ class Accountant(ABC):
     The methods, `history` and the state's keys are those of Opacus' IAccountant, so that either
     library's engine can use either's accountants.
 
+    Args:
+        neighboring_relation: "add_remove", "zero_out" or "replace_one": what epsilon is for.
+
     Attributes:
-        history: one (noise_multiplier, sample_rate, steps) per phase of equal steps, in the order
-            in which they were taken. It may be assigned; it is checked when it is read.
+        history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
+            sampling, in the order in which they were taken. It may be assigned; it is checked
+            when it is read.
+        events: (event, count) of everything else, as `compose` wrote it.
+        is_bound: whether what it reports is a guarantee.
 
     Guarantees:
-        The steps are Poisson-subsampled Gaussian mechanisms: each sample enters each batch
-        independently with probability sample_rate, and the noise's standard deviation is
-        noise_multiplier times the L2 sensitivity of the sum. Neighbouring data sets differ by one
-        added or removed sample.
+        Steps of the history are Poisson-subsampled Gaussian mechanisms: each sample enters each
+        batch independently with probability sample_rate, and the noise's standard deviation is
+        noise_multiplier times the L2 bound of one sample. Events say themselves what they are.
     """
 
-    def __init__(self) -> None:
+    is_bound = True
+
+    def __init__(self, *, neighboring_relation: str = ADD_REMOVE) -> None:
+        _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
+        self.neighboring_relation = neighboring_relation
         self.history: list[Phase] = []
+        self.events: list[tuple[Event, int]] = []
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Write one step into the history.
 
         Args:
-            noise_multiplier: the noise's standard deviation over the sensitivity, >= 0.
+            noise_multiplier: the noise's standard deviation over the bound, >= 0.
             sample_rate: the chance of one sample to be in the batch, in [0, 1].
 
         Raises:
@@ -58,38 +73,160 @@ class Accountant(ABC):
             steps = self.history.pop()[2]
         self.history.append((noise_multiplier, sample_rate, steps + 1))
 
-    @abstractmethod
-    def get_epsilon(self, delta: float) -> float:
+    def compose(self, event: Event, count: int = 1) -> None:
+        """Write an event of any kind, `count` times.
+
+        Args:
+            event: accounted for under this accountant's neighbouring relation.
+            count: >= 0.
+
+        Raises:
+            ValueError: the event is accounted for under another relation; convert it first.
+        """
+        if not isinstance(event, Event):
+            raise ValueError(
+                f"event={event!r}: expected one of dpflash.accounting's events, such as "
+                "PoissonGaussian(noise_multiplier=..., sample_rate=...)"
+            )
+        _validate.whole(0, count=count)
+        if event.relation != self.neighboring_relation:
+            raise ValueError(
+                f"event.relation={event.relation!r}: this accountant's epsilon is for "
+                f"{self.neighboring_relation!r}; compose event.convert("
+                f"{self.neighboring_relation!r}), or make the accountant with "
+                f"neighboring_relation={event.relation!r}"
+            )
+        if self.events and self.events[-1][0] == event:
+            count += self.events.pop()[1]
+        self.events.append((event, count))
+
+    def convert(self, neighboring_relation: str) -> None:
+        """Account for the whole history under another neighbouring relation from now on.
+
+        Raises:
+            ValueError: some event has no guarantee under it; nothing is changed then.
+        """
+        _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
+        self.events = [(event.convert(neighboring_relation), n) for event, n in self.events]
+        self.neighboring_relation = neighboring_relation
+
+    def get_epsilon(self, delta: float, interval: bool = False) -> Any:
         """Epsilon of the whole history at this delta.
 
         Args:
             delta: in (0, 1).
+            interval: whether the lower end is wanted too.
 
         Returns:
-            An epsilon >= 0 for which the history is (epsilon, delta)-private; inf where none is
-            known.
+            A float >= 0 for which the history is (epsilon, delta)-private, inf where none is
+            known; with `interval` an `Interval(lower, upper)` of it.
 
         Raises:
             ValueError: delta is out of its range, or the history is malformed.
         """
+        _validate.probability(delta=delta)
+        found = self._epsilon_interval(float(delta))
+        return found if interval else found.upper
 
-    @abstractmethod
-    def get_delta(self, epsilon: float) -> float:
+    def get_delta(self, epsilon: float, interval: bool = False) -> Any:
         """Delta of the whole history at this epsilon.
 
         Args:
             epsilon: >= 0, finite.
+            interval: whether the lower end is wanted too.
 
         Returns:
-            A delta in [0, 1] for which the history is (epsilon, delta)-private.
+            A float in [0, 1] for which the history is (epsilon, delta)-private; with `interval`
+            an `Interval(lower, upper)` of it.
 
         Raises:
             ValueError: epsilon is out of its range, or the history is malformed.
         """
+        _validate.finite_non_negative(epsilon=epsilon)
+        found = self._delta_interval(float(epsilon))
+        return found if interval else found.upper
 
-    def get_epsilon_lower(self, delta: float) -> float | None:
-        """A certified lower end of the history's true epsilon, or None where there is none."""
-        return None
+    def get_beta(self, alpha: float) -> float:
+        """The f-DP trade-off curve: the least type II error of a test of type I error alpha.
+
+        Whoever guesses from the outputs which of two neighbouring data sets they came from, and
+        is wrong about the first with probability at most alpha, is wrong about the second with at
+        least the probability returned here.
+
+        Args:
+            alpha: in [0, 1].
+
+        Returns:
+            The greatest value that this accountant's deltas imply, in [0, 1 - alpha].
+
+        Raises:
+            ValueError: alpha is out of its range, or the history is malformed.
+
+        Source:
+            Dong, Roth, Su 2022, Proposition 2.5 (Wasserman and Zhou 2010):
+            beta = max over epsilon of 1 - delta - e^epsilon alpha and e^-epsilon (1 - delta -
+            alpha). Any epsilon gives a bound, so that a search cannot err to the wrong side.
+        """
+        _validate.rate(alpha=alpha)
+
+        def beta(epsilon: float) -> float:
+            kept = 1 - self._delta_interval(epsilon).upper
+            falling = math.exp(-epsilon) if epsilon < 700 else 0.0
+            rising = math.exp(epsilon) if epsilon < 700 else math.inf
+            steep = kept - rising * alpha if alpha else kept
+            return max(0.0, steep, falling * (kept - alpha))
+
+        if not self._pairs() and not self._failure():
+            return 1.0 - alpha
+        return min(1.0 - alpha, _greatest(beta, self._epsilon_interval(1e-12).upper))
+
+    def get_advantage(self) -> float:
+        """A bound on the advantage of a membership inference attack.
+
+        Returns:
+            delta at epsilon 0, the total variation distance: true positive rate minus false
+            positive rate of any attack is at most this, and its accuracy at most (1 + this) / 2.
+
+        Source:
+            Yeom et al. 2018, Definition 4; Kairouz, Oh, Viswanath 2015.
+        """
+        return self._delta_interval(0.0).upper
+
+    @abstractmethod
+    def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
+        """Epsilon of a composition that is not empty, of pairs with finite noise > 0."""
+
+    @abstractmethod
+    def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
+        """Delta of a composition that is not empty, of pairs with finite noise > 0."""
+
+    def _epsilon_interval(self, delta: float) -> Interval:
+        pairs, failure = self._pairs(), self._failure()
+        if _is_open(pairs):
+            return Interval(math.inf, math.inf)
+        if failure:
+            return with_failure(failure, delta, self._clean_epsilon, self._clean_delta)
+        return self._clean_epsilon(delta)
+
+    def _delta_interval(self, epsilon: float) -> Interval:
+        pairs, failure = self._pairs(), self._failure()
+        if _is_open(pairs):
+            return Interval(1.0, 1.0)
+        found = self._clean_delta(epsilon)
+        if not failure:
+            return found
+        cost = failure * (1 + math.exp(epsilon)) if epsilon < 700 else math.inf
+        lower = None if found.lower is None else max(0.0, found.lower - cost)
+        return Interval(lower, min(1.0, found.upper + cost))
+
+    def _clean_epsilon(self, delta: float) -> Interval:
+        """Without what the events' failures add."""
+        pairs = self._pairs()
+        return self._epsilon(pairs, delta) if pairs else Interval(0.0, 0.0)
+
+    def _clean_delta(self, epsilon: float) -> Interval:
+        pairs = self._pairs()
+        return self._delta(pairs, epsilon) if pairs else Interval(0.0, 0.0)
 
     @classmethod
     @abstractmethod
@@ -119,8 +256,21 @@ class Accountant(ABC):
         return hook_fn
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the mechanism's name, under Opacus' keys."""
-        return {"history": list(self.history), "mechanism": self.mechanism()}
+        """The history and the mechanism's name, under Opacus' keys.
+
+        With events, or under another relation than "add_remove", there are the keys "steps",
+        "events" and "neighboring_relation" and no "history": Opacus would take that for the whole
+        and report too little, and refuses a state without it.
+        """
+        state: dict[str, Any] = {"mechanism": self.mechanism()}
+        if not self.events and self.neighboring_relation == ADD_REMOVE:
+            return {"history": list(self.history), **state}
+        return {
+            **state,
+            "neighboring_relation": self.neighboring_relation,
+            "steps": list(self.history),
+            "events": [{**event.as_dict(), "count": count} for event, count in self.events],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the history by a saved one.
@@ -138,7 +288,9 @@ class Accountant(ABC):
                 f"state_dict={state_dict!r}: expected the keys 'history' and 'mechanism'; "
                 "pass what state_dict() returned"
             )
-        for key in ("history", "mechanism"):
+        whole = "steps" not in state_dict
+        keys = ("history",) if whole else ("steps", "events", "neighboring_relation")
+        for key in (*keys, "mechanism"):
             if key not in state_dict:
                 raise ValueError(
                     f"state_dict has the keys {sorted(map(str, state_dict))} and no {key!r}; "
@@ -150,13 +302,39 @@ class Accountant(ABC):
                 f"state_dict of mechanism {saved!r} cannot be loaded into an accountant of "
                 f"mechanism {self.mechanism()!r}; create the accountant that was saved"
             )
-        history = state_dict["history"]
+        history = state_dict[keys[0]]
         if not isinstance(history, tuple | list):
             raise ValueError(
-                f"state_dict['history']={history!r}: expected a list of "
+                f"state_dict[{keys[0]!r}]={history!r}: expected a list of "
                 "(noise_multiplier, sample_rate, steps); pass what state_dict() returned"
             )
-        self.history = self._checked(history)
+        phases, relation, events = self._checked(history), ADD_REMOVE, []
+        if not whole:
+            relation = state_dict["neighboring_relation"]
+            _validate.one_of(neighboring_relation=(relation, RELATIONS))
+            for entry in state_dict["events"]:
+                values = dict(entry)
+                count = values.pop("count", 1)
+                _validate.whole(0, count=count)
+                events.append((event_from_dict(values), count))
+        self.history, self.neighboring_relation, self.events = phases, relation, events
+
+    def _pairs(self) -> Pairs:
+        """The whole history as dominating pairs, those that tell nothing left out."""
+        pairs = []
+        for noise_multiplier, sample_rate, steps in self._phases():
+            step = PoissonGaussian(
+                relation=self.neighboring_relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=sample_rate,
+            )
+            pairs += [(pair, count * steps) for pair, count in step.pairs()]
+        for event, times in self.events:
+            pairs += [(pair, count * times) for pair, count in event.pairs()]
+        return canonical((pair, n) for pair, n in pairs if pair.noise < math.inf)
+
+    def _failure(self) -> float:
+        return math.fsum(event.failure() * count for event, count in self.events)
 
     def _phases(self) -> list[Phase]:
         """The history, checked, without phases that took no step."""
@@ -168,3 +346,31 @@ class Accountant(ABC):
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
+
+
+def _is_open(pairs: Pairs) -> bool:
+    """Whether something was released without noise."""
+    return any(pair.noise == 0 for pair, _ in pairs)
+
+
+def _greatest(beta: Callable[[float], float], high: float) -> float:
+    """About the greatest value on [0, high]: a grid, then golden section in its best cell."""
+    high = high if 0 < high < math.inf else 1.0
+    grid = [0.0, *(high * 2.0 ** (-k / 2) for k in range(40, -1, -1))]
+    values = [beta(epsilon) for epsilon in grid]
+    best = max(range(len(grid)), key=values.__getitem__)
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    found, ratio = values[best], (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    of_left, of_right = beta(left), beta(right)
+    for _ in range(40):
+        if of_left >= of_right:
+            high, right, of_right = right, left, of_left
+            left = high - ratio * (high - low)
+            of_left = beta(left)
+        else:
+            low, left, of_left = left, right, of_right
+            right = low + ratio * (high - low)
+            of_right = beta(right)
+        found = max(found, of_left, of_right)
+    return found

@@ -1,26 +1,48 @@
 """From a privacy target to a noise multiplier, and from a name to an accountant."""
 
+import copy
 import math
 
 from . import _validate
 from ._search import least_that_passes
-from .accountant import Accountant
+from .accountant import Accountant, Phase
+from .contour import ContourAccountant
+from .events import REPLACE_ONE, Event, Gaussian, PoissonGaussian
+from .gdp import GDPAccountant
+from .pld import PLDAccountant
+from .prv import PRVAccountant
 from .rdp import RDPAccountant
 
-__all__ = ["create_accountant", "epochs_to_steps", "get_noise_multiplier"]
+__all__ = [
+    "create_accountant",
+    "epochs_to_steps",
+    "get_noise_multiplier",
+    "get_sample_rate",
+    "get_steps",
+    "remaining_steps",
+]
 
-ACCOUNTANTS: dict[str, type[Accountant]] = {"rdp": RDPAccountant}
+ACCOUNTANTS: dict[str, type[Accountant]] = {
+    "contour": ContourAccountant,
+    "pld": PLDAccountant,
+    "rdp": RDPAccountant,
+    "gdp": GDPAccountant,
+    "prv": PRVAccountant,
+}
 
 _RELATIVE_TOLERANCE = 1e-4
 _SMALLEST_NOISE_MULTIPLIER = 0.01
 _LARGEST_NOISE_MULTIPLIER = 1e8
+_SMALLEST_SAMPLE_RATE = 1e-12
+_MOST_STEPS = 10**12
 
 
 def create_accountant(name: str) -> Accountant:
     """A new accountant with an empty history.
 
     Args:
-        name: `"rdp"`.
+        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound) or
+            `"prv"` (Opacus').
 
     Raises:
         ValueError: there is no accountant of this name.
@@ -65,9 +87,9 @@ def get_noise_multiplier(
     sample_rate: float,
     steps: int | None = None,
     epochs: float | None = None,
-    accountant: str = "rdp",
+    accountant: str | Accountant = "contour",
 ) -> float:
-    """The least noise that keeps a run within (target_epsilon, target_delta).
+    """The least noise that keeps a run with Poisson sampling within a target.
 
     Args:
         target_epsilon: epsilon at the end of the run, > 0.
@@ -75,7 +97,8 @@ def get_noise_multiplier(
         sample_rate: the chance of one sample to be in a batch, in (0, 1].
         steps: number of steps, >= 1. Either this or epochs.
         epochs: number of passes over the data, > 0; see `epochs_to_steps`.
-        accountant: the one that will report the run's epsilon, by its name.
+        accountant: the one that will report the run's epsilon, by its name, or such an object,
+            whose history is left alone and not counted.
 
     Returns:
         The noise_multiplier, at most 1e-4 relative above the least one that meets the target
@@ -92,18 +115,11 @@ def get_noise_multiplier(
     _validate.positive(target_epsilon=target_epsilon, sample_rate=sample_rate)
     _validate.probability(target_delta=target_delta)
     _validate.rate(sample_rate=sample_rate)
-    if (steps is None) == (epochs is None):
-        raise ValueError(
-            f"steps={steps!r}, epochs={epochs!r}: expected exactly one of them; "
-            "leave the other out"
-        )
-    if epochs is not None:
-        steps = epochs_to_steps(epochs=epochs, sample_rate=sample_rate)
-    _validate.whole(1, steps=steps)
-    meter = create_accountant(accountant)
+    steps = _number_of_steps(steps, epochs, sample_rate)
+    meter = _meter(accountant)
 
     def passes(noise_multiplier: float) -> bool:
-        meter.history = [(noise_multiplier, sample_rate, int(steps or 0))]
+        meter.history = [(noise_multiplier, sample_rate, steps)]
         return meter.get_epsilon(target_delta) <= target_epsilon
 
     high = 1.0
@@ -113,8 +129,8 @@ def get_noise_multiplier(
             raise ValueError(
                 f"target_epsilon={target_epsilon!r}: no noise_multiplier up to "
                 f"{_LARGEST_NOISE_MULTIPLIER:g} reaches it at target_delta={target_delta!r}, "
-                f"sample_rate={sample_rate!r}, steps={steps!r} with accountant={accountant!r}; "
-                "raise target_epsilon or target_delta, or take fewer steps"
+                f"sample_rate={sample_rate!r}, steps={steps!r} with accountant="
+                f"{meter.mechanism()!r}; raise target_epsilon or target_delta, or take fewer steps"
             )
     return least_that_passes(
         passes,
@@ -122,3 +138,169 @@ def get_noise_multiplier(
         least=_SMALLEST_NOISE_MULTIPLIER,
         relative_tolerance=_RELATIVE_TOLERANCE,
     )
+
+
+def get_sample_rate(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    steps: int,
+    accountant: str | Accountant = "contour",
+) -> float:
+    """The greatest sample rate at which a run stays within (target_epsilon, target_delta).
+
+    Args:
+        target_epsilon, target_delta, steps, accountant: as in `get_noise_multiplier`.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
+
+    Returns:
+        The sample_rate in (0, 1], at most 1e-4 relative below the greatest one.
+
+    Raises:
+        ValueError: an argument is out of its range, or not even 1e-12 meets the target.
+
+    Guarantees:
+        This accountant's epsilon at the returned value was computed and is at most target_epsilon.
+    """
+    _validate.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
+    _validate.probability(target_delta=target_delta)
+    _validate.whole(1, steps=steps)
+    meter = _meter(accountant)
+
+    def passes(inverse: float) -> bool:
+        meter.history = [(noise_multiplier, 1 / inverse, steps)]
+        return meter.get_epsilon(target_delta) <= target_epsilon
+
+    high = 1.0
+    while not passes(high):
+        high *= 4
+        if high > 1 / _SMALLEST_SAMPLE_RATE:
+            raise ValueError(
+                f"target_epsilon={target_epsilon!r}: no sample_rate down to "
+                f"{_SMALLEST_SAMPLE_RATE:g} reaches it at target_delta={target_delta!r}, "
+                f"noise_multiplier={noise_multiplier!r}, steps={steps!r} with accountant="
+                f"{meter.mechanism()!r}; raise the noise or the target, or take fewer steps"
+            )
+    return 1 / least_that_passes(
+        passes, high=high, least=1.0, relative_tolerance=_RELATIVE_TOLERANCE
+    )
+
+
+def get_steps(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    accountant: str | Accountant = "contour",
+) -> int:
+    """The most steps with Poisson sampling within a target, 0 where none fits.
+
+    Args:
+        target_epsilon, target_delta, accountant: as in `get_noise_multiplier`.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
+        sample_rate: the chance of one sample to be in a batch, in (0, 1].
+
+    Returns:
+        A whole number, at most 10^12.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    _validate.positive(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    step = PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return remaining_steps(
+        _meter(accountant), step, target_epsilon=target_epsilon, target_delta=target_delta
+    )
+
+
+def remaining_steps(
+    accountant: Accountant, event: Event, *, target_epsilon: float, target_delta: float
+) -> int:
+    """How many more times an event may happen before the history leaves its target.
+
+    Args:
+        accountant: with the history so far, which is left as it is. It may be one of Opacus' for
+            a `PoissonGaussian` or a `Gaussian`.
+        event: accounted for under the accountant's neighbouring relation.
+        target_epsilon: > 0.
+        target_delta: in (0, 1).
+
+    Returns:
+        A whole number, at most 10^12; 0 where the history is beyond the target already.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Guarantees:
+        The accountant's epsilon after that many events was computed and is at most
+        target_epsilon, and after one more it is not (below 10^12).
+    """
+    _validate.positive(target_epsilon=target_epsilon)
+    _validate.probability(target_delta=target_delta)
+
+    def passes(count: int) -> bool:
+        meter = copy.copy(accountant)
+        meter.history = list(accountant.history)
+        if isinstance(accountant, Accountant):
+            meter.events = list(accountant.events)
+            meter.compose(event, count)
+        else:
+            _append(meter.history, *_as_phase(event), count)
+        return meter.get_epsilon(target_delta) <= target_epsilon
+
+    if not passes(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MOST_STEPS and passes(high):
+        low, high = high, 8 * high
+    if high > _MOST_STEPS:
+        high = _MOST_STEPS + 1
+    while high - low > 1:
+        # Geometric while the bracket spans magnitudes.
+        middle = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
+
+
+def _append(history: list[Phase], noise_multiplier: float, rate: float, count: int) -> None:
+    """As so many calls of `step`; Opacus' GaussianAccountant reads one phase only."""
+    if history and tuple(history[-1][:2]) == (noise_multiplier, rate):
+        count += history.pop()[2]
+    history.append((noise_multiplier, rate, count))
+
+
+def _as_phase(event: Event) -> tuple[float, float]:
+    if type(event) is PoissonGaussian:
+        return event.noise_multiplier, event.sample_rate
+    if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:
+        return event.noise_multiplier, 1.0
+    raise ValueError(
+        f"event={event!r}: the accountant knows steps with Poisson sampling only; use one of "
+        "dpflash.accounting"
+    )
+
+
+def _meter(accountant: str | Accountant) -> Accountant:
+    """A new accountant of that kind, empty."""
+    if isinstance(accountant, str):
+        return create_accountant(accountant)
+    meter = copy.copy(accountant)
+    meter.history = []
+    if isinstance(accountant, Accountant):
+        meter.events = []
+    return meter
+
+
+def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float) -> int:
+    if (steps is None) == (epochs is None):
+        raise ValueError(
+            f"steps={steps!r}, epochs={epochs!r}: expected exactly one of them; "
+            "leave the other out"
+        )
+    if epochs is not None:
+        return epochs_to_steps(epochs=epochs, sample_rate=sample_rate)
+    _validate.whole(1, steps=steps)
+    assert steps is not None
+    return int(steps)

@@ -16,6 +16,9 @@ from scipy.special import binom, gammaln
 
 from . import _validate
 from .accountant import Accountant
+from .cumulant import log_mgf
+from .interval import Interval
+from .pairs import Pair, Pairs
 
 __all__ = ["RDPAccountant", "compute_rdp"]
 
@@ -58,30 +61,25 @@ class RDPAccountant(Accountant):
         """The name `"rdp"`."""
         return "rdp"
 
-    def get_epsilon(self, delta: float) -> float:
-        _validate.probability(delta=delta)
-        orders, rdp = np.array(_ORDERS), self._rdp()
-        if not rdp.any():
-            return 0.0
+    def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
+        orders, rdp = np.array(_ORDERS), _composed(pairs)
         epsilons = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-        return max(0.0, float(epsilons.min()))
+        return Interval(None, max(0.0, float(epsilons.min())))
 
-    def get_delta(self, epsilon: float) -> float:
-        _validate.finite_non_negative(epsilon=epsilon)
-        orders, rdp = np.array(_ORDERS), self._rdp()
-        if not rdp.any():
-            return 0.0
+    def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
+        orders, rdp = np.array(_ORDERS), _composed(pairs)
         with np.errstate(over="ignore"):
             log_deltas = (orders - 1) * (rdp - epsilon)
         log_deltas += orders * np.log1p(-1 / orders) - np.log(orders - 1)
-        return math.exp(min(0.0, float(log_deltas.min())))
+        return Interval(None, math.exp(min(0.0, float(log_deltas.min()))))
 
-    def _rdp(self) -> _Array:
-        """RDP of the whole history at the default orders."""
-        rdp = np.zeros(len(_ORDERS))
-        for noise_multiplier, sample_rate, steps in self._phases():
-            rdp += steps * _default_rdp(float(noise_multiplier), float(sample_rate))
-        return rdp
+
+def _composed(pairs: Pairs) -> _Array:
+    """RDP of a composition at the default orders."""
+    rdp = np.zeros(len(_ORDERS))
+    for pair, count in pairs:
+        rdp += count * _default_rdp(pair)
+    return rdp
 
 
 def compute_rdp(
@@ -120,11 +118,19 @@ def compute_rdp(
 
 
 @lru_cache(maxsize=4096)
-def _default_rdp(sigma: float, q: float) -> _Array:
+def _default_rdp(pair: Pair) -> _Array:
     """RDP of one step at the default orders."""
-    rdp = _rdp(sigma, q, np.array(_ORDERS))
+    orders = np.array(_ORDERS)
+    rdp = _symmetric_rdp(pair, orders) if pair.symmetric else _rdp(pair.noise, pair.rate, orders)
     rdp.flags.writeable = False
     return rdp
+
+
+def _symmetric_rdp(pair: Pair, orders: _Array) -> _Array:
+    value, error = log_mgf(pair, orders.astype(complex), cut=None, enough=0.0)
+    with np.errstate(invalid="ignore"):
+        rdp = (value.real + error) / (orders - 1)
+    return np.asarray(np.fmin(rdp, orders / (2 * pair.noise**2)))
 
 
 def _rdp(sigma: float, q: float, orders: _Array) -> _Array:

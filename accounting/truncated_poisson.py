@@ -1,13 +1,14 @@
 """Poisson batches cut at a cap: what the cut costs on top of the accountant's epsilon."""
 
 import math
+from collections.abc import Callable
 
 from scipy.stats import binom
 
 from . import _validate
-from .accountant import Accountant
+from .interval import Interval
 
-__all__ = ["truncated_poisson_epsilon", "truncation_probability"]
+__all__ = ["truncation_probability", "with_failure"]
 
 _ROUNDS = 64
 _FIRST_SLACK = 1e-9
@@ -37,62 +38,67 @@ def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> fl
     return float(binom.sf(cap - 1, num_samples, sample_rate))
 
 
-def truncated_poisson_epsilon(
-    accountant: Accountant, delta: float, *, truncation_mass: float
-) -> float:
-    """Epsilon of the accountant's history when each Poisson batch was cut at a cap.
+def with_failure(
+    failure: float,
+    delta: float,
+    get_epsilon: Callable[[float], Interval],
+    get_delta: Callable[[float], Interval],
+) -> Interval:
+    """Epsilon of a run that differs from an accounted one with some probability.
 
-    Let M be the run without cuts and M' the run with them, on neighbouring data sets D and D'.
-    Run both on the same coins: as long as no batch exceeds the cap they are one and the same, so
-    by a union bound over the steps their outputs differ with probability at most m, the
-    truncation mass, on D and likewise on D'. That bounds the total variation distance, and for
-    every set S of outputs
+    Let M be the accounted run (Poisson batches without cuts) and M' the one that was made (cut at
+    a cap), on neighbouring data sets D and D'. Run both on the same coins: as long as no batch
+    exceeds the cap they are one and the same, so by a union bound over the steps their outputs
+    differ with probability at most m, the failure, on D and likewise on D'. That bounds the total
+    variation distance, and for every set S of outputs
 
         P[M'(D) in S] <= P[M(D) in S] + m
                       <= e^eps P[M(D') in S] + delta_M(eps) + m
                       <= e^eps P[M'(D') in S] + delta_M(eps) + (1 + e^eps) m.
 
     Hence delta_M'(eps) <= delta_M(eps) + (1 + e^eps) m, whatever rule chooses the samples that
-    are cut.
+    are cut; exchanging M and M' gives the lower end.
 
     Args:
-        accountant: holds the history as if nothing had been cut.
-        delta: the delta of the run with cuts, in (0, 1).
-        truncation_mass: the sum of `truncation_probability` over the steps, >= 0.
+        failure: m, the sum of `truncation_probability` over the steps, > 0.
+        delta: of the run that was made, in (0, 1).
+        get_epsilon, get_delta: of the accounted run.
 
     Returns:
-        An epsilon with delta_M(epsilon) + (1 + e^epsilon) truncation_mass <= delta, at most 1e-9
-        above the smallest one where the mass is small against delta (somewhat more where there
-        is barely any); inf where none was found.
-
-    Raises:
-        ValueError: an argument is out of its range.
-
-    Guarantees:
-        The run with cuts is (epsilon, delta)-private if the accountant's bounds hold.
+        The upper end has delta_M(epsilon) + (1 + e^epsilon) m <= delta and is at most 1e-9 above
+        the smallest such epsilon where m is small against delta (somewhat more where there is
+        barely any); inf where none was found.
     """
-    _validate.probability(delta=delta)
-    _validate.finite_non_negative(truncation_mass=truncation_mass)
-    if truncation_mass == 0:
-        return accountant.get_epsilon(delta)
+    upper = _least_upper(failure, delta, get_epsilon, get_delta)
+    reached = delta + _cost(upper, failure)
+    lower = get_epsilon(reached).lower if reached < 1 else 0.0
+    return Interval(lower, upper)
+
+
+def _least_upper(
+    failure: float,
+    delta: float,
+    get_epsilon: Callable[[float], Interval],
+    get_delta: Callable[[float], Interval],
+) -> float:
     epsilon, slack = 0.0, _FIRST_SLACK
     for _ in range(_ROUNDS):
-        room = delta - _cost(epsilon, truncation_mass)
+        room = delta - _cost(epsilon, failure)
         if room <= 0:
             return math.inf
         # Nothing between the last candidate and this can pass: the cost only rises with epsilon.
-        least = accountant.get_epsilon(room)
+        least = get_epsilon(room).upper
         if least == math.inf:
             return math.inf
         epsilon = max(least, epsilon) + slack * max(least, 1.0)
-        if _cost(epsilon, truncation_mass) >= delta:
+        if _cost(epsilon, failure) >= delta:
             return math.inf
-        if accountant.get_delta(epsilon) + _cost(epsilon, truncation_mass) <= delta:
+        if get_delta(epsilon).upper + _cost(epsilon, failure) <= delta:
             return epsilon
         slack *= 2
     return math.inf
 
 
-def _cost(epsilon: float, truncation_mass: float) -> float:
-    """(1 + e^epsilon) truncation_mass; inf beyond float64's range."""
-    return math.inf if epsilon > 700 else (1 + math.exp(epsilon)) * truncation_mass
+def _cost(epsilon: float, failure: float) -> float:
+    """(1 + e^epsilon) failure; inf beyond float64's range."""
+    return math.inf if epsilon > 700 else (1 + math.exp(epsilon)) * failure

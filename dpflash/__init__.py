@@ -2,6 +2,7 @@
 
 from . import accounting, losses, nn, patterns, sampling
 from .boundary import Boundary, private_boundary
+from .budget import BudgetSpent, PrivacyBudget
 from .engine import PrivacyEngine
 from .functional import attention
 from .optimizer import PrivateOptimizer
@@ -10,6 +11,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Boundary",
+    "BudgetSpent",
+    "PrivacyBudget",
     "PrivacyEngine",
     "PrivateOptimizer",
     "__version__",

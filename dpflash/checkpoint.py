@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-FORMAT = "dpflash-checkpoint-3"
+from .ledger import Ledger
+
+FORMAT = "dpflash-checkpoint-4"
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -119,6 +122,63 @@ def claim(run: str, incarnation: int, step: int, engine: int, *, restored: bool)
     own = claims.setdefault(engine, _Claim(range(step, step), restored))
     own.steps, own.restored = range(own.steps.start, step + 1), restored
     return bool(others)
+
+
+def check_fits(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampling: dict[str, Any],
+    mechanism: str,
+    ledger: Ledger | None,
+) -> None:
+    """Refuse a checkpoint of another run than this one.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
+    if state["sampling"] != sampling:
+        raise ValueError(
+            f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
+            "make_private with the same data and batch size"
+        )
+    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    saved = {k: tuple(v.shape) for k, v in state["module"].items()}
+    if own != saved:
+        different = sorted(k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k))
+        raise ValueError(
+            f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
+        )
+    groups = state["optimizer"]["param_groups"]
+    if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in groups]:
+        raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
+    if state["spending"]["accountant"]["mechanism"] != mechanism:
+        raise ValueError(
+            f"{where} the accountant: saved with "
+            f"{state['spending']['accountant']['mechanism']!r}, now {mechanism!r}. Build "
+            "PrivacyEngine(accountant=...) as it was"
+        )
+    # Schedulers add keys to the groups, so only the optimizer's own options must be there.
+    if any(not set(optimizer.defaults) <= set(g) for g in groups):
+        raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
+    releases = state["ledger_releases"]
+    if (ledger is None) != (releases is None):
+        raise ValueError(
+            f"{where} the engine: one of them keeps a ledger and the other does not, so "
+            "releases would be lost. Build PrivacyEngine(ledger=...) as it was"
+        )
+    if ledger is None:
+        return
+    if ledger.digest(releases) not in (state["ledger_digest"], None):
+        raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")
+    if ledger.releases < releases:
+        raise ValueError(
+            f"{where} the ledger {ledger.path}: it has {ledger.releases} releases, the "
+            f"checkpoint {releases}. Restore it; epsilon is unknown without it"
+        )
 
 
 def check_extra(extra: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import itertools
 import math
 import os
@@ -11,26 +9,29 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpflash.accounting import Accountant, create_accountant, get_noise_multiplier
+from dpflash.accounting import Accountant, Event, Gaussian, Interval
 
 from . import checkpoint
 from ._validate import finite, non_negative, one_of, positive, positive_int, probability
-from .attach import attach, check_model, detach, owners, tileable
+from .arguments import make_groups, refuse_keywords, sampling_of, trained_parameters
+from .attach import attach, check_model, detach
+from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
-from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import PrivateBackward
-from .ledger import Ledger
 from .optimizer import PrivateOptimizer
 from .planner import WAYS, default_memory_budget
-from .sampling import BatchTracker, PrivateDataLoader, check_loader
+from .relations import DEFAULT_ACCOUNTANT
+from .sampling import PrivateDataLoader
+from .spending import Spending
 from .streams import derive_key, master_key
+from .tracker import BatchTracker
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
@@ -46,29 +47,21 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# Arguments of peers that have no counterpart here.
-_REFUSED = {
-    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
-    "criterion": "losses are computed by the caller, one per sample (dpflash.losses)",
-    "batch_first": "the batch is always the first dimension",
-    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
-    "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
-    "wrap_model": "the model is never wrapped; it comes back as the same object",
-    "rand_on_empty": "empty batches are yielded with zero samples",
-    "max_batch_size": "truncating a Poisson draw changes its guarantee and is not accounted for "
-    "yet; physical_batch_size= bounds the memory without touching the draw",
-}
-
 
 class PrivacyEngine:
     """Trains a model with differential privacy (DP-SGD).
 
     Args:
-        accountant: name of the accountant ("rdp"), or an object with its interface.
+        accountant: name of the accountant ("contour"), or an object with its interface, of
+            `dpflash.accounting` or of Opacus; what it has counted already stays counted.
         seed: derives all private randomness from this number, for reproducible research. Whoever
             knows the seed can subtract the noise, so results are not for release. By default
             keys come from the operating system.
-        ledger: path of a file that gets one line for each release, before it leaves.
+        ledger: path of a file that gets one line for each release, before it leaves. Its lines
+            so far count: several runs on the same data compose in one ledger.
+        neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
+            None for the samplers' own ("add_remove" for Poisson sampling, "replace_one" for
+            fixed-size batches, "zero_out" for shuffled ones, foreign ones and mixtures).
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
@@ -80,16 +73,16 @@ class PrivacyEngine:
     def __init__(
         self,
         *,
-        accountant: str | Accountant = "rdp",
+        accountant: str | Accountant = DEFAULT_ACCOUNTANT,
         seed: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        neighboring_relation: str | None = None,
         **unknown: Any,
     ):
         if unknown:
-            _refuse_keywords(unknown, PrivacyEngine)
-        self.accountant: Accountant = (
-            create_accountant(accountant) if isinstance(accountant, str) else accountant
-        )
+            refuse_keywords(unknown, PrivacyEngine)
+        self._spending = Spending(accountant, relation=neighboring_relation, ledger=ledger)
+        self._ledger = self._spending.ledger
         self.seed = seed
         self._key = master_key(seed)
         self._incarnation = 0
@@ -99,13 +92,9 @@ class PrivacyEngine:
         self._number = next(_numbers)
         self._restored = False
         self._twin_warned = False
-        self._noiseless = False
         self._unamplified = False
-        self._pass_noise = math.inf
-        self._ledger = None if ledger is None else Ledger(ledger)
-        if self._ledger is not None:
-            for noise_multiplier, sample_rate in self._ledger.read():
-                self._account(noise_multiplier, sample_rate)
+        # The last pass of a shuffled loader that was paid for, and with which noise.
+        self._paid = (0, math.inf)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
         self._optimizer: PrivateOptimizer | None = None
@@ -137,9 +126,12 @@ class PrivacyEngine:
         way: str = "auto",
         clip_function: str = "hard",
         poisson_sampling: bool = True,
+        sampling: str | None = None,
         physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
+        budget: PrivacyBudget | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -158,12 +150,20 @@ class PrivacyEngine:
             way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
             poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
                 passes over the data and accounts for them without amplification.
+            sampling: "poisson", "fixed_size" (each batch batch_size different samples, drawn
+                anew) or "shuffled" (the loader's own passes); None for what poisson_sampling
+                says. Epsilon is that of the sampler: a shuffled pass costs one Gaussian step,
+                an upper bound without amplification.
             physical_batch_size: upper bound of a batch that the loader yields; logical batches
                 above it come in parts and step() waits for the last.
+            max_batch_size: of a Poisson draw with more samples only so many are kept. What that
+                costs is accounted for; well above batch_size it is next to nothing.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
             memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
                 the expected batch) may take; default a quarter of the device's.
+            budget: a limit on what everything released so far and from now on may spend; a step
+                beyond it raises `BudgetSpent` and releases nothing.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -174,7 +174,7 @@ class PrivacyEngine:
             TypeError: for an unknown keyword.
         """
         if unknown:
-            _refuse_keywords(unknown, self.make_private)
+            refuse_keywords(unknown, self.make_private)
         non_negative(noise_multiplier=noise_multiplier)
         finite(noise_multiplier=noise_multiplier)
         if isinstance(max_grad_norm, list | tuple):
@@ -204,26 +204,27 @@ class PrivacyEngine:
             )
         if physical_batch_size is not None:
             positive_int(physical_batch_size=physical_batch_size)
-            if not poisson_sampling:
-                raise ValueError(
-                    f"physical_batch_size={physical_batch_size} with poisson_sampling=False: the "
-                    "loader's own batches are kept whole; give the loader a smaller batch_size"
-                )
+        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
+        if budget is not None and not isinstance(budget, PrivacyBudget):
+            raise ValueError(
+                f"budget={budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
+            )
         if memory_budget is not None:
             positive_int(memory_budget=memory_budget)
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
         check_model(module)
-        trained = _trained_parameters(module, optimizer)
+        trained = trained_parameters(module, optimizer)
         tracker = BatchTracker()
         loader = PrivateDataLoader(
             data_loader,
             tracker,
-            poisson=poisson_sampling,
+            sampling=sampling,
             key=self._sampling_key(),
             physical_batch_size=physical_batch_size,
+            max_batch_size=max_batch_size,
         )
-        groups = _make_groups(module, trained, clipping)
+        groups = make_groups(module, trained, clipping)
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
@@ -234,6 +235,7 @@ class PrivacyEngine:
             clip_function=clip_function,
             flat=clipping == "flat",
         )
+        self._spending.begin(loader.event(float(noise_multiplier)), budget)
         private_optimizer = PrivateOptimizer(
             optimizer,
             backward=backward,
@@ -259,11 +261,20 @@ class PrivacyEngine:
         tracker.has_sums = lambda: bool(backward.sums)
         tracker.abandon = abandon
         tracker.on_batch = backward.begin_batch
+        if budget is not None and budget.when_spent == "stop":
+            tracker.may_begin = self._may_begin
+        if max_batch_size is not None and max_batch_size < loader.expected_batch_size:
+            warnings.warn(
+                f"max_batch_size={max_batch_size!r} is below the expected batch size, so most "
+                "draws are cut and epsilon is infinite; pass one well above it",
+                stacklevel=2,
+            )
         for parameter in trained:
             parameter.grad = None
         attach(module, backward)
         self._model, self._backward, self._tracker = module, backward, tracker
         self._clipping = clipping
+        self._paid = (0, math.inf)
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
 
@@ -281,9 +292,12 @@ class PrivacyEngine:
         way: str = "auto",
         clip_function: str = "hard",
         poisson_sampling: bool = True,
+        sampling: str | None = None,
         physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
+        budget: PrivacyBudget | None = None,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` passes.
@@ -292,6 +306,8 @@ class PrivacyEngine:
             target_epsilon: epsilon > 0 at the end of training.
             target_delta: delta in (0, 1), well below 1 / len(dataset).
             epochs: passes over the loader, >= 1.
+            budget: a limit on the sum of what was spent before and is spent from now on, while
+                target_epsilon is for the coming epochs alone.
 
         The other arguments, the result and the errors are those of `make_private`.
         """
@@ -301,33 +317,39 @@ class PrivacyEngine:
                 "target decides the noise. Drop it, or call make_private"
             )
         if unknown:
-            _refuse_keywords(unknown, self.make_private_with_epsilon)
+            refuse_keywords(unknown, self.make_private_with_epsilon)
         positive(target_epsilon=target_epsilon)
         finite(target_epsilon=target_epsilon)
         probability(target_delta=target_delta)
         positive_int(epochs=epochs)
-        num_samples, batch_size = check_loader(data_loader, poisson=poisson_sampling)
-        steps = epochs * -(-num_samples // batch_size) if poisson_sampling else epochs
+        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
+        drawn = PrivateDataLoader(
+            data_loader,
+            BatchTracker(),
+            sampling=sampling,
+            key=bytes(32),
+            max_batch_size=max_batch_size,
+        )
+        num_samples = len(data_loader.dataset)  # type: ignore[arg-type]
         if target_delta >= 1 / num_samples:
             warnings.warn(
                 f"target_delta={target_delta!r} is not below 1 / {num_samples} entries of the "
                 "data: releasing one of them outright would be allowed; choose it well below",
                 stacklevel=2,
             )
-        if len(self.accountant.history):
+        if not self._spending.is_empty:
             warnings.warn(
                 "the accountant has spent privacy already; target_epsilon covers the coming "
                 "epochs alone, get_epsilon the sum",
                 stacklevel=2,
             )
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=min(1.0, batch_size / num_samples) if poisson_sampling else 1.0,
-            steps=steps,
-            accountant=type(self.accountant).mechanism(),
+        noise_multiplier = self._spending.noise_for(
+            drawn.event,
+            epochs if sampling == "shuffled" else epochs * drawn.steps_per_epoch,
+            epsilon=target_epsilon,
+            delta=target_delta,
         )
-        return self.make_private(
+        made = self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
@@ -337,10 +359,16 @@ class PrivacyEngine:
             way=way,
             clip_function=clip_function,
             poisson_sampling=poisson_sampling,
+            sampling=sampling,
             physical_batch_size=physical_batch_size,
+            max_batch_size=max_batch_size,
             loss_reduction=loss_reduction,
             memory_budget=memory_budget,
+            budget=budget,
         )
+        if budget is None:
+            self._spending.delta = target_delta
+        return made
 
     def backward(self, losses: Tensor) -> None:
         """Add the clipped gradients of a batch to the logical batch's sum.
@@ -395,16 +423,49 @@ class PrivacyEngine:
                 stacklevel=2,
             )
 
-    def get_epsilon(self, delta: float) -> float:
+    @overload
+    def get_epsilon(self, delta: float, interval: Literal[False] = False) -> float: ...
+
+    @overload
+    def get_epsilon(self, delta: float, interval: Literal[True]) -> Interval: ...
+
+    def get_epsilon(self, delta: float, interval: bool = False) -> float | Interval:
         """Epsilon spent so far at delta; inf once a step was released without noise.
 
         Args:
             delta: in (0, 1).
+            interval: whether the lower end is wanted too, where the accountant knows one.
         """
         probability(delta=delta)
-        if self._noiseless:
-            return math.inf
-        return float(self.accountant.get_epsilon(delta)) if len(self.accountant.history) else 0.0
+        found = self._spending.epsilon(delta)
+        return found if interval else found.upper
+
+    def remaining_steps(self) -> int | None:
+        """How many more steps of the present kind the budget allows; None without a budget.
+
+        For a shuffled loader, what is left of a pass that is paid for counts, and then whole
+        passes.
+        """
+        if self._spending.budget is None:
+            return None
+        assert self._optimizer is not None and self._loader is not None
+        noise_multiplier = self._optimizer.noise_multiplier
+        fit = self._spending.remaining(self._loader.event(noise_multiplier))
+        if self._loader.sampler_name != "shuffled":
+            return fit
+        left, whole = self._tracker.left_of_pass, self._loader.steps_per_epoch
+        if self._coming(noise_multiplier) is None:
+            return left + fit * whole
+        return left + (fit - 1) * whole if fit and left else fit * whole
+
+    @property
+    def accountant(self) -> Accountant:
+        """What counts the releases."""
+        return self._spending.accountant
+
+    @property
+    def _noiseless(self) -> bool:
+        return self._spending.noiseless
 
     @property
     def sampler(self) -> str:
@@ -414,10 +475,8 @@ class PrivacyEngine:
 
     @property
     def neighboring_relation(self) -> str:
-        """What epsilon is for: "add_remove" one sample, or "zero_out" one (size public)."""
-        if self._unamplified or self._loader is None or self._loader.sampler_name != "poisson":
-            return "zero_out"
-        return "add_remove"
+        """What epsilon is for: "add_remove", "zero_out" or "replace_one" of one sample."""
+        return self._spending.relation
 
     def check(
         self,
@@ -495,6 +554,8 @@ class PrivacyEngine:
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._key = derive_key(self._key, "next model")
+        self._run = secrets.token_hex(16)
+        self._spending.budget = None
         self._model = self._backward = None
         return model
 
@@ -524,7 +585,7 @@ class PrivacyEngine:
             {
                 "module": self._model.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
-                "accountant": self.accountant.state_dict(),
+                "spending": self._spending.state_dict(),
                 "key": self._key,
                 "incarnation": self._incarnation,
                 "run": self._run,
@@ -538,7 +599,6 @@ class PrivacyEngine:
                 "sampling": self._sampling(),
                 "clipping": self._clipping,
                 "clip_function": backward.clip_function,
-                "noiseless": self._noiseless,
                 "unamplified": self._unamplified,
                 "seed": self.seed,
                 "extra": extra or {},
@@ -565,16 +625,25 @@ class PrivacyEngine:
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
         state = checkpoint.read(path)
-        self._check_fits(path, state)
+        checkpoint.check_fits(
+            path,
+            state,
+            model=self._model,
+            optimizer=self._optimizer,
+            sampling=self._sampling(),
+            mechanism=type(self.accountant).mechanism(),
+            ledger=self._ledger,
+        )
         here = (self._key, self._incarnation, self._optimizer.releases)
         there = (state["key"], state["incarnation"], state["releases"])
-        spent = bool(self.accountant.history) or self._noiseless or self._optimizer.releases
+        spent = not self._spending.is_empty or self._optimizer.releases
         if self._ledger is None and spent and here != there:
             raise RuntimeError(
                 f"path={os.fspath(path)!r}: this engine has spent privacy already, and loading "
                 "would forget it. Load into a new engine, right after make_private; to go back "
                 "within a run use PrivacyEngine(ledger=...)"
             )
+        self._spending.load_state_dict(state["spending"])
         for name in ("noise_multiplier", "max_grad_norm"):
             if getattr(self._optimizer, name) != state[name]:
                 warnings.warn(
@@ -598,14 +667,12 @@ class PrivacyEngine:
         self._optimizer.releases = state["releases"]
         self._optimizer.noise_multiplier = state["noise_multiplier"]
         self._optimizer.max_grad_norm = state["max_grad_norm"]
-        self._noiseless |= state["noiseless"]
         self._unamplified |= state["unamplified"]
         self.seed = state["seed"]
         self._branch = state["branch"]
         if self._ledger is None:
             self._restored = True
             self._leave_noise()
-            self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
         elif self._ledger.releases != state["ledger_releases"]:
             # The accountant already holds the whole ledger.
             # Each release has lengthened it, so no other branch of this key has its number.
@@ -655,80 +722,56 @@ class PrivacyEngine:
             "sampler": self._loader.sampler_name,
             "num_samples": len(self._loader.dataset),  # type: ignore[arg-type]
             "expected_batch_size": self._loader.expected_batch_size,
+            "max_batch_size": self._loader.max_batch_size,
         }
 
-    def _check_fits(self, path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-        assert self._model is not None and self._optimizer is not None
-        where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
-        if state["sampling"] != self._sampling():
-            raise ValueError(
-                f"{where} the data loader: saved with {state['sampling']}, now "
-                f"{self._sampling()}. Call make_private with the same data and batch size"
-            )
-        own = {k: tuple(v.shape) for k, v in self._model.state_dict().items()}
-        saved = {k: tuple(v.shape) for k, v in state["module"].items()}
-        if own != saved:
-            different = sorted(k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k))
-            raise ValueError(
-                f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
-            )
-        sizes = [len(g["params"]) for g in self._optimizer.param_groups]
-        if sizes != [len(g["params"]) for g in state["optimizer"]["param_groups"]]:
-            raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
-        if state["accountant"]["mechanism"] != type(self.accountant).mechanism():
-            raise ValueError(
-                f"{where} the accountant: saved with {state['accountant']['mechanism']!r}"
-            )
-        # Schedulers add keys to the groups, so only the optimizer's own options must be there.
-        options = set(self._optimizer.defaults)
-        if any(not options <= set(g) for g in state["optimizer"]["param_groups"]):
-            raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
-        ledger = state["ledger_releases"]
-        if (self._ledger is None) != (ledger is None):
-            raise ValueError(
-                f"{where} the engine: one of them keeps a ledger and the other does not, so "
-                "releases would be lost. Build PrivacyEngine(ledger=...) as it was"
-            )
-        if self._ledger is None:
-            return
-        if self._ledger.digest(ledger) not in (state["ledger_digest"], None):
-            raise ValueError(
-                f"{where} the ledger {self._ledger.path}: it is of another run. Use its own"
-            )
-        if self._ledger.releases < ledger:
-            raise ValueError(
-                f"{where} the ledger {self._ledger.path}: it has {self._ledger.releases} "
-                f"releases, the checkpoint {ledger}. Restore it; epsilon is unknown without it"
-            )
+    def _coming(self, noise_multiplier: float, *, new_pass: bool = False) -> Event | None:
+        """What the next release of the loader's batches costs; None where it is paid for."""
+        assert self._loader is not None
+        event = self._loader.event(noise_multiplier)
+        if self._loader.sampler_name == "shuffled" and not new_pass:
+            # Batches of a pass are disjoint, so the step with the least noise pays for all.
+            number, least = self._paid
+            if number == self._tracker.passes and noise_multiplier >= least:
+                return None
+        return event
+
+    def _may_begin(self, new_pass: bool) -> bool:
+        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        assert self._optimizer is not None
+        coming = self._coming(self._optimizer.noise_multiplier, new_pass=new_pass)
+        return self._spending.fits(coming)
 
     def _charge(self, noise_multiplier: float, signalled: bool) -> None:
         """Pay for a release before it is made."""
-        assert self._loader is not None and self._optimizer is not None
+        assert self._optimizer is not None
+        noise_multiplier = float(noise_multiplier)
+        drawn = self._tracker.came_from_loader(signalled)
+        # A batch of unknown origin: no amplification can be claimed for it.
+        event = (
+            self._coming(noise_multiplier)
+            if drawn
+            else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
+        )
+        try:
+            self._spending.admit(event)
+        except (BudgetSpent, ValueError):
+            self._attached().discard()
+            self._tracker.refused()
+            raise
         if self._ledger is None and noise_multiplier > 0:
             self._claim(self._optimizer.releases)
-        drawn = self._tracker.came_from_loader(signalled)
-        rate: float | None
-        if not drawn:
-            # A batch of unknown origin: no amplification can be claimed for it.
-            if not self._unamplified and noise_multiplier > 0:
-                warnings.warn(
-                    "a step was made on a batch that did not come from the private loader; it is "
-                    "accounted for without amplification by sampling, and epsilon is for zero_out "
-                    "from now on. Iterate over the loader that make_private returned",
-                    stacklevel=4,
-                )
-            self._unamplified = True
-            rate = 1.0
-        elif self._loader.sample_rate is not None:
-            rate = self._loader.sample_rate
-        else:
-            # Batches of a pass are disjoint, so the step with the least noise pays for all.
-            paid = math.inf if self._tracker.first_of_pass else self._pass_noise
-            rate = 1.0 if noise_multiplier < paid else None
-            self._pass_noise = min(noise_multiplier, paid)
-        if self._ledger is not None:
-            self._ledger.append(noise_multiplier=noise_multiplier, sample_rate=rate)
-        self._account(noise_multiplier, rate)
+        if not drawn and not self._unamplified and noise_multiplier > 0:
+            warnings.warn(
+                "a step was made on a batch that did not come from the private loader; it is "
+                "accounted for without amplification by sampling, and epsilon is for zero_out "
+                "from now on. Iterate over the loader that make_private returned",
+                stacklevel=4,
+            )
+        self._unamplified |= not drawn
+        self._spending.charge(event, run=self._run)
+        if drawn and event is not None:
+            self._paid = (self._tracker.passes, noise_multiplier)
 
     def _claim(self, step: int) -> None:
         """Without a ledger only this process can tell whether noise is used twice."""
@@ -742,65 +785,3 @@ class PrivacyEngine:
                     "the results of one of them, or use PrivacyEngine(ledger=...)",
                     stacklevel=4,
                 )
-
-    def _account(self, noise_multiplier: float, sample_rate: float | None) -> None:
-        if noise_multiplier == 0:
-            self._noiseless = True
-        elif sample_rate is not None:
-            self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-
-
-def _trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The model's trainable parameters that the optimizer holds, in the model's order."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
-        raise ValueError(
-            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
-            "(PrivateOptimizer.original_optimizer is one)"
-        )
-    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    own = {id(p): n for n, p in module.named_parameters()}
-    foreign = [p for i, p in held.items() if i not in own]
-    if foreign:
-        raise ValueError(
-            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
-            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters()"
-        )
-    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
-    if not trained:
-        raise ValueError(
-            "optimizer holds no trainable parameter of the module; check requires_grad and build "
-            "it from module.parameters()"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
-            "own; use a first-order optimizer such as AdamW"
-        )
-    for parameter in trained:
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
-                "see its gradient before the noise; remove the hook"
-            )
-        if not parameter.is_floating_point():
-            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
-    return trained
-
-
-def _make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
-    if clipping == "flat":
-        return flat_groups(trained)
-    if clipping == "per_layer":
-        return per_layer_groups(owners(module, trained))
-    names = {p: n for n, p in module.named_parameters()}
-    return per_block_groups(trained, names, tileable(module))
-
-
-def _refuse_keywords(unknown: dict[str, Any], method: Any) -> NoReturn:
-    name = next(iter(unknown))
-    if name in _REFUSED:
-        raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")
-    known = [p for p in inspect.signature(method).parameters if p != "unknown"]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")

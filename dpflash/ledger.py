@@ -1,89 +1,260 @@
-"""The ledger: one line for each release, on disk before the release leaves."""
+"""The ledger: what was released, in a file of lines that are on disk before the releases leave."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from dpflash.accounting import Event, event_from_dict
+
+_KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """One line: the steps it covers and what each of them cost.
+
+    Attributes:
+        first, last: numbers of the steps, counted through the whole ledger from 1.
+        run: which run made them.
+        event: what each step did; None where an earlier line has paid for it.
+        epsilon: upper end of all steps up to the last, None where it was not known.
+        delta: of that epsilon.
+        accountant: which computed it.
+    """
+
+    first: int
+    last: int
+    run: str
+    event: Event | None
+    epsilon: float | None
+    delta: float | None
+    accountant: str
+
+    @property
+    def steps(self) -> int:
+        """How many steps the line covers."""
+        return self.last - self.first + 1
 
 
 class Ledger:
-    """An append-only file of JSON lines {"release", "noise_multiplier", "sample_rate"}.
+    """An append-only file of JSON lines, read when it is opened.
 
-    sample_rate is null for a step whose cost an earlier line of the same pass has paid.
+    Attributes:
+        lines: what the file held then.
+        releases: steps in the file by now.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
         over-count. A file whose lines cannot be read is refused, never shortened.
+
+    Raises:
+        ValueError: naming the file and the line that is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.releases = len(self.read())
-        self._size = self.path.stat().st_size if self.path.exists() else 0
+        content = self._content()
+        self.lines = self._read(content)
+        self.releases = self.lines[-1].last if self.lines else 0
+        self._size = len(content)
 
-    def read(self) -> list[tuple[float, float | None]]:
-        """(noise_multiplier, sample_rate) of each line.
+    def append(
+        self,
+        *,
+        run: str,
+        event: Event | None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        accountant: str,
+        count: int = 1,
+    ) -> None:
+        """Write the next `count` steps, and return when they are on the disk.
 
         Raises:
-            ValueError: naming the file and the line that is damaged.
+            RuntimeError: the file is not as this object left it.
+            OSError: the line could not be written; the file is as before.
         """
-        if not self.path.exists():
-            return []
-        entries: list[tuple[float, float | None]] = []
-        for number, line in enumerate(self.path.read_text("utf-8").split("\n")[:-1], start=1):
+        record = {
+            "steps": [self.releases + 1, self.releases + count],
+            "run": run,
+            "event": None if event is None else event.as_dict(),
+            "epsilon": epsilon,
+            "delta": delta,
+            "accountant": accountant,
+        }
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        # Only a ledger without lines may be made: one that is missing was spent.
+        new = self._size == 0 and not self.path.exists()
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if new else 0)
+            handle = os.open(self.path, flags, 0o666)
+        except FileNotFoundError:
+            if new:
+                raise
+            self._refuse_changed()
+        try:
+            if new:
+                _flush_folder(self.path.parent)
+            self._write(handle, line)
+        finally:
+            os.close(handle)
+        self._size += len(line)
+        self.releases += count
+
+    def digest(self, releases: int | None = None) -> str | None:
+        """Digest of the lines of the first steps (all by default); None where there are fewer."""
+        wanted = self.releases if releases is None else releases
+        if wanted > self.releases:
+            return None
+        content = self._content()
+        if wanted == self.releases:
+            return _digest(content[: self._size])
+        raw = content.splitlines(keepends=True)
+        lines, taken = self._read(content), 0
+        while taken < len(lines) and lines[taken].first <= wanted:
+            taken += 1
+        return _digest(b"".join(raw[:taken]))
+
+    def _content(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise ValueError(
+                f"ledger={str(self.path)!r}: cannot be read ({error.strerror}), so the privacy "
+                "spent so far is unknown; pass the path of a file that can be read and written"
+            ) from error
+
+    def _read(self, content: bytes) -> list[LedgerLine]:
+        *whole, rest = content.split(b"\n")
+        lines: list[LedgerLine] = []
+        for number, raw in enumerate(whole, start=1):
             try:
-                record = json.loads(line)
-                if record["release"] != number:
-                    raise ValueError("a line is missing before it")
-                rate = record["sample_rate"]
-                entries.append(
-                    (float(record["noise_multiplier"]), None if rate is None else float(rate))
-                )
-            except (ValueError, KeyError, TypeError) as error:
+                line = _parse(raw)
+                expected = lines[-1].last + 1 if lines else 1
+                if line.first != expected:
+                    raise ValueError(
+                        f"it begins with step {line.first} where step {expected} is next: a line "
+                        "is missing, doubled or out of order"
+                    )
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"ledger {self.path} is damaged at line {number} ({error}): the privacy spent "
                     "so far is unknown. Restore the file from a copy; do not delete the line"
                 ) from error
-        text = self.path.read_bytes()
-        if text and not text.endswith(b"\n"):
+            lines.append(line)
+        if rest:
             raise ValueError(
-                f"ledger {self.path} ends in the middle of line {len(entries) + 1}: a release was "
+                f"ledger {self.path} ends in the middle of line {len(lines) + 1}: a release was "
                 "about to be made when the process died and was not made. Remove that last, "
                 "unfinished line to go on"
             )
-        return entries
+        return lines
 
-    def append(self, *, noise_multiplier: float, sample_rate: float | None) -> None:
-        record = {
-            "release": self.releases + 1,
-            "noise_multiplier": noise_multiplier,
-            "sample_rate": sample_rate,
-        }
-        line = json.dumps(record).encode() + b"\n"
-        with self.path.open("ab", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != self._size:
-                raise RuntimeError(
-                    f"ledger {self.path} was changed by another process or engine, so what this "
-                    "one knows of the privacy spent is incomplete. Give each running engine a "
-                    "ledger of its own, or start anew from this one"
-                )
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(f"ledger {self.path}: a line was written in part; disk full?")
-                os.fsync(file.fileno())
-            except BaseException:
-                # The release is not made; half a line would make the file unreadable.
-                os.truncate(self.path, self._size)
-                raise
-            self._size = os.fstat(file.fileno()).st_size
-        self.releases += 1
+    def _write(self, handle: int, line: bytes) -> None:
+        if os.fstat(handle).st_size != self._size:
+            self._refuse_changed()
+        end = self._size + len(line)
+        try:
+            if os.write(handle, line) != len(line):
+                raise OSError(f"ledger {self.path}: a line was written in part; disk full?")
+            os.fsync(handle)
+        except BaseException:
+            # The release is not made; half a line would make the file unreadable. What another
+            # process wrote meanwhile stays, and is found out at the next opening.
+            if os.fstat(handle).st_size <= end:
+                os.ftruncate(handle, self._size)
+            raise
+        if os.fstat(handle).st_size != end:
+            self._refuse_changed()
 
-    def digest(self, releases: int | None = None) -> str | None:
-        """Digest of the first lines (all by default); None where there are fewer."""
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        count = self.releases if releases is None else releases
-        if len(lines) < count:
-            return None
-        return hashlib.blake2b(b"".join(lines[:count]), digest_size=16).hexdigest()
+    def _refuse_changed(self) -> None:
+        raise RuntimeError(
+            f"ledger {self.path} was changed or removed by another process or engine, so what "
+            "this one knows of the privacy spent is incomplete. Give each running engine a "
+            "ledger of its own, or start anew from this one"
+        )
+
+
+def _parse(raw: bytes) -> LedgerLine:
+    """One line's values, checked; what is wrong with them as ValueError or KeyError."""
+    record = json.loads(
+        raw.decode("utf-8"),
+        object_pairs_hook=_object,
+        parse_float=_finite,
+        parse_constant=_finite,
+    )
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    if "release" in record:
+        raise ValueError(
+            "it is in the format of an older version, which did not tell the samplers apart; "
+            "start a new ledger and add the old epsilon to the new one's"
+        )
+    if sorted(record) != sorted(_KEYS):
+        raise ValueError(f"it has the keys {sorted(record)}, not {sorted(_KEYS)}")
+    steps = record["steps"]
+    if not isinstance(steps, list) or len(steps) != 2 or any(type(s) is not int for s in steps):
+        raise ValueError(f"steps={steps!r}: expected two whole numbers")
+    if steps[1] < steps[0]:
+        raise ValueError(f"steps={steps!r}: the last is before the first")
+    for name in ("run", "accountant"):
+        if not isinstance(record[name], str) or not record[name]:
+            raise ValueError(f"{name}={record[name]!r}: expected a name")
+    epsilon, delta = record["epsilon"], record["delta"]
+    if epsilon is not None and not (_is_number(epsilon) and epsilon >= 0):
+        raise ValueError(f"epsilon={epsilon!r}: expected null or a number >= 0")
+    if delta is not None and not (_is_number(delta) and 0 < delta < 1):
+        raise ValueError(f"delta={delta!r}: expected null or 0 < delta < 1")
+    if epsilon is not None and delta is None:
+        raise ValueError(f"epsilon={epsilon!r} without a delta")
+    event = record["event"]
+    if event is not None and not isinstance(event, dict):
+        raise ValueError(f"event={event!r}: expected null or an object")
+    return LedgerLine(
+        first=steps[0],
+        last=steps[1],
+        run=record["run"],
+        event=None if event is None else event_from_dict(event),
+        epsilon=epsilon,
+        delta=delta,
+        accountant=record["accountant"],
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return values
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Put the name of a new file on the disk too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

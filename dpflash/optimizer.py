@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ._validate import finite, non_negative, positive
 from .gate import PrivateBackward
 from .release import Release
-from .sampling import BatchTracker
+from .tracker import BatchTracker
 
 
 class PrivateOptimizer(torch.optim.Optimizer):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dpflash.accounting import Interval
+
 from .training_config import TrainingConfig, TrainingState
 
 __all__ = ["make_report", "peak_memory_mb", "write_report"]
@@ -38,7 +40,7 @@ def make_report(
     config: TrainingConfig,
     state: TrainingState,
     *,
-    epsilon: float,
+    epsilon: Interval,
     lost_steps: int,
     sampler: str,
     neighboring_relation: str,
@@ -48,6 +50,8 @@ def make_report(
     """All that is known of a job, as plain values; what is not finite becomes None."""
     seen = state.seen_samples
     notes = [_SEEDED] if config.seed is not None else []
+    if state.stopped is not None:
+        notes.append(state.stopped)
     if lost_steps:
         notes.append(
             f"{lost_steps} step(s) were released by a process that died before its next "
@@ -56,9 +60,11 @@ def make_report(
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
     report = {
-        "epsilon": epsilon,
+        "epsilon": epsilon.upper,
+        "epsilon_lower": epsilon.lower,
         "delta": config.delta,
         "target_epsilon": config.target_epsilon,
+        "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
         "privacy_unit": "one document (a file); a draw of it trains on one window",
         "sampler": sampler,
@@ -71,6 +77,7 @@ def make_report(
         "num_documents": num_documents,
         "steps": len(state.history),
         "lost_steps": lost_steps,
+        "stopped": state.stopped,
         "seeded": config.seed is not None,
         "bits_per_byte_before": state.bits_before,
         "bits_per_byte_after": state.bits_after,

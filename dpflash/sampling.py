@@ -1,4 +1,4 @@
-"""Which samples make a batch, and what is known about the batch being trained on.
+"""Which samples make a batch, and what that costs.
 
 A logical batch is what one noisy step releases; it may come as several physical batches. The
 mark that ends a logical batch travels with the data, so that a loop which is left in mid-batch
@@ -7,12 +7,12 @@ leaves nothing behind.
 
 from __future__ import annotations
 
-import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -22,174 +22,34 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpflash.accounting import (
+    Event,
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+)
+
 from ._validate import positive_int
 from .streams import uniform_words
+from .tracker import BatchMark, BatchTracker
+
+SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
-@dataclass(frozen=True)
-class BatchMark:
-    """What travels with a physical batch: the draw it is part of, its size, whether it ends it."""
-
-    draw: int
-    size: int
-    last: bool
-
-
-class BatchTracker:
-    """The batch in the training loop's hands.
-
-    Attributes:
-        current: its mark; None when the batch did not come from a private loader.
-        backward_done: whether its gradients were taken.
-        first_of_pass: whether no release was made yet in this pass over the data.
-        next_draw: the draw at which a resumed run goes on.
-        emitted: sizes of the logical batches that the private sampler drew in this pass and that
-            no signalled release has used.
-        unstepped: how many signals of another loader no step has taken yet.
-        fetched_ahead: whether signals may be of batches that the loop does not have yet.
-        signalled: whether a release was told by the signal of another loader, such as that of
-            Opacus' BatchMemoryManager, which calls step() for each physical batch.
-    """
-
-    def __init__(self) -> None:
-        self.current: BatchMark | None = None
-        self.backward_done = False
-        self.first_of_pass = False
-        self.next_draw = 0
-        self.emitted: deque[int] = deque()
-        self.signalled = False
-        self._seen = 0
-        self.unstepped: Callable[[], int] = lambda: 0
-        self.fetched_ahead = False
-        self.has_sums: Callable[[], bool] = lambda: False
-        self.abandon: Callable[[], None] = lambda: None
-        self.on_batch: Callable[[int], None] = lambda size: None
-
-    def begin_pass(self) -> None:
-        """A new pass over the data drops what an unreleased logical batch left."""
-        if self.has_sums():
-            warnings.warn(
-                "the loop left its last logical batch before optimizer.step() released it; its "
-                "gradients are dropped",
-                stacklevel=3,
-            )
-        self.abandon()
-        self.current = None
-        self.dropped()
-        self.emitted.clear()
-        self.first_of_pass = True
-
-    def dropped(self) -> None:
-        """The gradients of the logical batch under way were thrown away."""
-        self.backward_done = False
-        self._seen = 0
-
-    def begin_batch(self, mark: BatchMark) -> None:
-        previous = self.current
-        if previous is not None and previous.draw != mark.draw:
-            if self.has_sums():
-                self._refuse_unreleased()
-            warnings.warn(
-                "a drawn batch was not released: optimizer.step() must follow each logical batch, "
-                "an empty one too, or the number of steps tells which draws were empty",
-                stacklevel=3,
-            )
-        self.current = mark
-        self.backward_done = False
-        self.next_draw = mark.draw
-        self.on_batch(mark.size)
-
-    def before_backward(self, batch_size: int) -> None:
-        """Refuse to take the same samples into one release twice."""
-        mark = self.current
-        if mark is not None and batch_size != mark.size:
-            raise ValueError(
-                f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
-                "give one loss for each sample that was drawn"
-            )
-        signals = self.unstepped() if mark is None else 0
-        if signals > 1 and not self.fetched_ahead:
-            raise RuntimeError(
-                f"{signals} batches were drawn and not stepped: optimizer.step() must "
-                "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
-                "too, or samples of two draws meet in one step. Call step() before `continue`"
-            )
-        if signals and self.emitted and self._seen + batch_size > self.emitted[0]:
-            raise RuntimeError(
-                f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
-                f"has {self.emitted[0]}: samples of two draws would meet in one step. Call "
-                "optimizer.step() after every physical batch, an empty or a skipped one too"
-            )
-        if self.backward_done:
-            raise RuntimeError(
-                "a second backward on the same batch: its samples would enter the step twice and "
-                "break the bound. Add the losses up and call engine.backward once for each batch "
-                "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
-            )
-        self.backward_done = True
-        self._seen += batch_size
-
-    def warn_of_missing_backward(self) -> None:
-        """Only an empty batch may be released without a backward."""
-        mark = self.current
-        if mark is not None and mark.size and not self.backward_done:
-            warnings.warn(
-                "a drawn batch is released without engine.backward(losses) having been called on "
-                "it: the step is noise alone, and is paid for. Only an empty batch may skip it",
-                stacklevel=4,
-            )
-
-    def signalled_step(self) -> None:
-        """A step that was told by a signal ends a physical batch of another loader."""
-        if self.current is None:
-            self.backward_done = False
-
-    def came_from_loader(self, signalled: bool) -> bool:
-        """Whether the release's samples are a draw of the private sampler.
-
-        A signal proves nothing by itself: the samples seen since the last release must be as many
-        as the next drawn batch has.
-        """
-        if not signalled:
-            return self.current is not None
-        self.signalled = True
-        return bool(self.emitted) and self.emitted.popleft() == self._seen
-
-    def released(self) -> None:
-        self.dropped()
-        if self.current is not None:
-            self.next_draw = self.current.draw + 1
-        self.current = None
-        self.first_of_pass = False
-
-    @staticmethod
-    def _refuse_unreleased() -> None:
-        raise RuntimeError(
-            "a new logical batch began before optimizer.step() released the last one; one sample "
-            "could enter a step twice. Call optimizer.step() after each engine.backward(), and "
-            "use physical_batch_size= to accumulate (or optimizer.zero_grad() to drop a batch)"
-        )
-
-
-class PoissonBatchSampler:
-    """Draws each sample with probability sample_rate, independently, for every logical batch.
+class _DrawSampler(ABC):
+    """Draws logical batches that are functions of (key, number of the draw), part by part.
 
     Args:
         num_samples: size of the dataset.
-        sample_rate: probability of each sample in each draw.
         steps_per_epoch: logical batches of one pass.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-
-    Guarantees:
-        Inclusions are independent over samples and draws (64-bit thresholds, so that the
-        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
     """
 
     def __init__(
         self,
         num_samples: int,
-        sample_rate: float,
         *,
         steps_per_epoch: int,
         key: bytes,
@@ -198,10 +58,7 @@ class PoissonBatchSampler:
         positive_int(num_samples=num_samples, steps_per_epoch=steps_per_epoch)
         if physical_batch_size is not None:
             positive_int(physical_batch_size=physical_batch_size)
-        if not 0 < sample_rate <= 1:
-            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
         self.num_samples = num_samples
-        self.sample_rate = sample_rate
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
         self.marks: deque[BatchMark] = deque()
@@ -209,23 +66,28 @@ class PoissonBatchSampler:
         self.pass_remainder: int | None = None
         self.on_pass: Callable[[], None] = lambda: None
         self.on_draw: Callable[[int], None] = lambda size: None
+        self.may_begin: Callable[[bool], bool] = lambda new_pass: True
         self._key = key
 
+    @abstractmethod
     def draw(self, index: int) -> list[int]:
         """The samples of draw `index`, ascending; the same for the same key and index."""
-        words = uniform_words(self._key, index=index, count=self.num_samples)
-        if self.sample_rate == 1:
-            return list(range(self.num_samples))
-        included = words < int(self.sample_rate * 2**64)
-        return [int(i) for i in included.nonzero()[0]]
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self.may_begin(True):
+            return
         self.on_pass()
         # One queue a pass: an older pass that is still open keeps its own marks.
         marks = self.marks = deque()
         steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
         self.pass_remainder = None
-        for _ in range(steps):
+        for step in range(steps):
+            if step and not self.may_begin(False):
+                return
             draw = self.position
             self.position += 1
             indices = self.draw(draw)
@@ -248,6 +110,134 @@ class PoissonBatchSampler:
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
 
+    def _words(self, index: int) -> np.ndarray:
+        return uniform_words(self._key, index=index, count=self.num_samples)
+
+
+class PoissonBatchSampler(_DrawSampler):
+    """Draws each sample with probability sample_rate, independently, for every logical batch.
+
+    Args:
+        num_samples: size of the dataset.
+        sample_rate: probability of each sample in each draw.
+        steps_per_epoch: logical batches of one pass.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        max_batch_size: of a draw with more samples only so many are kept, a uniform subset;
+            None for no truncation.
+
+    Guarantees:
+        Inclusions are independent over samples and draws (64-bit thresholds, so that the
+        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
+        if max_batch_size is not None:
+            positive_int(max_batch_size=max_batch_size)
+        self.sample_rate = sample_rate
+        self.max_batch_size = max_batch_size
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        cap = self.max_batch_size
+        if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
+            return list(range(self.num_samples))
+        words = self._words(index)
+        if self.sample_rate == 1:
+            included = np.arange(self.num_samples)
+        else:
+            included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
+        if cap is not None and len(included) > cap:
+            # Below the threshold the words are uniform, so the least of them are any subset.
+            included = included[_least(words[included], cap)]
+        return [int(i) for i in included]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
+        if self.max_batch_size is None:
+            return PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate)
+        return TruncatedPoissonGaussian(
+            noise_multiplier=noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_batch_size=self.max_batch_size,
+            num_samples=self.num_samples,
+        )
+
+
+class FixedSizeBatchSampler(_DrawSampler):
+    """Draws batch_size different samples, each such set equally likely, for every logical batch.
+
+    Args:
+        num_samples: size of the dataset.
+        batch_size: samples of a draw, at most num_samples.
+        steps_per_epoch: logical batches of one pass.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Guarantees:
+        Draws are independent of each other, and uniform but for equal 64-bit words, which appear
+        in a draw with probability below num_samples^2 / 2^65.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        positive_int(batch_size=batch_size)
+        if batch_size > num_samples:
+            raise ValueError(
+                f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
+                "smaller batch"
+            )
+        self.batch_size = batch_size
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        return [int(i) for i in _least(self._words(index), self.batch_size)]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
+        return FixedSizeGaussian(
+            noise_multiplier=noise_multiplier,
+            batch_size=self.batch_size,
+            num_samples=self.num_samples,
+        )
+
+
+def _least(words: np.ndarray, count: int) -> np.ndarray:
+    """Where the `count` least words stand, ascending."""
+    if count >= len(words):
+        return np.arange(len(words))
+    return np.sort(np.argpartition(words, count - 1)[:count])
+
 
 class _PassBatchSampler(BatchSampler):
     """The loader's own batches; says when a pass begins, also where another loader iterates it."""
@@ -257,18 +247,32 @@ class _PassBatchSampler(BatchSampler):
         self._tracker = tracker
         self._passes = 0
 
+    def event(self, noise_multiplier: float) -> Event:
+        """What a whole pass costs, of whose noise multipliers this is the least."""
+        return ShuffledGaussian(noise_multiplier=noise_multiplier)
+
     def __iter__(self) -> Iterator[list[int]]:
-        self._tracker.begin_pass()
+        tracker = self._tracker
+        if not tracker.may_begin(True):
+            return
+        tracker.begin_pass()
         self._passes += 1
         own = self._passes
-        for batch in super().__iter__():
-            if own != self._passes:
-                raise RuntimeError(
-                    "an earlier pass over the loader goes on beside a newer one, so a sample "
-                    "could be released twice for one payment; finish or leave a pass first"
-                )
-            self._tracker.emitted.append(len(batch))
-            yield batch
+        try:
+            for number, batch in enumerate(super().__iter__()):
+                if own != self._passes:
+                    raise RuntimeError(
+                        "an earlier pass over the loader goes on beside a newer one, so a sample "
+                        "could be released twice for one payment; finish or leave a pass first"
+                    )
+                if number and not tracker.may_begin(False):
+                    return
+                tracker.emitted.append(len(batch))
+                tracker.still_to_come(len(self) - number - 1)
+                yield batch
+        finally:
+            if own == self._passes:
+                tracker.still_to_come(0)
 
 
 class _CollateWithEmpty:
@@ -311,8 +315,9 @@ class PrivateDataLoader(DataLoader):
     """A DataLoader whose batches carry marks.
 
     Attributes:
-        sampler_name: "poisson", or "shuffled" for one pass over the data without amplification.
-        sample_rate: probability of a sample in a draw ("poisson"), else None.
+        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
+            over the data without amplification.
+        sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one pass.
     """
@@ -322,89 +327,116 @@ class PrivateDataLoader(DataLoader):
         loader: DataLoader,
         tracker: BatchTracker,
         *,
-        poisson: bool,
+        sampling: str,
         key: bytes,
-        physical_batch_size: int | None,
+        physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
     ):
-        num_samples, batch_size = check_loader(loader, poisson=poisson)
+        num_samples, batch_size = check_loader(loader, sampling=sampling)
+        batch_size = min(batch_size, num_samples)
         self._tracker = tracker
-        self.sampler_name = "poisson" if poisson else "shuffled"
         self.steps_per_epoch = -(-num_samples // batch_size)
-        self.sample_rate = min(1.0, batch_size / num_samples) if poisson else None
-        self.expected_batch_size = float(min(batch_size, num_samples))
-        common: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-        }
-        if poisson:
-            assert self.sample_rate is not None
-            sampler = PoissonBatchSampler(
-                num_samples,
-                self.sample_rate,
-                steps_per_epoch=self.steps_per_epoch,
-                key=key,
-                physical_batch_size=physical_batch_size,
-            )
-            sampler.on_pass = tracker.begin_pass
-            sampler.on_draw = tracker.emitted.append
-            self._poisson: PoissonBatchSampler | None = sampler
-            super().__init__(
-                loader.dataset,
-                batch_sampler=sampler,
-                collate_fn=_CollateWithEmpty(loader.collate_fn, loader.dataset),
-                **common,
-            )
+        self.sample_rate = batch_size / num_samples if sampling == "poisson" else None
+        self.expected_batch_size = float(batch_size)
+        self.max_batch_size = max_batch_size
+        self._draws: _DrawSampler | None = None
+        if sampling == "shuffled":
+            assert loader.batch_size is not None
+            own = _PassBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
+            self.steps_per_epoch = len(own)
+            self._source: _DrawSampler | _PassBatchSampler = own
         else:
-            self._poisson = None
-            super().__init__(
-                loader.dataset,
-                batch_sampler=_PassBatchSampler(
-                    loader.sampler, batch_size, loader.drop_last, tracker
-                ),
-                collate_fn=loader.collate_fn,
-                **common,
+            drawn: dict[str, Any] = {
+                "steps_per_epoch": self.steps_per_epoch,
+                "key": key,
+                "physical_batch_size": physical_batch_size,
+            }
+            self._draws = (
+                FixedSizeBatchSampler(num_samples, batch_size, **drawn)
+                if sampling == "fixed_size"
+                else PoissonBatchSampler(
+                    num_samples, batch_size / num_samples, max_batch_size=max_batch_size, **drawn
+                )
             )
+            self._draws.on_pass = tracker.begin_pass
+            self._draws.on_draw = tracker.emitted.append
+            self._draws.may_begin = lambda new_pass: tracker.may_begin(new_pass)
+            self._source = self._draws
+        self.sampler_name = self.event(1.0).sampler
+        super().__init__(
+            loader.dataset,
+            batch_sampler=self._source,
+            collate_fn=loader.collate_fn
+            if self._draws is None
+            else _CollateWithEmpty(loader.collate_fn, loader.dataset),
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise.
+
+        A shuffled loader's event is a whole pass, whose least noise multiplier counts.
+        """
+        return self._source.event(noise_multiplier)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._poisson is None:
-            remaining = len(self.dataset)  # type: ignore[arg-type]
-            for number, batch in enumerate(super().__iter__()):
-                size = min(int(self.expected_batch_size), remaining)
-                remaining -= size
-                self._tracker.begin_batch(BatchMark(number, size, True))
-                yield batch
+        # The samplers ask too, but workers fetch batches before those at hand are released.
+        if not self._tracker.may_begin(True):
             return
-        marks = None
-        for batch in super().__iter__():
-            marks = self._poisson.marks if marks is None else marks
-            self._tracker.begin_batch(marks.popleft())
+        batches = super().__iter__()
+        own = self._draws is None
+        marked = self._marked_pass(batches) if own else self._marked_draws(batches)
+        for batch, is_last in marked:
             yield batch
+            if is_last and not self._tracker.may_begin(False):
+                return
+
+    def _marked_draws(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """Physical batches of draws, and whether they end their logical batch."""
+        assert self._draws is not None
+        marks = None
+        for batch in batches:
+            marks = self._draws.marks if marks is None else marks
+            mark = marks.popleft()
+            self._tracker.begin_batch(mark)
+            yield batch, mark.last
+
+    def _marked_pass(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The batches of the loader's own pass."""
+        remaining = len(self.dataset)  # type: ignore[arg-type]
+        for number, batch in enumerate(batches):
+            size = min(int(self.expected_batch_size), remaining)
+            remaining -= size
+            self._tracker.begin_batch(BatchMark(number, size, True))
+            self._tracker.still_to_come(self.steps_per_epoch - number - 1)
+            yield batch, True
 
     def set_key(self, key: bytes) -> None:
         """Draw from another key, that of a checkpoint."""
-        if self._poisson is not None:
-            self._poisson.set_key(key)
+        if self._draws is not None:
+            self._draws.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
         """The position among the draws; a draw that was not released is drawn again."""
         # Under another loader's signals nothing tells which draw is in the loop's hands.
-        if self._tracker.signalled and self._poisson is not None:
-            return {"next_draw": self._poisson.position}
+        if self._tracker.signalled and self._draws is not None:
+            return {"next_draw": self._draws.position}
         return {"next_draw": self._tracker.next_draw}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._tracker.next_draw = int(state["next_draw"])
-        if self._poisson is not None:
-            self._poisson.resume(self._tracker.next_draw)
+        if self._draws is not None:
+            self._draws.resume(self._tracker.next_draw)
 
 
-def check_loader(loader: DataLoader, *, poisson: bool) -> tuple[int, int]:
+def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     """Refuse loaders whose sampling cannot be replaced or accounted for.
 
     Returns:
@@ -436,7 +468,7 @@ def check_loader(loader: DataLoader, *, poisson: bool) -> tuple[int, int]:
         and len(loader.sampler) == num_samples
     )
     if not plain:
-        what = "replaced by Poisson sampling" if poisson else "accounted for"
+        what = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
         raise ValueError(
             f"data_loader.sampler={type(loader.sampler).__name__} cannot be {what}: a sample's "
             "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"

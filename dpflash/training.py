@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from dpflash.accounting import PoissonGaussian, remaining_steps
+
 from . import checkpoint, losses
+from .budget import PrivacyBudget
 from .corpus import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .engine import PrivacyEngine
 from .ledger import Ledger
@@ -72,11 +75,17 @@ class TrainingRun:
         self._engine = PrivacyEngine(
             accountant=config.accountant, seed=config.seed, ledger=folder / LEDGER
         )
+        budget = None
+        if config.max_epsilon is not None:
+            budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
+        # The engine refuses a budget that is spent; what is left of such a job takes no step.
+        self._was_spent = budget is not None and not self._leaves_room(budget)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
             data_loader=DataLoader(self._windows, batch_size=config.batch_size),
             noise_multiplier=state.noise_multiplier,
+            budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
             clipping=config.clipping,
             way=config.way,
@@ -182,6 +191,27 @@ class TrainingRun:
         """Spent so far, lost steps included."""
         return self._engine.get_epsilon(self.config.delta)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether max_epsilon allows no further step."""
+        return self._was_spent or self._engine.remaining_steps() == 0
+
+    def _leaves_room(self, budget: PrivacyBudget) -> bool:
+        """Whether the ledger of an earlier process leaves a step; a new run is asked later."""
+        if Ledger(self.folder / LEDGER).releases == 0:
+            return True
+        step = PoissonGaussian(
+            relation=self._engine.neighboring_relation,
+            noise_multiplier=self.state.noise_multiplier,
+            sample_rate=self.config.batch_size / len(self._windows),
+        )
+        return 0 < remaining_steps(
+            self._engine.accountant,
+            step,
+            target_epsilon=budget.epsilon,
+            target_delta=budget.delta,
+        )
+
     def run(
         self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
     ) -> dict[str, Any]:
@@ -227,6 +257,9 @@ class TrainingRun:
         state, total = self.state, self.config.steps
         with _bar("private", self.step, total, progress) as bar:
             while self.step < total:
+                if self.is_spent:
+                    self._note_stop()
+                    break
                 batch_losses: list[float] = []
                 begun = time.perf_counter()
                 self._windows.set_step(self._next_draw())
@@ -248,6 +281,16 @@ class TrainingRun:
                         self._save()
                     batch_losses, begun = [], time.perf_counter()
         self._save()
+
+    def _note_stop(self) -> None:
+        """Keep for the report why there are fewer steps than planned."""
+        config, state = self.config, self.state
+        state.stopped = (
+            f"stopped after step {self.step} of {config.steps}: one more would exceed "
+            f"max_epsilon={config.max_epsilon:g} at delta={config.delta:g}"
+        )
+        if state.history:
+            state.history[-1]["epsilon"] = self.epsilon
 
     def _physical_batch(self, inputs: Tensor, targets: Tensor) -> list[float]:
         """Forward, clipped backward and step of one part; its losses in bits per byte."""
@@ -283,8 +326,9 @@ class TrainingRun:
             model.load_state_dict(state.baseline["model"])
             optimizer.load_state_dict(state.baseline["optimizer"])
 
-        with _bar("non-private", len(state.baseline_losses), config.steps, progress) as bar:
-            for step in range(len(state.baseline_losses), config.steps):
+        total = self.step
+        with _bar("non-private", len(state.baseline_losses), total, progress) as bar:
+            for step in range(len(state.baseline_losses), total):
                 loss = self._baseline_step(model, optimizer, step)
                 state.baseline_losses.append(loss)
                 bar.set_postfix(_postfix({"loss": loss}), refresh=False)
@@ -366,7 +410,7 @@ class TrainingRun:
         report = make_report(
             self.config,
             self.state,
-            epsilon=self.epsilon,
+            epsilon=self._engine.get_epsilon(self.config.delta, interval=True),
             lost_steps=self.lost_steps,
             sampler=self._engine.sampler,
             neighboring_relation=self._engine.neighboring_relation,

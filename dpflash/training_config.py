@@ -14,6 +14,7 @@ from dpflash.accounting import get_noise_multiplier
 
 from . import _validate
 from .corpus import ByteDocuments, default_data_dir
+from .relations import DEFAULT_ACCOUNTANT
 
 __all__ = ["Corpus", "TrainingConfig", "TrainingState"]
 
@@ -33,6 +34,8 @@ class TrainingConfig:
         target_epsilon: epsilon after all steps; None where noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
         delta: of the guarantee.
+        max_epsilon: the training ends before the step that would spend more, lost steps of a
+            killed process included; None for no such limit.
         accountant: its name.
         clipping, way, max_grad_norm: as in `PrivacyEngine.make_private`.
         learning_rate: of Adam.
@@ -57,7 +60,8 @@ class TrainingConfig:
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     delta: float = 1e-5
-    accountant: str = "rdp"
+    max_epsilon: float | None = None
+    accountant: str = DEFAULT_ACCOUNTANT
     clipping: str = "flat"
     way: str = "auto"
     max_grad_norm: float = 1.0
@@ -100,6 +104,14 @@ class TrainingConfig:
             _validate.finite(noise_multiplier=self.noise_multiplier)
         else:
             raise ValueError("target_epsilon=None: give it, or a noise_multiplier")
+        if self.max_epsilon is not None:
+            _validate.positive(max_epsilon=self.max_epsilon)
+            _validate.finite(max_epsilon=self.max_epsilon)
+            if self.noise_multiplier == 0:
+                raise ValueError(
+                    f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without "
+                    "noise has no epsilon; give one of them"
+                )
         _validate.one_of(device=(self.device, ("cpu", "cuda")))
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number")
@@ -135,6 +147,7 @@ class TrainingState:
     clipped_samples: int = 0
     seen_samples: int = 0
     peak_memory_mb: float = 0.0
+    stopped: str | None = None
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:

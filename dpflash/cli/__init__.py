@@ -12,6 +12,7 @@ _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    from .budget import add_budget_parser
     from .check import add_check_parser
     from .doctor import add_doctor_parser
     from .privacy import add_calibrate_parser, add_epsilon_parser
@@ -25,6 +26,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_train_parser(subparsers)
     add_epsilon_parser(subparsers)
     add_calibrate_parser(subparsers)
+    add_budget_parser(subparsers)
     add_check_parser(subparsers)
     add_doctor_parser(subparsers)
     return parser

@@ -88,7 +88,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="delta of the guarantee, well below 1 / data set size, e.g. 1e-6",
     )
     parser.add_argument(
-        "--accountant", default="rdp", metavar="A", help="name of the accountant (default: rdp)"
+        "--accountant",
+        default="contour",
+        metavar="A",
+        help="name of the accountant (default: contour)",
     )
     parser.add_argument(
         "--json",
@@ -121,9 +124,10 @@ def _report(args: argparse.Namespace, noise_multiplier: float) -> dict[str, Any]
     """The guarantee of the run, with all that it rests on."""
     accountant = create_accountant(args.accountant)
     accountant.history = [(noise_multiplier, args.sample_rate, args.steps)]
+    interval = accountant.get_epsilon(args.delta, interval=True)
     return {
-        "epsilon": accountant.get_epsilon(args.delta),
-        "epsilon_lower": accountant.get_epsilon_lower(args.delta),
+        "epsilon": interval.upper,
+        "epsilon_lower": interval.lower,
         "delta": args.delta,
         "noise_multiplier": noise_multiplier,
         "sample_rate": args.sample_rate,

@@ -87,6 +87,12 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help=f"epsilon after all steps (default: {defaults['target_epsilon']})",
     )
     parser.add_argument(
+        "--max-epsilon",
+        type=float,
+        metavar="E",
+        help="end the training before the step that would spend more (default: no limit)",
+    )
+    parser.add_argument(
         "--noise-multiplier",
         type=float,
         metavar="S",
@@ -118,7 +124,8 @@ def _run_train(args: argparse.Namespace) -> int:
     with _warnings_as_lines():
         job = _job(args, given)
         if job.state.finished:
-            print(f"The run in {job.folder} is finished; nothing is left to do.")
+            why = "finished" if job.state.stopped is None else job.state.stopped
+            print(f"The run in {job.folder} is {why}; nothing is left to do.")
         else:
             _announce(job)
         try:
@@ -186,6 +193,7 @@ def _summary(report: dict[str, Any], folder: Path) -> list[str]:
         (f"epsilon at delta {report['delta']:g}", f"{epsilon} after {report['steps']} steps"),
         ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
         ("sampler", report["sampler"]),
+        ("accountant", report["accountant"]),
         ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
         ("model (for release)", str(folder / training.WEIGHTS)),

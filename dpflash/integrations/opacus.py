@@ -232,9 +232,9 @@ def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountan
         def mechanism(cls) -> str:
             return name
 
-        def get_epsilon(self, delta: float, **_: object) -> float:
+        def get_epsilon(self, delta: float, interval: bool = False, **_: object) -> Any:
             # make_private_with_epsilon hands it the keywords that are meant for the optimizer.
-            return super().get_epsilon(delta)
+            return super().get_epsilon(delta, interval)
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             if state_dict and state_dict.get("mechanism") == plain.mechanism():

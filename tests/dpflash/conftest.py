@@ -73,10 +73,19 @@ def private():
     """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless."""
 
     def make(
-        model, *data, batch_size=4, lr=0.1, seed=0, ledger=None, workers=0, collate=None, **kwargs
+        model,
+        *data,
+        batch_size=4,
+        lr=0.1,
+        seed=0,
+        ledger=None,
+        accountant="rdp",
+        workers=0,
+        collate=None,
+        **kwargs,
     ):
         data = data or (torch.zeros(16, 1),)
-        engine = dpflash.PrivacyEngine(seed=seed, ledger=ledger)
+        engine = dpflash.PrivacyEngine(accountant=accountant, seed=seed, ledger=ledger)
         loader = DataLoader(
             TensorDataset(*data), batch_size=batch_size, num_workers=workers, collate_fn=collate
         )

@@ -83,7 +83,10 @@ def test_calibrate_json_holds_the_noise_and_its_epsilon(
         (["epsilon", "--noise-multiplier", "1", *RUN, "--delta", "0"], "delta=0.0"),
         (["epsilon", "--noise-multiplier", "1", *RUN, "--steps", "-5"], "steps=-5"),
         (["epsilon", "--noise-multiplier", "1", *RUN, "--sample-rate", "7"], "sample_rate=7.0"),
-        (["epsilon", "--noise-multiplier", "1", *RUN, "--accountant", "gdp"], "accountant='gdp'"),
+        (
+            ["epsilon", "--noise-multiplier", "1", *RUN, "--accountant", "none"],
+            "accountant='none'",
+        ),
         (["calibrate", "--target-epsilon", "0", *RUN], "target_epsilon=0.0"),
         (["calibrate", "--target-epsilon", "1", *RUN, "--steps", "0"], "steps=0"),
     ],

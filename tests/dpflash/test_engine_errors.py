@@ -77,6 +77,11 @@ def refused():
         ("loss_reduction", "none"),
         ("physical_batch_size", 0),
         ("physical_batch_size", 2.5),
+        ("sampling", "bernoulli"),
+        ("max_batch_size", 0),
+        ("max_batch_size", True),
+        ("budget", 3.0),
+        ("budget", (1.0, 1e-5)),
         ("memory_budget", -1),
     ],
     ids=str,
@@ -94,6 +99,12 @@ def test_a_value_outside_of_its_range_is_named(name, value, refused):
             {"physical_batch_size": 2, "poisson_sampling": False},
             ["physical_batch_size=2", "smaller batch_size"],
         ),
+        ({"sampling": "poisson", "poisson_sampling": False}, ["sampling='poisson'", "leave"]),
+        ({"sampling": "fixed_size", "poisson_sampling": False}, ["sampling='fixed_size'"]),
+        ({"sampling": "shuffled", "physical_batch_size": 2}, ["physical_batch_size=2"]),
+        ({"sampling": "shuffled", "max_batch_size": 9}, ["max_batch_size=9", "leave it out"]),
+        ({"sampling": "fixed_size", "max_batch_size": 9}, ["max_batch_size=9", "leave it out"]),
+        ({"poisson_sampling": False, "max_batch_size": 9}, ["max_batch_size=9"]),
     ],
     ids=str,
 )
@@ -237,7 +248,6 @@ def test_add_param_group_is_refused(private):
         ("criterion", None, "dpflash.losses"),
         ("batch_first", True, "first dimension"),
         ("noise_generator", None, "PrivacyEngine(seed=...)"),
-        ("max_batch_size", 3, "physical_batch_size="),
     ],
 )
 def test_an_unknown_keyword_is_refused_with_what_was_meant(name, value, meant, epsilon, refused):

@@ -1,15 +1,28 @@
-"""Poisson sampling: who is drawn, when a logical batch ends, and what an empty draw looks like."""
+"""Sampling: who is drawn, when a logical batch ends, what an empty draw looks like and costs."""
 
 import itertools
 import math
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2, chisquare, hypergeom
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpflash.sampling import BatchMark, BatchTracker, PoissonBatchSampler, PrivateDataLoader
+from dpflash.accounting import (
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+)
+from dpflash.sampling import (
+    BatchMark,
+    BatchTracker,
+    FixedSizeBatchSampler,
+    PoissonBatchSampler,
+    PrivateDataLoader,
+)
 from dpflash.streams import master_key
 
 KEY = master_key(0)
@@ -21,13 +34,16 @@ def sampler(num_samples=50, sample_rate=0.1, steps=10, physical=None, key=KEY):
     )
 
 
-def private_loader(data, batch_size=4, physical=None, poisson=True, tracker=None, **options):
+def private_loader(
+    data, batch_size=4, physical=None, sampling="poisson", cap=None, tracker=None, **options
+):
     return PrivateDataLoader(
         DataLoader(data, batch_size=batch_size, **options),
         tracker or BatchTracker(),
-        poisson=poisson,
+        sampling=sampling,
         key=KEY,
         physical_batch_size=physical,
+        max_batch_size=cap,
     )
 
 
@@ -147,10 +163,10 @@ def test_marks_come_with_their_batches_also_from_workers(workers, persistent):
             assert mark.size == len(batch)
             draws.setdefault(mark.draw, []).extend(batch.flatten().tolist())
             if mark.last:
-                assert draws[mark.draw] == loader._poisson.draw(mark.draw)
+                assert draws[mark.draw] == loader._draws.draw(mark.draw)
                 tracker.released()
         if stop:
-            draws = {k: v for k, v in draws.items() if v == loader._poisson.draw(k)}
+            draws = {k: v for k, v in draws.items() if v == loader._draws.draw(k)}
     assert len(draws) >= 10
 
 
@@ -169,7 +185,7 @@ def test_a_released_draw_is_not_drawn_again_after_a_resume_and_an_unreleased_one
 
 def test_a_plain_pass_gives_every_sample_once_with_marks_of_the_right_sizes():
     tracker = BatchTracker()
-    loader = private_loader(Numbered(), 7, tracker=tracker, poisson=False, shuffle=True)
+    loader = private_loader(Numbered(), 7, tracker=tracker, sampling="shuffled", shuffle=True)
     for _ in range(2):
         seen = []
         for batch in loader:
@@ -238,3 +254,183 @@ def test_the_expected_batch_size_and_the_rate_are_the_loaders():
     assert len(loader) == loader.steps_per_epoch == 10
     big = private_loader(TensorDataset(torch.zeros(5, 1)), 10)
     assert big.sample_rate == 1 and big.expected_batch_size == 5 and len(big) == 1
+
+
+# Fixed-size and truncated draws
+
+
+def fixed(num_samples=20, batch_size=6, steps=10, physical=None, key=KEY):
+    return FixedSizeBatchSampler(
+        num_samples, batch_size, steps_per_epoch=steps, key=key, physical_batch_size=physical
+    )
+
+
+def truncated(num_samples=30, rate=0.3, cap=8, steps=10, physical=None):
+    return PoissonBatchSampler(
+        num_samples,
+        rate,
+        steps_per_epoch=steps,
+        key=KEY,
+        physical_batch_size=physical,
+        max_batch_size=cap,
+    )
+
+
+def chi_square(counts):
+    """The chance of counts at least as uneven, were all cells equally likely."""
+    return chisquare(counts).pvalue
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 19, 20])
+def test_a_fixed_size_draw_has_exactly_so_many_different_samples(batch_size):
+    source = fixed(batch_size=batch_size)
+    for index in range(200):
+        drawn = source.draw(index)
+        assert len(drawn) == len(set(drawn)) == batch_size
+        assert drawn == sorted(drawn) and 0 <= drawn[0] and drawn[-1] < 20
+
+
+def test_every_set_of_a_fixed_size_is_equally_likely():
+    """All 15 pairs of 6 samples, fixed key; false alarm 1e-4 were the key fresh."""
+    source = fixed(6, 2)
+    counts = Counter(tuple(source.draw(i)) for i in range(6000))
+    assert len(counts) == 15 and chi_square(list(counts.values())) > 1e-4
+
+
+def test_every_sample_and_every_pair_is_drawn_as_often_in_fixed_size_draws():
+    """False alarm 2e-4 (two tests), fixed key; the counts of one draw hang together weakly."""
+    source, draws = fixed(), 8000
+    found = np.zeros((draws, 20))
+    for index in range(draws):
+        found[index, source.draw(index)] = 1
+    # Samples without replacement are more even than independent ones by (n - k) / (n - 1).
+    statistic = ((found.sum(0) - draws * 0.3) ** 2).sum() / (draws * 0.3 * 0.7) * 19 / 20
+    assert chi2.sf(statistic, 19) > 1e-4
+    pairs = (found.T @ found)[np.triu_indices(20, 1)]
+    expected = draws * 6 * 5 / (20 * 19)
+    assert np.abs(pairs - expected).max() <= 5.2 * math.sqrt(expected)
+
+
+def test_fixed_size_draws_are_independent_of_each_other():
+    """The overlap of two neighbours is hypergeometric; false alarm 1e-4, fixed key."""
+    source = fixed()
+    draws = [set(source.draw(i)) for i in range(8001)]
+    for lag in (1, 2):
+        overlaps = Counter(len(draws[i] & draws[i + lag]) for i in range(0, 8000, 2 * lag))
+        total = sum(overlaps.values())
+        expected = hypergeom(20, 6, 6).pmf(range(7)) * total
+        observed = np.array([overlaps[k] for k in range(7)])
+        observed, expected = (np.append(x[:5], x[5:].sum()) for x in (observed, expected))
+        assert chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_fixed_size_draws_are_functions_of_key_and_index_and_resume_like_poisson_ones():
+    straight, resumed = fixed(steps=10), fixed(steps=10)
+    expected = [list(straight), list(straight)]
+    assert expected[0] == [fixed().draw(i) for i in range(10)]
+    assert len({tuple(batch) for batch in expected[0] + expected[1]}) == 20
+    resumed.resume(13)
+    assert list(resumed) == expected[1][3:]
+    assert fixed(key=master_key(1)).draw(0) != fixed().draw(0)
+
+
+@pytest.mark.parametrize("make", [fixed, truncated])
+@pytest.mark.parametrize("physical", [1, 3, 100])
+def test_parts_make_up_fixed_size_and_truncated_draws_too(make, physical):
+    source = make(physical=physical)
+    parts = [(part, source.marks.popleft()) for part in source]
+    for draw, group in itertools.groupby(parts, key=lambda pair: pair[1].draw):
+        group = list(group)
+        assert sum((part for part, _ in group), []) == source.draw(draw)
+        assert [mark.last for _, mark in group] == [False] * (len(group) - 1) + [True]
+        assert all(mark.size == len(part) <= physical for part, mark in group)
+
+
+@pytest.mark.parametrize("cap", [1, 5, 8, 30])
+@pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
+def test_a_truncated_draw_is_the_poisson_draw_or_a_subset_of_it_of_the_size_of_the_cap(cap, rate):
+    whole, cut = sampler(30, rate), truncated(rate=rate, cap=cap)
+    for index in range(200):
+        full, kept = whole.draw(index), cut.draw(index)
+        assert set(kept) <= set(full) and kept == sorted(set(kept))
+        assert len(kept) == min(len(full), cap)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_truncation_prefers_no_sample(rate):
+    """Every sample is kept as often; false alarm 1e-4 for each rate, fixed key."""
+    source, draws = truncated(12, rate, cap=4), 6000
+    found = np.zeros((draws, 12))
+    for index in range(draws):
+        found[index, source.draw(index)] = 1
+    mean = found.sum() / 12
+    # Draws are independent, and samples of one draw repel each other by 1 / (n - 1) or less.
+    spread = mean * (1 - mean / draws)
+    assert chi2.sf(((found.sum(0) - mean) ** 2).sum() / spread * 11 / 12, 11) > 1e-4
+
+
+def test_loaders_tell_the_event_of_their_own_sampler():
+    data = TensorDataset(torch.zeros(40, 1))
+    poisson = PoissonGaussian(noise_multiplier=1.5, sample_rate=0.2)
+    expected = {
+        "poisson": poisson,
+        "shuffled": ShuffledGaussian(noise_multiplier=1.5),
+        "fixed_size": FixedSizeGaussian(noise_multiplier=1.5, batch_size=8, num_samples=40),
+    }
+    for sampling, event in expected.items():
+        loader = private_loader(data, 8, sampling=sampling)
+        assert loader.event(1.5) == event and loader.sampler_name == sampling == event.sampler
+        assert loader.expected_batch_size == 8 and loader.steps_per_epoch == 5
+    loader = private_loader(data, 8, cap=19)
+    assert loader.sampler_name == "truncated_poisson" and loader.expected_batch_size == 8
+    assert loader.event(1.5) == TruncatedPoissonGaussian(
+        noise_multiplier=1.5, sample_rate=0.2, max_batch_size=19, num_samples=40
+    )
+    assert sampler(40, 0.2).event(1.5) == poisson
+    assert fixed(40, 8).event(1.5) == expected["fixed_size"]
+
+
+def test_a_batch_larger_than_the_data_is_the_data():
+    data = TensorDataset(torch.zeros(5, 1))
+    loader = private_loader(data, 10, sampling="fixed_size")
+    assert loader.expected_batch_size == 5 and len(loader) == 1
+    assert loader.event(1.0) == FixedSizeGaussian(
+        noise_multiplier=1.0, batch_size=5, num_samples=5
+    )
+    assert [len(x) for (x,) in loader] == [5]
+
+
+@pytest.mark.parametrize("batch_size", [0, 21, 2.5, True])
+def test_an_impossible_fixed_size_is_refused(batch_size):
+    with pytest.raises(ValueError, match="batch_size="):
+        fixed(batch_size=batch_size)
+
+
+@pytest.mark.parametrize("cap", [0, -1, 2.5, True])
+def test_an_impossible_cap_is_refused(cap):
+    with pytest.raises(ValueError, match="max_batch_size="):
+        truncated(cap=cap)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_marks_come_with_fixed_size_batches_also_from_workers(workers):
+    tracker = BatchTracker()
+    loader = private_loader(
+        Numbered(), 8, 3, sampling="fixed_size", tracker=tracker, num_workers=workers
+    )
+    draws = {}
+    for batch in loader:
+        draws.setdefault(tracker.current.draw, []).extend(batch.flatten().tolist())
+        if tracker.current.last:
+            tracker.released()
+    assert [draws[i] for i in range(5)] == [loader._draws.draw(i) for i in range(5)]
+
+
+def test_a_shuffled_loader_that_drops_its_last_batch_has_fewer_steps_and_each_batch_is_whole():
+    loader = private_loader(Numbered(), 7, sampling="shuffled", drop_last=True)
+    assert loader.steps_per_epoch == len(loader) == 5
+    sizes = []
+    for batch in loader:
+        sizes.append(len(batch))
+        loader._tracker.released()
+    assert sizes == [7] * 5

@@ -16,7 +16,7 @@ import torch
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.training import Interrupted, TrainingRun
-from dpflash.training_config import TrainingConfig
+from dpflash.training_config import Corpus, TrainingConfig
 
 STEPS = 6
 TINY: dict[str, Any] = {
@@ -25,6 +25,7 @@ TINY: dict[str, Any] = {
     "physical_batch_size": 4,
     "steps": STEPS,
     "delta": 1e-3,
+    "accountant": "rdp",
     "embed_dim": 8,
     "layers": 1,
     "heads": 1,
@@ -61,7 +62,7 @@ def options(data: Path, /, **changes: Any) -> list[str]:
 
 
 def config(data: Path, **changes: Any) -> TrainingConfig:
-    return TrainingConfig(**{"data": str(data), "seed": 7, **TINY, **changes})
+    return TrainingConfig(**{"data": str(data), "seed": 7, "accountant": "rdp", **TINY, **changes})
 
 
 def stop_after(calls: int) -> Any:
@@ -95,7 +96,15 @@ def test_a_run_leaves_what_its_summary_names(
     for word in (report["neighboring_relation"], report["sampler"], "non-private"):
         assert word in shown
     assert report.keys() >= {
-        *("epsilon", "delta", "target_epsilon", "neighboring_relation", "privacy_unit"),
+        *(
+            "epsilon",
+            "epsilon_lower",
+            "delta",
+            "target_epsilon",
+            "stopped",
+            "neighboring_relation",
+            "privacy_unit",
+        ),
         *("sampler", "accountant", "noise_multiplier", "max_grad_norm", "clipping"),
         *("sample_rate", "expected_batch_size", "num_documents", "steps", "seeded", "history"),
         *("bits_per_byte_before", "bits_per_byte_after", "bits_per_byte_nonprivate"),
@@ -121,7 +130,7 @@ def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(
     ).run()
     assert 0.99 * 3 < report["epsilon"] <= 3 and report["steps"] == 9
     assert report["sample_rate"] == 6 / report["num_documents"]
-    words = ["epsilon", "--json", "--steps", "9", "--delta", "1e-3"]
+    words = ["epsilon", "--json", "--steps", "9", "--delta", "1e-3", "--accountant", "rdp"]
     for name in ("noise_multiplier", "sample_rate"):
         words += [f"--{name.replace('_', '-')}", repr(report[name])]
     assert main(words) == 0
@@ -191,6 +200,83 @@ def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data: Path, tmp_pa
     assert report["epsilon"] is None
     assert any("no privacy" in note for note in report["notes"])
     assert json.loads((tmp_path / "out" / "report.json").read_text())["epsilon"] is None
+
+
+def limited(data: Path, steps: int, **changes: Any) -> TrainingConfig:
+    """A job of 12 steps of which max_epsilon allows only so many."""
+    plain = config(data, steps=12, target_epsilon=None, noise_multiplier=2.0)
+    accountant = RDPAccountant()
+    accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), steps)]
+    changes = {"baseline": False, **changes, "max_epsilon": accountant.get_epsilon(1e-3)}
+    return TrainingConfig(**{**plain.as_dict(), **changes})
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_training_ends_cleanly_where_max_epsilon_is_spent(
+    steps: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    job = TrainingRun.start(limited(data, steps, baseline=True), out)
+    report = job.run()
+    assert job.step == report["steps"] == len(report["history"]) == steps
+    assert report["epsilon"] == pytest.approx(report["max_epsilon"], rel=1e-12)
+    assert report["history"][-1]["epsilon"] == report["epsilon"]
+    assert f"stopped after step {steps} of 12" in report["stopped"]
+    assert report["stopped"] in report["notes"]
+    assert len(report["history_nonprivate"]) == steps
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == steps
+    # Nothing is left to do, and nothing is done.
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert main(["train", "--resume", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert f"stopped after step {steps} of 12" in shown and "nothing is left to do" in shown
+    after = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert {k: v for k, v in after.items() if k != "report.json"} == {
+        k: v for k, v in before.items() if k != "report.json"
+    }
+
+
+def test_a_run_that_was_stopped_after_its_budget_was_spent_is_finished_without_a_step(
+    data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = TrainingRun.start(limited(data, 4), out)
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 4)
+    report = TrainingRun.resume(out).run()
+    assert report["steps"] == 4 and "stopped after step 4" in report["stopped"]
+    assert report["bits_per_byte_after"] is not None and (out / "model.pt").exists()
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == 4
+
+
+def test_lost_steps_count_against_max_epsilon(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    limit = limited(data, 6, checkpoint_every=1000)
+    job = TrainingRun.start(limit, out)
+
+    def die() -> bool:
+        if job.step == 3:
+            raise MemoryError
+        return False
+
+    with pytest.raises(MemoryError):
+        job.run(should_stop=die)
+    with pytest.warns(UserWarning, match="3 step"):
+        resumed = TrainingRun.resume(out)
+    report = resumed.run()
+    assert report["lost_steps"] == 3 and report["steps"] == 3
+    assert report["epsilon"] <= report["max_epsilon"] * (1 + 1e-12)
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_max_epsilon_that_allows_no_step_is_refused_and_nothing_is_written(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = options(data, noise_multiplier=2, max_epsilon=1e-3)
+    assert main([*words, "--out", str(out)]) == 2
+    assert "budget=PrivacyBudget(epsilon=0.001" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_finished_run_is_not_run_again(
@@ -286,6 +372,8 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
         ({"accountant": "none"}, "accountant='none'"),
         ({"heads": 3}, "num_heads=3"),
         ({"seed": -1}, "seed=-1"),
+        ({"max_epsilon": 0}, "max_epsilon=0"),
+        ({"max_epsilon": 3, "noise_multiplier": 0}, "max_epsilon=3"),
         ({"data": "nowhere"}, "nowhere: no such folder"),
         ({"suffixes": ".nothing"}, "no usable file"),
     ],

@@ -28,7 +28,8 @@ from opacus.optimizers import (  # noqa: E402
 )
 from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
 
-from dpflash.accounting import RDPAccountant  # noqa: E402
+from dpflash.accounting import RDPAccountant, create_accountant  # noqa: E402
+from dpflash.accounting.calibration import ACCOUNTANTS  # noqa: E402
 from dpflash.integrations import opacus as integration  # noqa: E402
 
 # Inputs of these models are data, which need no gradient; secure_mode is what is replaced here.
@@ -488,7 +489,9 @@ def test_opacus_calibrates_and_reports_by_the_registered_accountant(monkeypatch)
     monkeypatch.setattr(
         RDPAccountant,
         "get_epsilon",
-        lambda self, delta, plain=RDPAccountant.get_epsilon: read.append(1) or plain(self, delta),
+        lambda self, *given, plain=RDPAccountant.get_epsilon: (
+            read.append(1) or plain(self, *given)
+        ),
     )
     model = nn.Linear(3, 2)
     engine = opacus.PrivacyEngine(accountant="dpflash_rdp")
@@ -511,6 +514,25 @@ def test_opacus_calibrates_and_reports_by_the_registered_accountant(monkeypatch)
     assert len(read) > 3
     engine.accountant.history = [(optimizer.noise_multiplier, 1 / 5, 10)]
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.filterwarnings("ignore:accountant=.*approximation")
+@pytest.mark.parametrize("name", ACCOUNTANTS)
+def test_every_accountant_is_registered_and_tells_both_ends(name):
+    registered = registry.create_accountant(f"dpflash_{name}")
+    plain = create_accountant(name)
+    assert type(registered).mechanism() == f"dpflash_{name}"
+    for accountant in (registered, plain):
+        for _ in range(3):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    # Opacus hands all accountants the keywords of its optimizers.
+    assert registered.get_epsilon(1e-5, eps_error=0.1) == plain.get_epsilon(1e-5)
+    both = registered.get_epsilon(delta=1e-5, interval=True, max_clipbound=1.0)
+    assert both == plain.get_epsilon(1e-5, interval=True)
+    resumed = registry.create_accountant(f"dpflash_{name}")
+    resumed.load_state_dict(registered.state_dict())
+    assert resumed.history == registered.history == [(1.0, 0.1, 3)]
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,0 +1,341 @@
+"""The privacy loss's cumulant at complex orders: log of M(a) = E_Q (dP/dQ)^a for a `Pair`.
+
+Letters: s noise, q rate, l = log(dP/dQ) the loss of an output x ~ N(0, s^2) under Q, and
+y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w,
+
+    M(a) - 1 = E_Q [g(a l) - a g(l)]                               since E_Q e^l = 1
+    M(a) - 1 = E_Q [g(a l) + g((1 - a) l) - g(l); l > 0]           for a symmetric pair
+
+which are sums of small terms where M is near 1, so that its logarithm keeps its digits. Both are
+integrals along the real line of x, by the trapezoidal rule. Where e^(a l) is much larger than its
+mean, they are taken along the ray l = l_min + w e^(i omega), w > 0, on which it falls: the density
+is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q) on the
+same side as the real line does.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pairs import Pair
+
+__all__ = ["log_mgf", "rough_log_mgf"]
+
+_Real = NDArray[np.float64]
+_Complex = NDArray[np.complex128]
+
+_ROUNDING = 2.0**-52
+_DIGITS = 38.0  # nats: e^-38 is 3e-17
+_FEWER_DIGITS = 33.0
+_RAY_DIGITS = 34.0
+_LEFT_OUT = 70.0  # nats below the largest value of an integrand
+_FARTHEST = 60.0  # standard deviations at which an integrand is looked for
+_LARGEST_ANGLE = 0.6  # of a ray; the Gaussian falls on it below pi / 4
+_ANGLE_STEP = 0.15
+_MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
+_SPLIT = 1e-14  # error of M from which fewer orders are evaluated together
+_TOGETHER = 32  # orders of one evaluation
+_MOST_NODES = 40_000
+_SMALL = 0.1
+_SERIES = [1 / math.factorial(k) for k in range(2, 11)]
+
+
+def log_mgf(
+    pair: Pair, orders: _Complex, *, cut: float | None, enough: float
+) -> tuple[_Complex, _Real]:
+    """The cumulant, log M, at each order, and a bound of its rounding error.
+
+    Args:
+        pair: any but those without noise.
+        orders: a, with Im a >= 0, neighbours side by side.
+        cut: M without the outputs beyond 1 + cut standard deviations; None for all of M.
+        enough: error of M with which the real line will do; 0 for what is possible, also where
+            log M is small.
+
+    Returns:
+        (log M(a) up to multiples of 2 pi i, its error as far as rounding goes), NaN where float64
+        ends.
+    """
+    if pair.rate == 1:
+        exact = orders * (orders - 1) / (2 * pair.noise**2)
+        return exact, 4 * _ROUNDING * np.abs(exact)
+    excess, rounding = np.empty_like(orders), np.empty(orders.shape)
+    with np.errstate(all="ignore"):
+        parts = np.array_split(np.arange(len(orders)), -(-len(orders) // _TOGETHER))
+        while parts:
+            part = parts.pop()
+            if enough:
+                window = _window(pair, orders[part], 0.0, cut, _FEWER_DIGITS + 12)
+                if window.error < enough:
+                    excess[part], rounding[part] = _plain_excess(pair, orders[part], window)
+                    continue
+            angles = {0.0, _angle(pair, orders[part], cut)}
+            windows = [_window(pair, orders[part], angle, cut, _LEFT_OUT) for angle in angles]
+            best = min(windows, key=lambda window: window.error)
+            if best.error > _SPLIT and len(part) > 2:
+                # Each order then has a window of its own.
+                parts += np.array_split(part, 2)
+                continue
+            excess[part], rounding[part] = _excess(pair, orders[part], best, _DIGITS)
+        value = _log1p(excess)
+        modulus = np.maximum(np.abs(1 + excess), rounding)
+        value.real = np.where(np.abs(1 + excess) < rounding, np.log(rounding), value.real)
+        error = rounding / modulus + 2 * _ROUNDING * np.abs(value)
+    return value, error
+
+
+def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
+    """The cumulant at a real order to some digits; inf beyond float64."""
+    if pair.rate == 1:
+        return order * (order - 1) / (2 * pair.noise**2)
+    y, path, log_path = _coarse_path(pair, 0.0, cut)
+    loss, log_density = path.real, log_path.real
+    with np.errstate(all="ignore"):
+        scaled = order * loss
+        if cut is None and _beyond(pair, order) > -_DIGITS:
+            return math.inf
+        if pair.symmetric:
+            terms = _real_g(scaled, log_density) + _real_g(loss - scaled, log_density)
+            terms -= _real_g(loss, log_density)
+        else:
+            terms = _real_g(scaled, log_density) - order * _real_g(loss, log_density)
+        total = float(terms.sum() * (y[1] - y[0]))
+    return math.log1p(total) if -1 < total < math.inf else math.inf
+
+
+def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
+    """The angle of a ray for all of the orders, one of a few; 0 for the real line."""
+    needed = math.pi / 2 - float(np.angle(orders).min()) + _MARGIN
+    # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
+    largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)
+    # A part of M that ends at an output has no easier continuation than itself.
+    if largest < 2 * _MARGIN or cut is not None:
+        return 0.0
+    return min(math.ceil(needed / _ANGLE_STEP) * _ANGLE_STEP, largest)
+
+
+class _Window(NamedTuple):
+    """Where an integrand is worth evaluating.
+
+    Attributes:
+        angle: of the ray; 0 for the real line.
+        low, high: ends of y.
+        error: about what rounding and the ends make of M; inf where there is no such window.
+        lost: what the upper end cuts off.
+    """
+
+    angle: float
+    low: float
+    high: float
+    error: float
+    lost: float
+
+
+def _excess(
+    pair: Pair, orders: _Complex, window: _Window, digits: float
+) -> tuple[_Complex, _Real]:
+    """M - 1, and its rounding error."""
+    if window.error == math.inf:
+        return np.full(orders.shape, np.nan + 0j), np.full(orders.shape, np.nan)
+    step = _ray_step() if window.angle else _line_step(pair, orders, window.high, digits)
+    if pair.symmetric:
+        total, rounding = _half(pair, orders, window.angle, window.high, step)
+        return total, rounding + window.lost
+    y, step = _nodes(window.low, window.high, step)
+    loss, log_density = _path(pair, y, window.angle)
+    exponent = orders[:, None] * loss
+    log_density += math.log(step)
+    terms = _g(exponent, log_density) - orders[:, None] * _g(loss, log_density)
+    total, rounding = _total(terms, np.abs(log_density) + np.abs(exponent))
+    return total, rounding + window.lost
+
+
+def _plain_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
+    """M - 1 with the error of M, on the real line."""
+    if pair.symmetric:
+        return _excess(pair, orders, window, _FEWER_DIGITS)
+    y, step = _nodes(window.low, window.high, _line_step(pair, orders, window.high, _FEWER_DIGITS))
+    loss, log_density = _on_the_line(pair, y)
+    terms = np.exp(np.multiply.outer(orders, loss) + (log_density + math.log(step)))
+    return terms.sum(axis=1) - 1, 64 * _ROUNDING * np.abs(terms).sum(axis=1) + window.lost
+
+
+def _on_the_line(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
+    """The loss at y, and the logarithm of the density of y."""
+    s = pair.noise
+    log_scale = math.log(s / math.sqrt(2 * math.pi))
+    return _loss(pair.rate, y), log_scale - (s * y + 0.5 / s) ** 2 / 2
+
+
+def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
+    """The loss along the line or ray, and the logarithm of the density of y there."""
+    s, q = pair.noise, pair.rate
+    log_scale = math.log(s / math.sqrt(2 * math.pi))
+    if not angle:
+        loss, log_density = _on_the_line(pair, y)
+        return loss.astype(complex), log_density.astype(complex)
+    odds, turn = math.log(q) - math.log1p(-q), np.exp(1j * angle)
+    length = np.logaddexp(0, odds + y)  # w
+    w = length * turn
+    z = s * (_log_expm1(w) - odds) + 0.5 / s
+    log_jacobian = 1j * angle + np.log(-np.expm1(-length)) - np.log(-np.expm1(-w))
+    return math.log1p(-q) + w, log_scale - z * z / 2 + log_jacobian
+
+
+def _window(
+    pair: Pair, orders: _Complex, angle: float, cut: float | None, left_out: float
+) -> _Window:
+    """The y between which the integrand is more than e^-left_out of its largest value."""
+    y, loss, log_density = _coarse_path(pair, angle, cut)
+    forward = (orders * np.exp(1j * angle)).real if angle else orders.real
+    extremes = orders[[int(np.argmax(forward)), int(np.argmin(forward))]]
+    exponent = np.maximum(0, loss.real)
+    for order in extremes:
+        growth = (order * loss).real if angle else order.real * loss.real
+        exponent = np.maximum(exponent, growth)
+    exponent = exponent + log_density.real
+    peak = float(exponent.max())
+    beyond = -math.inf if cut is not None else _beyond(pair, extremes[0], angle)
+    kept = np.flatnonzero(exponent > max(0.0, peak) - left_out)
+    if not len(kept) or not beyond < max(0.0, peak) - _DIGITS:
+        return _Window(angle, 0.0, 0.0, math.inf, math.inf)
+    low, high = max(kept[0] - 1, 0), min(kept[-1] + 1, len(exponent) - 1)
+    lost = 2 * math.exp(min(700.0, max(exponent[high], beyond))) / pair.noise
+    error = _ROUNDING * math.exp(min(700.0, peak)) + lost
+    return _Window(angle, float(y[low]), float(y[high]), error, lost)
+
+
+def _beyond(pair: Pair, order: complex, angle: float = 0.0) -> float:
+    """The largest exponent of the integrand behind the coarse path."""
+    s = pair.noise
+    growth = (order * np.exp(1j * angle)).real
+    # There the Gaussian falls faster than e^(growth y) grows, and the loss grows slower than y.
+    if growth < _FARTHEST * s * (1 - math.tan(angle) ** 2):
+        return -math.inf
+    y = np.geomspace(_FARTHEST / s + 0.5 / s**2, max(8 * growth, 1.0) / s**2, 100)
+    loss, log_density = _path(pair, y, angle)
+    return float(((order * loss).real + log_density.real).max())
+
+
+@lru_cache(maxsize=2048)
+def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _Complex, _Complex]:
+    """Values of y, and `_path` on them."""
+    s = pair.noise
+    # From x = -60 s to 1 + 60 s, or to the cut
+    low = -_FARTHEST - 0.5 / s
+    high = (_FARTHEST if cut is None else cut) + 0.5 / s
+    y = np.linspace(low, high, math.ceil(4 * (high - low))) / s
+    if pair.symmetric:
+        y = y[y > 0]
+    return y, *_path(pair, y, angle)
+
+
+def _ray_step() -> float:
+    return 2 * math.pi * _MARGIN / _RAY_DIGITS
+
+
+def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
+    """Along Im y = t / s the integrand grows by e^(t^2 / 2) and by e^(|Im a| Im l)."""
+    s = pair.noise
+    turn = float(np.abs(orders.imag).max()) * _slope(pair.rate, high) / s
+    strip = min(0.85 * math.pi * s, math.sqrt(2 * digits))
+    return 2 * math.pi * strip / (digits + strip**2 / 2 + turn * strip) / s
+
+
+def _half(
+    pair: Pair, orders: _Complex, angle: float, top: float, step: float
+) -> tuple[_Complex, _Real]:
+    """A symmetric pair: each exponent on a ray of its own, which begins at the loss 0.
+
+    Nodes are equidistant in t, where y = log(1 + e^t): near the loss 0 the integrand falls as
+    e^(3 t).
+    """
+    s, q = pair.noise, pair.rate
+    top = top if top > 30 else math.log(math.expm1(top))
+    t, step = _nodes(min(top, -2 * math.log(s)) - 16, top, min(step, 0.1))
+    y = np.logaddexp(0, t)
+    real = _loss(q, y)
+    speed = np.exp(y - real) * q / (1 + np.exp(-t))  # d real / d t
+    total: _Complex = np.zeros(len(orders), complex)
+    size: _Real = np.zeros(len(orders))
+    for factor, sign, side in (
+        (orders, 1.0, angle),
+        (1 - orders, 1.0, -angle),
+        (np.ones_like(orders), -1.0, 0.0),
+    ):
+        turn = np.exp(1j * side)
+        loss = real * turn
+        # log(1 + (e^l - 1) / q), continuous along the ray
+        x = s * s * (loss + np.log1p(-np.expm1(-loss) * (1 - q) / q)) + 0.5
+        jacobian = turn * np.exp(loss) / (np.expm1(loss) + q)
+        log_weight = np.log(jacobian * (speed * s * step / math.sqrt(2 * math.pi)))
+        log_weight -= (x / s) ** 2 / 2
+        exponent = factor[:, None] * loss
+        part, sizes = _total(_g(exponent, log_weight), np.abs(log_weight) + np.abs(exponent))
+        total, size = total + sign * part, size + sizes
+    return total, size
+
+
+def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
+    count = max(2, min(_MOST_NODES, math.ceil((high - low) / step) + 1))
+    x, step = np.linspace(low, high, count, retstep=True)
+    return x, float(step)
+
+
+def _total(terms: _Complex, exponents: _Real) -> tuple[_Complex, _Real]:
+    """The sum of the terms, and its rounding error: an exponential errs with its exponent."""
+    return terms.sum(axis=1), _ROUNDING * (np.abs(terms) * (32 + exponents)).sum(axis=1)
+
+
+def _loss(q: float, y: _Real) -> _Real:
+    """log(1 - q + q e^y), with its digits kept near 0."""
+    small = np.log1p(q * np.expm1(np.minimum(y, 1.0)))
+    return np.where(y < 1.0, small, np.logaddexp(math.log1p(-q), math.log(q) + y))
+
+
+def _slope(q: float, y: float) -> float:
+    """Derivative of the loss with respect to y; it rises with y."""
+    return 1 / (1 + math.exp(min(700.0, math.log1p(-q) - math.log(q) - y)))
+
+
+def _g(w: _Complex, log_weight: _Complex) -> _Complex:
+    """The weight times e^w - 1 - w; the product is in range where its factors may not be."""
+    weight = np.exp(log_weight)
+    value = np.exp(w + log_weight)
+    value -= (1 + w) * weight
+    small = np.abs(w) < _SMALL
+    if small.any():
+        part = w[small]
+        series = np.full_like(part, _SERIES[-1])
+        for coefficient in reversed(_SERIES[:-1]):
+            series *= part
+            series += coefficient
+        series *= part
+        series *= part
+        value[small] = series * np.broadcast_to(weight, w.shape)[small]
+    return value
+
+
+def _real_g(w: _Real, log_weight: _Real) -> _Real:
+    """As `_g`, to some digits."""
+    weight = np.exp(log_weight)
+    small = weight * w * w * (0.5 + w / 6)
+    return np.where(np.abs(w) < 1e-3, small, np.exp(w + log_weight) - weight * (1 + w))
+
+
+def _log1p(x: _Complex) -> _Complex:
+    """log(1 + x), with its digits kept near 0 (numpy's is log(1 + x) itself)."""
+    real = 0.5 * np.log1p(2 * x.real + x.real**2 + x.imag**2)
+    return np.asarray(real + 1j * np.arctan2(x.imag, 1 + x.real))
+
+
+def _log_expm1(w: _Complex) -> _Complex:
+    """log(e^w - 1) for Re w > 0, its imaginary part continuous."""
+    return np.where(
+        w.real > 1, w + np.log(-np.expm1(-w)), np.log(np.expm1(np.where(w.real > 1, 1, w)))
+    )

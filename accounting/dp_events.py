@@ -1,0 +1,279 @@
+"""Histories to and from the DpEvents of Google's dp_accounting, which need not be installed.
+
+A DpEvent does not say for which neighbours it is meant; an accountant of theirs does, and reads a
+noise_multiplier accordingly. Where one sample is added, removed or zeroed a sum moves by one bound
+and there is nothing to tell apart. Where one is replaced it may move by two, and dp_accounting has
+two readings: GaussianDpEvent's documentation, PLDAccountant and TruncatedSubsampledGaussianDpEvent
+count the noise in bounds of one sample ("bound", as this library does), RdpAccountant in what the
+sum moves ("sensitivity", twice the bound), also for SampledWithoutReplacementDpEvent, which no
+other accountant takes.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+from . import _validate
+from .accountant import Accountant
+from .events import (
+    ADD_REMOVE,
+    RELATIONS,
+    REPLACE_ONE,
+    Composed,
+    Event,
+    FixedSizeGaussian,
+    Gaussian,
+    PoissonGaussian,
+    SelfComposed,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+    joint_noise_multiplier,
+)
+
+__all__ = ["from_dp_event", "to_dp_event"]
+
+_READINGS = ("bound", "sensitivity")
+
+
+def to_dp_event(
+    source: Event | Accountant,
+    *,
+    noise_relative_to: str | None = None,
+    shuffled_as_gaussian: bool = False,
+) -> Any:
+    """An event, or an accountant's whole history, as a DpEvent of dp_accounting.
+
+    Args:
+        source: steps of an accountant's history become PoissonSampledDpEvents.
+        noise_relative_to: in what the reader counts noise if a sample is replaced by another:
+            "bound" for dp_accounting's PLDAccountant, "sensitivity" for its RdpAccountant. Needed
+            for "replace_one" and for batches of fixed size, and of no effect elsewhere.
+        shuffled_as_gaussian: whether a `ShuffledGaussian`, which has no DpEvent, may become the
+            GaussianDpEvent that one pass costs.
+
+    Returns:
+        A `dp_accounting.DpEvent`, to be composed by an accountant of the same neighbouring
+        relation: ADD_OR_REMOVE_ONE for "add_remove", REPLACE_SPECIAL for "zero_out" (RdpAccountant
+        takes fixed sizes under REPLACE_ONE only, which costs the same), REPLACE_ONE for
+        "replace_one".
+
+    Raises:
+        ValueError: the source is neither event nor accountant, or lacks an argument, as above.
+        ImportError: dp_accounting is not installed.
+    """
+    theirs = _dp_accounting()
+    if noise_relative_to is not None:
+        _validate.one_of(noise_relative_to=(noise_relative_to, _READINGS))
+    writer = _Writer(theirs, noise_relative_to, shuffled_as_gaussian)
+    if isinstance(source, Accountant):
+        parts = []
+        for noise_multiplier, sample_rate, steps in source._phases():
+            step = PoissonGaussian(
+                relation=source.neighboring_relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=sample_rate,
+            )
+            parts.append(theirs.SelfComposedDpEvent(writer.write(step), steps))
+        for event, count in source.events:
+            parts.append(theirs.SelfComposedDpEvent(writer.write(event), count))
+        return theirs.ComposedDpEvent(parts)
+    if not isinstance(source, Event):
+        raise ValueError(
+            f"source={source!r}: expected an event or an accountant of dpflash.accounting; "
+            "pass one of these"
+        )
+    return writer.write(source)
+
+
+def from_dp_event(
+    dp_event: Any,
+    *,
+    neighboring_relation: str = ADD_REMOVE,
+    noise_relative_to: str | None = None,
+) -> Event:
+    """A DpEvent of dp_accounting as an event that `Accountant.compose` takes.
+
+    Args:
+        dp_event: of Gaussians, with Poisson sampling (also truncated) or without replacement, and
+            compositions of these. NoOpDpEvent becomes an empty composition, NonPrivateDpEvent a
+            Gaussian without noise.
+        neighboring_relation: for which the event is to be accounted.
+        noise_relative_to: "bound" or "sensitivity", in what its noise_multipliers were counted;
+            see `to_dp_event`. Needed under the same conditions.
+
+    Returns:
+        The event; several Gaussians on one Poisson batch become one, which is exact.
+
+    Raises:
+        ValueError: an event is of a kind that has no counterpart, or of none that holds under
+            neighboring_relation, or noise_relative_to is missing.
+        ImportError: dp_accounting is not installed.
+    """
+    theirs = _dp_accounting()
+    _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
+    if noise_relative_to is not None:
+        _validate.one_of(noise_relative_to=(noise_relative_to, _READINGS))
+    if not isinstance(dp_event, theirs.DpEvent):
+        raise ValueError(
+            f"dp_event={dp_event!r}: expected a dp_accounting.DpEvent; "
+            "pass what to_dp_event or an accountant's ledger returned"
+        )
+    return _Reader(theirs, neighboring_relation, noise_relative_to).read(dp_event)
+
+
+class _Writer:
+    def __init__(self, theirs: ModuleType, reading: str | None, shuffled: bool) -> None:
+        self.theirs, self.reading, self.shuffled = theirs, reading, shuffled
+
+    def write(self, event: Event) -> Any:
+        theirs, kind = self.theirs, type(event)
+        if isinstance(event, SelfComposed):
+            return theirs.SelfComposedDpEvent(self.write(event.event), event.count)
+        if isinstance(event, Composed):
+            return theirs.ComposedDpEvent([self.write(part) for part in event.events])
+        if kind is ShuffledGaussian and not self.shuffled:
+            raise ValueError(
+                f"event={event!r}: dp_accounting has no event for a shuffled pass; pass "
+                "shuffled_as_gaussian=True to write the one Gaussian that a pass costs"
+            )
+        if isinstance(event, Gaussian):
+            return self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
+        if isinstance(event, TruncatedPoissonGaussian):
+            _refuse_sensitivity(event.relation == REPLACE_ONE and self.reading == "sensitivity")
+            return _class(theirs, "TruncatedSubsampledGaussianDpEvent")(
+                dataset_size=event.num_samples,
+                sampling_probability=event.sample_rate,
+                truncated_batch_size=event.max_batch_size,
+                noise_multiplier=event.noise_multiplier,
+            )
+        if isinstance(event, PoissonGaussian):
+            inner = self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
+            return theirs.PoissonSampledDpEvent(event.sample_rate, inner)
+        if isinstance(event, FixedSizeGaussian):
+            inner = self._gaussian(event.noise_multiplier, True)
+            return theirs.SampledWithoutReplacementDpEvent(
+                event.num_samples, event.batch_size, inner
+            )
+        raise ValueError(
+            f"event={event!r}: {kind.__name__} has no DpEvent; account for it with dpflash"
+        )
+
+    def _gaussian(self, noise_multiplier: float, replaced: bool) -> Any:
+        return self.theirs.GaussianDpEvent(noise_multiplier / _shift(self.reading, replaced))
+
+
+class _Reader:
+    def __init__(self, theirs: ModuleType, relation: str, reading: str | None) -> None:
+        self.theirs, self.relation, self.reading = theirs, relation, reading
+
+    def read(self, given: Any) -> Event:
+        relation, replaced = self.relation, self.relation == REPLACE_ONE
+        name = type(given).__name__
+        # By exact type: what a subclass means is unknown.
+        if type(given) is not getattr(self.theirs, name, None):
+            raise _unknown(given)
+        if name == "NoOpDpEvent":
+            return Composed(relation=relation, events=())
+        if name == "NonPrivateDpEvent":
+            return Gaussian(relation=relation, noise_multiplier=0.0)
+        if name == "SelfComposedDpEvent":
+            inner = self.read(given.event)
+            return SelfComposed(relation=relation, event=inner, count=given.count)
+        if name == "ComposedDpEvent":
+            events = tuple(self.read(part) for part in given.events)
+            return Composed(relation=relation, events=events)
+        if name == "GaussianDpEvent":
+            return Gaussian(relation=relation, noise_multiplier=self._noise(given, replaced))
+        if name == "PoissonSampledDpEvent":
+            return PoissonGaussian(
+                relation=relation,
+                noise_multiplier=self._noise(given.event, replaced),
+                sample_rate=given.sampling_probability,
+            )
+        if name == "SampledWithoutReplacementDpEvent":
+            return FixedSizeGaussian(
+                relation=relation,
+                noise_multiplier=self._noise(given.event, True),
+                batch_size=given.sample_size,
+                num_samples=given.source_dataset_size,
+            )
+        if name == "TruncatedSubsampledGaussianDpEvent":
+            _refuse_sensitivity(replaced and self.reading == "sensitivity")
+            return TruncatedPoissonGaussian(
+                relation=relation,
+                noise_multiplier=given.noise_multiplier,
+                sample_rate=given.sampling_probability,
+                max_batch_size=given.truncated_batch_size,
+                num_samples=given.dataset_size,
+            )
+        raise _unknown(given)
+
+    def _noise(self, given: Any, replaced: bool) -> float:
+        """The joint noise multiplier of Gaussians on one batch, in our reading."""
+        return _joint(self.theirs, given) * _shift(self.reading, replaced)
+
+
+def _joint(theirs: ModuleType, given: Any) -> float:
+    kind = type(given)
+    if kind is theirs.GaussianDpEvent:
+        return float(given.noise_multiplier)
+    if kind is theirs.SelfComposedDpEvent:
+        _validate.whole(0, count=given.count)
+        inner = _joint(theirs, given.event)
+        return inner / math.sqrt(given.count) if given.count else math.inf
+    if kind is theirs.ComposedDpEvent and given.events:
+        return joint_noise_multiplier([_joint(theirs, part) for part in given.events])
+    if kind in (theirs.ComposedDpEvent, theirs.NoOpDpEvent):
+        return math.inf
+    raise _unknown(given, " on a sampled batch")
+
+
+def _shift(reading: str | None, replaced: bool) -> float:
+    """What our noise multiplier is to be divided by to become theirs."""
+    if not replaced:
+        return 1.0
+    if reading is None:
+        raise ValueError(
+            "noise_relative_to=None: where a sample is replaced by another, dp_accounting's "
+            "accountants differ in what a noise_multiplier is relative to; pass 'bound' (one "
+            "sample's bound: PLDAccountant) or 'sensitivity' (twice that: RdpAccountant)"
+        )
+    return 2.0 if reading == "sensitivity" else 1.0
+
+
+def _refuse_sensitivity(refused: bool) -> None:
+    if refused:
+        raise ValueError(
+            "noise_relative_to='sensitivity': TruncatedSubsampledGaussianDpEvent counts noise in "
+            "bounds of one sample and RdpAccountant does not take it; pass 'bound'"
+        )
+
+
+def _unknown(given: Any, where: str = "") -> ValueError:
+    kind = type(given)
+    return ValueError(
+        f"dp_event of {kind.__module__}.{kind.__name__}{where} has no counterpart in "
+        "dpflash.accounting; leave it out, or account for it with dp_accounting"
+    )
+
+
+def _class(theirs: ModuleType, name: str) -> Any:
+    if not hasattr(theirs, name):
+        raise ImportError(
+            f"the installed dp_accounting has no {name}; install dp-accounting 0.6 or newer"
+        )
+    return getattr(theirs, name)
+
+
+def _dp_accounting() -> ModuleType:
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise ImportError(
+            "DpEvents need Google's dp_accounting, which is not installed; "
+            "install it with pip install dp-accounting"
+        ) from error
+    module: ModuleType = dp_accounting
+    return module

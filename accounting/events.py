@@ -1,0 +1,342 @@
+"""Mechanism events: what was done to the data, as frozen values that say for whom they hold.
+
+A noise_multiplier is the noise's standard deviation over the bound of one sample's contribution,
+whatever the relation. Under "replace_one" a sum may move by twice that bound; the events know.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from . import _validate
+from .pairs import Pair
+from .truncated_poisson import truncation_probability
+
+__all__ = [
+    "ADD_REMOVE",
+    "RELATIONS",
+    "REPLACE_ONE",
+    "ZERO_OUT",
+    "Composed",
+    "Event",
+    "FixedSizeGaussian",
+    "Gaussian",
+    "PoissonGaussian",
+    "SelfComposed",
+    "ShuffledGaussian",
+    "TruncatedPoissonGaussian",
+    "event_from_dict",
+    "joint_noise_multiplier",
+]
+
+ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
+RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
+
+_Event = TypeVar("_Event", bound="Event")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(ABC):
+    """What was done to the data, and the neighbouring relation for which it is accounted.
+
+    Attributes:
+        relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
+            nothing, the size of the data set public) or "replace_one" (by any other sample).
+    """
+
+    relation: str = ADD_REMOVE
+
+    sampler: ClassVar[str]
+    relations: ClassVar[tuple[str, ...]] = RELATIONS
+
+    def __post_init__(self) -> None:
+        _validate.one_of(relation=(self.relation, RELATIONS))
+        if self.relation not in self.relations:
+            raise ValueError(
+                f"relation={self.relation!r}: {type(self).__name__} has no guarantee for it; "
+                f"pass one of {', '.join(map(repr, self.relations))}"
+            )
+
+    def convert(self: _Event, relation: str) -> _Event:
+        """The same event accounted for under another relation.
+
+        Raises:
+            ValueError: this kind of event has no guarantee under that relation.
+        """
+        return replace(self, relation=relation)
+
+    @abstractmethod
+    def pairs(self) -> list[tuple[Pair, int]]:
+        """Dominating pairs, and how often each is composed."""
+
+    def failure(self) -> float:
+        """The chance by which the event may differ from what its pairs describe."""
+        return 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that `event_from_dict` reads."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"event": type(self).__name__, **own}
+
+    def _shift(self) -> float:
+        """How many bounds a sum moves between neighbours."""
+        return 2.0 if self.relation == REPLACE_ONE else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussian(Event):
+    """A sum over the whole data set, with Gaussian noise.
+
+    Attributes:
+        noise_multiplier: >= 0.
+    """
+
+    noise_multiplier: float
+    sampler: ClassVar[str] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        return [(Pair(self.noise_multiplier / self._shift(), 1.0), 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledGaussian(Gaussian):
+    """One pass over the data in disjoint batches, each summed with Gaussian noise.
+
+    The order of the data may be known to everybody: a sample is in one batch of the pass, and the
+    other batches do not know of it, so the pass costs one Gaussian. No amplification is claimed.
+
+    Attributes:
+        noise_multiplier: the least of the pass, >= 0.
+    """
+
+    relation: str = ZERO_OUT
+    sampler: ClassVar[str] = "shuffled"
+    relations: ClassVar[tuple[str, ...]] = (ZERO_OUT, REPLACE_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonGaussian(Event):
+    """A sum over a batch that each sample enters independently, with Gaussian noise.
+
+    Attributes:
+        noise_multiplier: >= 0.
+        sample_rate: the chance of one sample to be in the batch, in [0, 1].
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    sampler: ClassVar[str] = "poisson"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.rate(sample_rate=self.sample_rate)
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        if self.sample_rate == 0:
+            return []
+        noise = self.noise_multiplier / self._shift()
+        return [(Pair(noise, self.sample_rate, self.relation == REPLACE_ONE), 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedPoissonGaussian(PoissonGaussian):
+    """A Poisson batch of which at most `max_batch_size` samples are kept, by whatever rule.
+
+    Attributes:
+        max_batch_size: the most samples of a batch, >= 1.
+        num_samples: samples of the data set, >= 1.
+
+    Guarantees:
+        Beyond the Poisson event it may differ by `failure()`; see `truncated_poisson_epsilon`.
+    """
+
+    max_batch_size: int
+    num_samples: int
+    sampler: ClassVar[str] = "truncated_poisson"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.whole(1, max_batch_size=self.max_batch_size, num_samples=self.num_samples)
+
+    def failure(self) -> float:
+        return truncation_probability(self.num_samples, self.sample_rate, self.max_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSizeGaussian(Event):
+    """A sum over a batch of fixed size drawn without replacement, with Gaussian noise.
+
+    Under both of its relations another sample takes the place of one, so that the sum may move by
+    twice the bound.
+
+    Attributes:
+        noise_multiplier: >= 0.
+        batch_size: samples of the batch, 1 <= batch_size <= num_samples.
+        num_samples: samples of the data set.
+
+    Source:
+        Balle, Barthe, Gaboardi 2018, Theorem 11; see `Pair`.
+    """
+
+    relation: str = REPLACE_ONE
+    noise_multiplier: float
+    batch_size: int
+    num_samples: int
+    sampler: ClassVar[str] = "fixed_size"
+    relations: ClassVar[tuple[str, ...]] = (REPLACE_ONE, ZERO_OUT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.whole(1, batch_size=self.batch_size, num_samples=self.num_samples)
+        if self.batch_size > self.num_samples:
+            raise ValueError(
+                f"batch_size={self.batch_size!r}: expected at most num_samples="
+                f"{self.num_samples!r}; pass a smaller batch"
+            )
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        return [(Pair(self.noise_multiplier / 2, self.batch_size / self.num_samples, True), 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfComposed(Event):
+    """One event, `count` times.
+
+    Attributes:
+        event: accounted for under the same relation.
+        count: >= 0.
+    """
+
+    event: Event
+    count: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.whole(0, count=self.count)
+        _same_relation(self.relation, [self.event])
+
+    @property
+    def sampler(self) -> str:  # type: ignore[override]
+        return self.event.sampler
+
+    def convert(self, relation: str) -> SelfComposed:
+        return replace(self, event=self.event.convert(relation), relation=relation)
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        return [(pair, times * self.count) for pair, times in self.event.pairs()]
+
+    def failure(self) -> float:
+        return self.event.failure() * self.count
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "event": "SelfComposed", "of": self.event.as_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed(Event):
+    """Several events on the same data, each perhaps chosen after the last.
+
+    Attributes:
+        events: accounted for under the same relation.
+    """
+
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "events", tuple(self.events))
+        _same_relation(self.relation, self.events)
+
+    @property
+    def sampler(self) -> str:  # type: ignore[override]
+        return ", ".join(sorted({event.sampler for event in self.events}))
+
+    def convert(self, relation: str) -> Composed:
+        converted = tuple(event.convert(relation) for event in self.events)
+        return replace(self, events=converted, relation=relation)
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        return [pair for event in self.events for pair in event.pairs()]
+
+    def failure(self) -> float:
+        return math.fsum(event.failure() for event in self.events)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**super().as_dict(), "events": [event.as_dict() for event in self.events]}
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind
+    for kind in (
+        Gaussian,
+        ShuffledGaussian,
+        PoissonGaussian,
+        TruncatedPoissonGaussian,
+        FixedSizeGaussian,
+        SelfComposed,
+        Composed,
+    )
+}
+
+
+def event_from_dict(values: Mapping[str, Any]) -> Event:
+    """The event whose `as_dict` returned these values.
+
+    Raises:
+        ValueError: they are not those of an event.
+    """
+    arguments = dict(values)
+    name = arguments.pop("event", None)
+    if name not in _KINDS:
+        raise ValueError(f"event={name!r}: expected one of {', '.join(map(repr, _KINDS))}")
+    if name == "SelfComposed":
+        arguments["event"] = event_from_dict(arguments.pop("of"))
+    if name == "Composed":
+        arguments["events"] = tuple(event_from_dict(event) for event in arguments["events"])
+    try:
+        return _KINDS[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be made of {sorted(arguments)}: {error}") from error
+
+
+def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
+    """One noise multiplier for groups of coordinates that are clipped and noised on their own.
+
+    Args:
+        noise_multipliers: of each group, the noise's standard deviation over that group's bound.
+
+    Returns:
+        (sum of 1 / noise_multiplier^2)^(-1/2): all groups together are one Gaussian mechanism
+        with it, if they are of the same batch.
+
+    Raises:
+        ValueError: there is no group, or a value is negative or not a number.
+    """
+    if not len(noise_multipliers):
+        raise ValueError("noise_multipliers=[]: expected one for each group; pass at least one")
+    for noise_multiplier in noise_multipliers:
+        _validate.non_negative(noise_multiplier=noise_multiplier)
+    least = min(noise_multipliers)
+    if least == 0 or least == math.inf:
+        return float(least)
+    # Relative to the least, so that no square leaves float64's range.
+    return float(least / math.sqrt(math.fsum((least / s) ** 2 for s in noise_multipliers)))
+
+
+def _same_relation(relation: str, events: Sequence[Event]) -> None:
+    for event in events:
+        if event.relation != relation:
+            raise ValueError(
+                f"relation={relation!r} and an event under {event.relation!r} have no common "
+                f"guarantee; convert one of them, such as event.convert({relation!r})"
+            )

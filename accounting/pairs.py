@@ -1,0 +1,48 @@
+"""Dominating pairs: all that an accountant needs to know of a mechanism.
+
+s is the noise's standard deviation over the distance of the two means, q the sample rate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Pair", "Pairs", "canonical"]
+
+
+@dataclass(frozen=True, order=True)
+class Pair:
+    """Two distributions that are at least as far apart as any two outputs of a mechanism.
+
+    Attributes:
+        noise: s, finite and > 0.
+        rate: q, in (0, 1]; 1 is the Gaussian mechanism itself.
+        symmetric: False: (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), and the two exchanged
+            (the greater of both counts). True: the pair whose privacy profile is that of the
+            former for epsilon >= 0, and the same when the two are exchanged.
+
+    Source:
+        Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
+        Function, Theorems 10 and 11. The symmetric pair: for alpha >= 1 advanced joint convexity
+        (Balle, Barthe, Gaboardi 2018, Theorem 2) bounds H_alpha by that of the former, and for
+        alpha < 1 H_alpha(P, Q) = alpha H_{1/alpha}(Q, P) + 1 - alpha.
+    """
+
+    noise: float
+    rate: float
+    symmetric: bool = False
+
+
+Pairs = tuple[tuple[Pair, int], ...]  # (pair, how many times it is composed)
+
+
+def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
+    """Equal pairs as one, in an order that does not depend on that of their composition."""
+    counts: Counter[Pair] = Counter()
+    for pair, count in pairs:
+        # At rate 1 the two kinds are one.
+        whole = pair.rate == 1
+        counts[Pair(pair.noise, 1.0) if whole else pair] += count
+    return tuple(sorted((pair, count) for pair, count in counts.items() if count))

@@ -1,0 +1,89 @@
+"""Epsilon as Opacus' PRV accountant reports it, for comparison with what others published."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from .accountant import Accountant
+from .interval import Interval
+from .pairs import Pairs
+
+__all__ = ["PRVAccountant"]
+
+_EPSILON_ERROR = 0.01  # Opacus' defaults
+_DELTA_ERROR = 1e-3  # relative to delta
+
+
+class PRVAccountant(Accountant):
+    """Opacus' PRV accountant behind this library's interface; needs `pip install opacus`.
+
+    What is reported is Opacus' own interval. It is a bound up to floating point only: at delta
+    <= 1e-9 its upper end was measured below the true epsilon (sample_rate 1e-3, noise_multiplier
+    0.6, 10^5 steps, delta 1.1e-10: 10.1197, the truth is 10.1224). For a figure to be published
+    use accountant="contour".
+
+    Source:
+        Gopi, Lee, Wutschitz 2021, Numerical Composition of Differential Privacy.
+    """
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name `"prv"`."""
+        return "prv"
+
+    def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
+        error = delta * _DELTA_ERROR
+        domain = _composed(pairs, error, f"delta={delta!r}")
+        try:
+            lower, _, upper = domain.compute_epsilon(delta, error, _EPSILON_ERROR)
+        except (RuntimeError, ValueError) as failure:
+            raise _refusal(f"delta={delta!r}", failure) from failure
+        if not math.isfinite(upper):
+            raise _refusal(f"delta={delta!r}", f"its upper end is {upper}")
+        lower = max(0.0, float(lower)) if math.isfinite(lower) else None
+        return Interval(lower, max(0.0, float(upper)))
+
+    def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
+        # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is told.
+        low, high = -690.0, 0.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            try:
+                passes = self._epsilon(pairs, math.exp(middle)).upper <= epsilon
+            except ValueError:
+                passes = False
+            low, high = (low, middle) if passes else (middle, high)
+        return Interval(None, math.exp(high))
+
+
+def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
+    """Opacus' discrete privacy loss of the whole."""
+    if any(pair.symmetric for pair, _ in pairs):
+        raise ValueError(
+            "accountant='prv' knows Poisson sampling under add_remove or zero_out only, and was "
+            "given an event of fixed-size sampling or of the replace_one relation; use "
+            "accountant='contour'"
+        )
+    try:
+        from opacus.accountants import PRVAccountant as OpacusPRVAccountant
+    except ImportError as error:
+        raise ImportError(
+            "accountant='prv' is Opacus' own accountant, and opacus is not installed; run "
+            "pip install opacus, or use accountant='contour'"
+        ) from error
+    theirs = OpacusPRVAccountant()
+    theirs.history = [(pair.noise, pair.rate, count) for pair, count in pairs]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return theirs._get_dprv(eps_error=_EPSILON_ERROR, delta_error=delta_error)
+    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as failure:
+        raise _refusal(name, failure) from failure
+
+
+def _refusal(name: str, reason: object) -> ValueError:
+    return ValueError(
+        f"{name}: Opacus' PRV accountant failed there ({reason}); use accountant='contour'"
+    )

@@ -1,0 +1,115 @@
+"""What the arguments of `make_private` mean together, and which are refused."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ._validate import one_of, positive_int
+from .attach import owners, tileable
+from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
+from .optimizer import PrivateOptimizer
+from .sampling import SAMPLINGS
+
+# Arguments of peers that have no counterpart here.
+_REFUSED = {
+    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
+    "criterion": "losses are computed by the caller, one per sample (dpflash.losses)",
+    "batch_first": "the batch is always the first dimension",
+    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
+    "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
+    "wrap_model": "the model is never wrapped; it comes back as the same object",
+    "rand_on_empty": "empty batches are yielded with zero samples",
+}
+
+
+def sampling_of(
+    sampling: str | None,
+    poisson_sampling: bool,
+    physical_batch_size: int | None,
+    max_batch_size: int | None,
+) -> str:
+    """The sampler that the arguments ask for together."""
+    one_of(sampling=(sampling, (None, *SAMPLINGS)))
+    if sampling not in (None, "shuffled") and not poisson_sampling:
+        raise ValueError(
+            f"sampling={sampling!r} with poisson_sampling=False, which asks for the loader's own "
+            "passes; leave poisson_sampling out"
+        )
+    chosen = sampling or ("poisson" if poisson_sampling else "shuffled")
+    if physical_batch_size is not None and chosen == "shuffled":
+        raise ValueError(
+            f"physical_batch_size={physical_batch_size} with sampling='shuffled' "
+            f"(poisson_sampling={poisson_sampling}): the loader's own batches are kept whole; "
+            "give the loader a smaller batch_size"
+        )
+    if max_batch_size is not None:
+        positive_int(max_batch_size=max_batch_size)
+        if chosen != "poisson":
+            raise ValueError(
+                f"max_batch_size={max_batch_size} with sampling={chosen!r}, whose batches are "
+                "never larger than batch_size; leave it out"
+            )
+    return chosen
+
+
+def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The model's trainable parameters that the optimizer holds, in the model's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
+            "(PrivateOptimizer.original_optimizer is one)"
+        )
+    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p): n for n, p in module.named_parameters()}
+    foreign = [p for i, p in held.items() if i not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters()"
+        )
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
+    if not trained:
+        raise ValueError(
+            "optimizer holds no trainable parameter of the module; check requires_grad and build "
+            "it from module.parameters()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
+            "own; use a first-order optimizer such as AdamW"
+        )
+    for parameter in trained:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
+                "see its gradient before the noise; remove the hook"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
+    return trained
+
+
+def make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
+    """The clipping groups of a kind of clipping."""
+    if clipping == "flat":
+        return flat_groups(trained)
+    if clipping == "per_layer":
+        return per_layer_groups(owners(module, trained))
+    names = {p: n for n, p in module.named_parameters()}
+    return per_block_groups(trained, names, tileable(module))
+
+
+def refuse_keywords(unknown: dict[str, Any], method: Any) -> NoReturn:
+    """Say of the first unknown keyword what was meant, or what takes its place."""
+    name = next(iter(unknown))
+    if name in _REFUSED:
+        raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")
+    known = [p for p in inspect.signature(method).parameters if p != "unknown"]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")

@@ -1,0 +1,62 @@
+"""Under which neighbouring relation, and in which words, an accountant takes an event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dpflash.accounting import Event, Gaussian, PoissonGaussian
+from dpflash.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+
+DEFAULT_ACCOUNTANT = "contour"
+
+
+def common_relation(relations: Iterable[str]) -> str:
+    """The relation under which events of these relations are accounted for together.
+
+    Events of one relation keep it. Others meet in "zero_out", under which every sampler of ours
+    has a guarantee: Poisson sampling costs there what it costs under "add_remove", and a shuffled
+    or fixed-size batch has no guarantee under that one.
+    """
+    given = set(relations)
+    return given.pop() if len(given) == 1 else ZERO_OUT
+
+
+def converted(event: Event, relation: str) -> Event:
+    """The event under another relation.
+
+    Raises:
+        ValueError: it has no guarantee there.
+    """
+    if event.relation == relation:
+        return event
+    if type(event) is Gaussian and relation == ADD_REMOVE:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
+            "has no guarantee for it, since one sample more could move all the others; use "
+            f"{ZERO_OUT!r}"
+        )
+    try:
+        return event.convert(relation)
+    except ValueError as error:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler has no guarantee "
+            f"for it ({error})"
+        ) from error
+
+
+def as_step(accountant: object, event: Event) -> tuple[float, float]:
+    """(noise_multiplier, sample_rate) for an accountant that knows nothing else."""
+    if type(event) is PoissonGaussian:
+        return event.noise_multiplier, event.sample_rate
+    if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:
+        return event.noise_multiplier, 1.0
+    raise ValueError(
+        f"accountant={class_name(accountant)}: it knows Poisson sampling only, not the "
+        f"{event.sampler} sampler under {event.relation!r}; use "
+        f"accountant={DEFAULT_ACCOUNTANT!r}"
+    )
+
+
+def class_name(accountant: object) -> str:
+    """The full name of an object's class."""
+    return f"{type(accountant).__module__}.{type(accountant).__qualname__}"

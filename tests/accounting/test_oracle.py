@@ -1,0 +1,189 @@
+"""The oracle's methods against each other, and its table against them."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+from mpmath import mp, mpf
+
+_SPEC = importlib.util.spec_from_file_location(
+    "accounting_oracle", Path(__file__).with_name("oracle.py")
+)
+oracle = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = oracle
+_SPEC.loader.exec_module(oracle)
+ADD, REMOVE, DIRECTIONS, Contour = oracle.ADD, oracle.REMOVE, oracle.DIRECTIONS, oracle.Contour
+
+extended = pytest.mark.skipif(
+    np.finfo(np.longdouble).eps > 1e-18, reason="long double has no more digits than float64 here"
+)
+pytestmark = extended
+LINE = ((76.0, 1 / 90),)
+
+# What each row's truth is known to be from elsewhere, to its last digit.
+KNOWN = {
+    (0.01, 1, 1, 1e-5): "0.19945",
+    (256 / 60_000, 1.1, 14_062, 1e-5): "2.38160",
+    (0.01, 1, 1000, 1e-5): "1.82824",
+    (0.01, 1, 10_000, 1e-5): "6.18771",
+    (1024 / 42_061, 0.8, 410, 1e-5): "5.20625",
+    (1e-3, 0.6, 100_000, 1.1e-10): "10.12240",
+    (1, 10, 100, 1e-5): "4.3771781",
+    (0.5, 5, 500, 1e-5): "11.64395",
+    (1e-4, 5, 1000, 1e-6): "0.001663",
+    (1e-3, 0.3, 1000, 1e-6): "21.67795",
+    (0.01, 1, 1000, 1e-15): "4.85454",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    with np.errstate(all="ignore"), mp.workdps(25):
+        yield
+
+
+def precise(value) -> mpf:
+    return mpf(str(value))
+
+
+def phases_of(row: dict) -> list[tuple]:
+    if "phases" in row:
+        return [tuple(phase) for phase in row["phases"]]
+    return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
+
+
+def name(row: dict) -> str:
+    if "phases" in row:
+        return f"{len(row['phases'])}-phases-d{row['delta']:g}"
+    rate, noise = row["sample_rate"], row["noise_multiplier"]
+    return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("rate", "noise", "epsilon"),
+    [(0.01, 1, 0.008), (0.5, 1, 0.3), (0.1, 5, 0.03), (1e-6, 2, 5e-7)],
+)
+def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction) -> None:
+    value, lost = Contour([(noise, rate, 1)], direction, lines=LINE).at(epsilon)
+    truth = oracle.one_step_delta(epsilon, noise, rate, direction)
+    assert precise(value) == pytest.approx(truth, rel=1e-12)
+    assert lost < 1e-12 * value
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "epsilon", "direction"),
+    [
+        (1e-5, 0.8, 0.0115, REMOVE),
+        (0.9, 1, 0.2, ADD),
+    ],
+)
+def test_two_steps_by_contour_are_the_quadrature_over_x(rate, noise, epsilon, direction) -> None:
+    value, _ = Contour([(noise, rate, 2)], direction).at(epsilon)
+    coarse, fine = (
+        oracle.few_steps_delta(epsilon, noise, rate, 2, direction, degree) for degree in (12, 16)
+    )
+    assert coarse == pytest.approx(fine, rel=1e-13)
+    assert precise(value) == pytest.approx(fine, rel=1e-13)
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.3, 1e-3), (5.0, 0.5)])
+def test_moments_of_whole_order_are_the_binomial_sum(noise: float, rate: float) -> None:
+    step = oracle.Step(noise, rate)
+    orders = range(2, 12)
+    logs, errors = step.log_moment(np.array([order + 0j for order in orders]))
+    s, q = mpf(noise), mpf(rate)
+    for order, log, error in zip(orders, logs, errors, strict=True):
+        terms = [
+            mpmath.binomial(order, k) * (1 - q) ** (order - k) * q**k
+            * mpmath.exp(k * (k - 1) / (2 * s**2))
+            for k in range(order + 1)
+        ]  # fmt: skip
+        truth = mpmath.log(mpmath.fsum(terms))
+        assert precise(log.real) == pytest.approx(truth, rel=1e-16)
+        assert abs(precise(log.real) - truth) <= 2 * error + 1e-19 * truth
+
+
+@pytest.mark.parametrize("v", [2 + 3j, -4 + 30j, 4 + 40j])
+def test_complex_moments_are_those_of_mpmath(v: complex) -> None:
+    log, error = oracle.Step(1.0, 0.01).log_moment(np.array([v]))
+
+    def integrand(x):
+        u = mpf(0.01) * mpmath.expm1(x - mpf(1) / 2)
+        return mpmath.npdf(x) * mpmath.exp(mpmath.mpc(v) * mpmath.log1p(u))
+
+    truth = mpmath.quad(integrand, mpmath.linspace(-14, 30, 45))
+    value = mpmath.exp(mpmath.mpc(precise(log[0].real), precise(log[0].imag)))
+    assert abs(value / truth - 1) < 1e-15
+    assert error[0] < 1e-14
+
+
+def test_full_batches_by_contour_are_the_gaussian() -> None:
+    value, _ = Contour([(10.0, 1.0, 60), (5.0, 1.0, 10)], REMOVE, lines=LINE).at(4.0)
+    assert precise(value) == pytest.approx(oracle.gaussian_delta(4, 1), rel=1e-13)
+
+
+def test_two_lines_agree_where_the_profile_spans_magnitudes() -> None:
+    for epsilon in (0.5, 6.0):
+        first, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((74.0, 1 / 60),)).at(epsilon)
+        second, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((83.0, 1 / 120),)).at(epsilon)
+        assert first == pytest.approx(second, rel=1e-15)
+
+
+def test_the_table_spans_what_it_is_for() -> None:
+    rows = oracle.read()
+    assert len(rows) >= 60
+    assert sum(float(row["epsilon"]) == 0 for row in rows) <= 2
+    positive = [float(row["epsilon"]) for row in rows if float(row["epsilon"]) > 0]
+    assert min(positive) < 1e-4 and max(positive) > 1e4
+    assert all(row["digits"] >= 10 for row in rows)
+    assert sum("phases" in row for row in rows) >= 5
+
+
+@pytest.mark.parametrize("key", KNOWN, ids=str)
+def test_the_table_has_the_known_values(key: tuple) -> None:
+    columns = ("sample_rate", "noise_multiplier", "steps", "delta")
+    rows = [row for row in oracle.read() if tuple(row.get(c) for c in columns) == key]
+    (row,) = rows
+    digits = len(KNOWN[key].split(".")[1])
+    assert abs(float(row["epsilon"]) - float(KNOWN[key])) <= 0.51 * 10**-digits
+
+
+def closed(row: dict) -> bool:
+    return row["method"] == "closed form"
+
+
+@pytest.mark.parametrize("row", list(filter(closed, oracle.read())), ids=name)
+def test_closed_rows_are_those_of_the_closed_forms(row: dict) -> None:
+    ((noise, rate, steps),) = phases_of(row)
+    epsilon = mpf(row["epsilon"])
+    if rate == 1:
+        deltas = [oracle.gaussian_delta(epsilon, mpmath.sqrt(steps) / mpf(noise))]
+    else:
+        deltas = [oracle.one_step_delta(epsilon, noise, rate, d) for d in DIRECTIONS]
+    if epsilon == 0:
+        assert max(deltas) <= row["delta"]
+    else:
+        assert deltas[0] == max(deltas) == pytest.approx(mpf(row["delta"]), rel=1e-18)
+
+
+def quick(row: dict) -> bool:
+    """Rows whose lines take well below a second."""
+    return not closed(row) and all(s >= 0.8 and q > 1e-4 for s, q, _ in phases_of(row))
+
+
+@pytest.mark.parametrize("row", list(filter(quick, oracle.read()))[::6], ids=name)
+def test_rows_have_their_delta_on_a_line_of_their_own(row: dict) -> None:
+    if row["epsilon"] == "0.0":
+        pytest.skip("no epsilon is needed")
+    epsilon = np.longdouble(row["epsilon"])
+    contour = Contour(phases_of(row), REMOVE, lines=((83.0, 1 / 130),), nats=52.0)
+    value, lost = contour.at(epsilon)
+    slope = contour.delta(epsilon)[1]
+    error = abs(value - np.longdouble(row["delta"])) / abs(slope * epsilon)
+    assert error < 1e-10
+    assert math.isfinite(lost)

@@ -1,0 +1,263 @@
+"""The FFT accountant against closed forms, references of other methods and dp_accounting."""
+
+import dataclasses
+import math
+import time
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant as PeerPLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.special import ndtr
+
+from dpflash.accounting import Interval, gaussian_delta, gaussian_epsilon
+from dpflash.accounting import pld as module
+from dpflash.accounting.pairs import Pair
+from dpflash.accounting.pld import PLDAccountant
+
+# sample_rate, noise_multiplier, steps, delta, true epsilon (contour inversion), its last digit.
+SETTINGS = [
+    (0.01, 1.0, 1, 1e-5, 0.19945, 1e-5),
+    (256 / 60000, 1.1, 14062, 1e-5, 2.38160, 1e-5),
+    (0.01, 1.0, 1000, 1e-5, 1.82824, 1e-5),
+    (0.01, 1.0, 10000, 1e-5, 6.18771, 1e-5),
+    (1024 / 42061, 0.8, 410, 1e-5, 5.20625, 1e-5),
+    (1e-3, 0.6, 100_000, 1.1e-10, 10.12240, 1e-5),
+    (1.0, 10.0, 100, 1e-5, 4.3771781, 1e-7),
+    (0.5, 5.0, 500, 1e-5, 11.64395, 1e-5),
+    (1e-4, 5.0, 1000, 1e-6, 0.001663, 1e-6),
+    (1e-3, 0.3, 1000, 1e-6, 21.67795, 1e-5),
+    (0.01, 1.0, 1000, 1e-15, 4.85454, 1e-5),
+]
+
+noises = st.floats(0.5, 20)
+rates = st.floats(-3.5, -0.01).map(lambda x: 10**x)
+log_deltas = st.floats(-15, -2)
+few = settings(max_examples=12, derandomize=True, deadline=None)
+
+
+def epsilon_of(pairs: list[tuple[Pair, int]], delta: float) -> Interval:
+    return PLDAccountant()._epsilon(tuple(pairs), delta)
+
+
+def delta_of(pairs: list[tuple[Pair, int]], epsilon: float) -> Interval:
+    return PLDAccountant()._delta(tuple(pairs), epsilon)
+
+
+def without_closed_form(pair: Pair, count: int, delta: float) -> Interval:
+    """By the FFT alone: the accountant's own upper end is never above that of the Gaussian."""
+    question = module._Question(delta=delta)
+    return module._both_directions(((pair, count),), question, math.inf)
+
+
+def delta_of_one_step(noise: float, rate: float, epsilon: float) -> tuple[float, float]:
+    """Closed forms: something is removed, something is added."""
+    apart = math.log1p(math.expm1(epsilon) / rate)
+    removed = rate * gaussian_delta(epsilon=apart, noise_multiplier=noise)
+    if -math.expm1(-epsilon) >= rate:
+        return removed, 0.0
+    # The mixture's loss is below -epsilon where x < edge.
+    edge = noise**2 * math.log1p(math.expm1(-epsilon) / rate) + 0.5
+    shifted = float(ndtr((edge - 1) / noise))
+    plain = float(ndtr(edge / noise))
+    return removed, plain - math.exp(epsilon) * ((1 - rate) * plain + rate * shifted)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps", "delta", "truth", "digit"), SETTINGS)
+def test_the_interval_holds_the_reference_and_is_narrow(
+    rate: float, noise: float, steps: int, delta: float, truth: float, digit: float
+) -> None:
+    accountant = PLDAccountant()
+    accountant.history = [(noise, rate, steps)]
+    lower, upper = accountant.get_epsilon(delta, interval=True)
+    assert lower - digit <= truth <= upper + digit
+    assert lower <= upper <= truth * (1 + 3e-4) + digit
+    assert lower >= truth * (1 - 3e-4) - digit
+
+
+@pytest.mark.parametrize("steps", [1, 30, 1000, 1_000_000])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9, 1e-15])
+@pytest.mark.parametrize("mu", [0.3, 2.0, 12.0])
+def test_without_subsampling_the_fft_brackets_the_closed_form(
+    steps: int, delta: float, mu: float
+) -> None:
+    noise = math.sqrt(steps) / mu
+    lower, upper = without_closed_form(Pair(noise, 1.0), steps, delta)
+    truth = gaussian_epsilon(delta=delta, noise_multiplier=noise, steps=steps)
+    assert lower * (1 - 1e-11) <= truth <= upper * (1 + 1e-11)
+    assert upper - lower <= 1e-3 * truth
+
+
+@given(st.floats(0.2, 50), st.integers(1, 10_000), log_deltas)
+@few
+def test_the_fft_never_excludes_the_gaussian_closed_form(
+    noise: float, steps: int, log_delta: float
+) -> None:
+    delta = 10**log_delta
+    truth = gaussian_epsilon(delta=delta, noise_multiplier=noise, steps=steps)
+    lower, upper = without_closed_form(Pair(noise, 1.0), steps, delta)
+    assert lower * (1 - 1e-11) <= truth <= upper * (1 + 1e-11)
+
+
+@given(noises, rates, st.floats(0, 3))
+@few
+def test_one_poisson_step_brackets_the_closed_forms(
+    noise: float, rate: float, epsilon: float
+) -> None:
+    truths = delta_of_one_step(noise, rate, epsilon)
+    pairs = ((Pair(noise, rate), 1),)
+    question = module._Question(epsilon=epsilon)
+    for sign, truth in zip((1, -1), truths, strict=True):
+        lower, upper = module._one_direction(pairs, sign, question, None)
+        assert (lower or 0.0) <= truth * (1 + 1e-9) + 1e-16
+        assert truth * (1 - 1e-9) - 1e-16 <= upper
+    lower, upper = delta_of([(Pair(noise, rate), 1)], epsilon)
+    assert lower <= max(truths) * (1 + 1e-9) + 1e-16
+    assert upper >= max(truths) * (1 - 1e-9) - 1e-16
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.1), (0.5, 0.01), (2.0, 0.7)])
+def test_one_poisson_step_has_the_epsilon_of_the_closed_form(noise: float, rate: float) -> None:
+    def excess(epsilon: float, delta: float) -> float:
+        return max(delta_of_one_step(noise, rate, epsilon)) - delta
+
+    for delta in (1e-3, 1e-6, 1e-12):
+        truth = brentq(excess, 0, 100, args=(delta,), xtol=1e-13)
+        lower, upper = epsilon_of([(Pair(noise, rate), 1)], delta)
+        assert lower * (1 - 1e-9) <= truth <= upper * (1 + 1e-9)
+        assert upper - lower <= 1e-3 * truth
+
+
+@given(noises, rates, st.integers(1, 2000), log_deltas, st.booleans())
+@few
+def test_delta_and_epsilon_agree(
+    noise: float, rate: float, steps: int, log_delta: float, symmetric: bool
+) -> None:
+    pairs, delta = [(Pair(noise, rate, symmetric), steps)], 10**log_delta
+    lower, upper = epsilon_of(pairs, delta)
+    assert 0 <= lower <= upper < math.inf
+    if lower > 0:
+        assert delta_of(pairs, lower).upper >= delta * (1 - 1e-9)
+    assert delta_of(pairs, upper).lower <= delta * (1 + 1e-9)
+
+
+@given(noises, rates, noises, rates)
+@settings(max_examples=4, derandomize=True, deadline=None)
+def test_phases_count_together_in_any_order(
+    noise: float, rate: float, other_noise: float, other_rate: float
+) -> None:
+    phases = [(noise, rate, 40), (other_noise, other_rate, 70), (noise, 1.0, 1)]
+    forth, back, part = PLDAccountant(), PLDAccountant(), PLDAccountant()
+    forth.history, back.history, part.history = phases, phases[::-1], phases[:2]
+    assert forth.get_epsilon(1e-6) == back.get_epsilon(1e-6)
+    assert part.get_epsilon(1e-6, interval=True).lower <= forth.get_epsilon(1e-6)
+
+
+def test_equal_halves_are_the_whole() -> None:
+    # 1.0 and its neighbour in float64 are two pairs, and as good as one.
+    near = math.nextafter(1.0, 2.0)
+    halves = epsilon_of([(Pair(1.0, 0.01), 500), (Pair(near, 0.01), 500)], 1e-5)
+    assert halves.lower <= 1.82824 + 1e-5
+    assert 1.82824 - 1e-5 <= halves.upper <= 1.82824 * 1.001
+
+
+def test_gaussian_phases_of_different_noise_are_one_gaussian() -> None:
+    pairs = ((Pair(3.0, 1.0), 7), (Pair(5.0, 1.0), 20))
+    truth = gaussian_epsilon(delta=1e-6, noise_multiplier=(7 / 9 + 20 / 25) ** -0.5)
+    lower, upper = module._both_directions(pairs, module._Question(delta=1e-6), math.inf)
+    assert lower <= truth <= upper <= truth * 1.001
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.3, 1.5])
+def test_a_symmetric_step_has_the_delta_of_the_removal(epsilon: float) -> None:
+    removed, _ = delta_of_one_step(1.0, 0.2, epsilon)
+    lower, upper = delta_of([(Pair(1.0, 0.2, True), 1)], epsilon)
+    assert lower <= removed * (1 + 1e-9)
+    assert removed * (1 - 1e-9) <= upper <= removed * 1.001
+
+
+def test_symmetric_steps_cost_at_least_those_of_either_direction() -> None:
+    both = epsilon_of([(Pair(1.0, 0.05, True), 300)], 1e-6)
+    one = epsilon_of([(Pair(1.0, 0.05), 300)], 1e-6)
+    assert one.lower <= both.upper
+
+
+def test_two_symmetric_steps_equal_brute_force() -> None:
+    noise, rate, epsilon = 1.0, 0.3, 0.4
+    h = 2e-3
+    x = 0.5 + h * (np.arange(round(12 / h)) + 0.5)
+    plain = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) * h
+    mixed = plain * (1 + rate * np.expm1(x - 0.5))
+    loss = np.log1p(rate * np.expm1(x - 0.5))
+    losses = np.concatenate((loss, -loss, [0.0]))
+    masses = np.concatenate((mixed, plain, [1 - mixed.sum() - plain.sum()]))
+    order = np.argsort(losses)
+    losses, masses = losses[order], masses[order]
+    p_above = np.append(np.cumsum(masses[::-1])[::-1], 0)
+    q_above = np.append(np.cumsum((masses * np.exp(-losses))[::-1])[::-1], 0)
+    start = np.searchsorted(losses, epsilon - losses)
+    truth = masses @ (p_above[start] - np.exp(epsilon - losses) * q_above[start])
+    lower, upper = delta_of([(Pair(noise, rate, True), 2)], epsilon)
+    assert lower * (1 - 1e-5) <= truth <= upper * (1 + 1e-5)
+    assert upper <= lower * 1.002
+
+
+def test_without_the_tilt_delta_1e_minus_15_would_drown_in_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = [(Pair(1.0, 0.01), 1000)]
+    assert epsilon_of(pairs, 1e-15).upper < 4.86
+    untilted = module._plan
+
+    def plan(*args: object) -> object:
+        found = untilted(*args)  # type: ignore[arg-type]
+        return None if found is None else dataclasses.replace(found, theta=1e-3)
+
+    monkeypatch.setattr(module, "_plan", plan)
+    # Still a bound: the rounding is counted, and so nothing is left of the interval.
+    lower, upper = epsilon_of(pairs, 1e-15)
+    assert lower <= 4.85454 <= upper
+    assert upper > 5
+
+
+def test_dp_accounting_knows_no_epsilon_at_delta_1e_minus_15_and_we_do() -> None:
+    peer = PeerPLDAccountant()
+    event = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.0))
+    peer.compose(event, 1000)
+    assert peer.get_epsilon(1e-15) == math.inf
+    assert epsilon_of([(Pair(1.0, 0.01), 1000)], 1e-15).upper == pytest.approx(4.85454, rel=3e-4)
+
+
+@given(
+    st.floats(-9, 0).map(lambda x: 10**x),
+    st.floats(-2, 4).map(lambda x: 10**x),
+    st.integers(1, 10**7),
+    st.floats(-18, -0.01),
+    st.booleans(),
+)
+@settings(max_examples=10, derandomize=True, deadline=None)
+def test_anywhere_there_is_an_interval_and_a_finite_upper_end(
+    rate: float, noise: float, steps: int, log_delta: float, symmetric: bool
+) -> None:
+    lower, upper = epsilon_of([(Pair(noise, rate, symmetric), steps)], 10**log_delta)
+    assert 0 <= lower <= upper < math.inf
+
+
+@pytest.mark.parametrize("noise", [1e-100, 1e-3, 1e100])
+def test_beyond_the_grid_the_closed_bounds_remain(noise: float) -> None:
+    lower, upper = epsilon_of([(Pair(noise, 0.5), 10)], 1e-5)
+    assert lower == 0 <= upper
+    assert not math.isnan(upper)
+
+
+def test_ten_thousand_steps_take_a_fraction_of_a_second() -> None:
+    epsilon_of([(Pair(1.0, 0.01), 10)], 1e-5)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        epsilon_of([(Pair(1.0, 0.01), 10_000)], 1e-5)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3

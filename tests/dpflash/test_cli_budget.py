@@ -1,0 +1,196 @@
+"""`dpflash budget`: a ledger read back, composed and compared with a budget."""
+
+import json
+import sys
+
+import pytest
+
+from dpflash.accounting import (
+    FixedSizeGaussian,
+    PoissonGaussian,
+    RDPAccountant,
+    ShuffledGaussian,
+)
+from dpflash.cli import main
+from dpflash.ledger import Ledger
+
+POISSON = PoissonGaussian(noise_multiplier=1.25, sample_rate=0.01)
+SHUFFLED = ShuffledGaussian(noise_multiplier=4.0)
+FIXED = FixedSizeGaussian(noise_multiplier=3.0, batch_size=5, num_samples=200)
+RDP = ["--delta", "1e-5", "--accountant", "rdp"]
+
+
+def epsilon_of(*events, relation="add_remove"):
+    accountant = RDPAccountant(neighboring_relation=relation)
+    for event, count in events:
+        accountant.compose(event.convert(relation), count)
+    return accountant.get_epsilon(1e-5)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    """Two runs: 300 Poisson steps, then two passes of ten batches over a shuffled loader."""
+    written = Ledger(tmp_path / "ledger.jsonl")
+    written.append(run="first", event=POISSON, accountant="rdp", count=299)
+    written.append(run="first", event=POISSON, accountant="rdp")
+    for _ in range(2):
+        written.append(run="second", event=SHUFFLED, accountant="rdp")
+        written.append(run="second", event=None, accountant="rdp", count=9)
+    return written.path
+
+
+def report_of(capsys, *words):
+    assert main(["budget", *map(str, words), *RDP, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
+    before = ledger.read_bytes()
+    expected = epsilon_of((POISSON, 300), (SHUFFLED, 2), relation="zero_out")
+    assert report_of(capsys, ledger) == {
+        "epsilon": expected,
+        "epsilon_lower": None,
+        "delta": 1e-5,
+        "steps": 320,
+        "runs": [
+            {
+                "run": "first",
+                "steps": 300,
+                "sampler": "poisson",
+                "noise_multiplier": 1.25,
+                "sample_rate": 0.01,
+                "neighboring_relation": "add_remove",
+            },
+            {
+                "run": "second",
+                "steps": 20,
+                "sampler": "shuffled",
+                "noise_multiplier": 4.0,
+                "sample_rate": None,
+                "neighboring_relation": "zero_out",
+            },
+        ],
+        "accountant": "rdp",
+        "neighboring_relation": "zero_out",
+        "remaining_steps": None,
+    }
+    assert ledger.read_bytes() == before
+
+
+def test_the_table_names_what_a_paper_needs_and_rounds_epsilon_up(ledger, capsys):
+    assert main(["budget", str(ledger), *RDP]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["run", "steps"]
+    assert lines[1].split() == ["first", "300", "poisson", "1.25", "0.01", "add_remove"]
+    assert lines[2].split() == ["second", "20", "shuffled", "4", "-", "zero_out"]
+    rows = dict(line.split("  ", 1) for line in lines[4:])
+    rows = {key: value.strip() for key, value in rows.items()}
+    assert "Gaussian" in rows["mechanism"] and rows["sampler"] == "poisson, shuffled"
+    assert rows["neighboring relation"] == "zero_out" and rows["accountant"] == "rdp"
+    assert rows["delta"] == "1e-05" and rows["steps"] == "320"
+    exact = epsilon_of((POISSON, 300), (SHUFFLED, 2), relation="zero_out")
+    assert exact <= float(rows["epsilon (upper bound)"]) < exact + 1e-4
+    assert "remaining steps" not in rows and "epsilon (lower bound)" not in rows
+
+
+def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, capsys):
+    history = [(POISSON, 300), (SHUFFLED, 2)]
+    limit = epsilon_of(*history, (SHUFFLED, 7), relation="zero_out")
+    assert report_of(capsys, ledger, "--epsilon", repr(limit))["remaining_steps"] == 7
+    spent = epsilon_of(*history, relation="zero_out")
+    assert report_of(capsys, ledger, "--epsilon", repr(spent / 2))["remaining_steps"] == 0
+    assert main(["budget", str(ledger), *RDP, "--epsilon", repr(limit)]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1].split()
+    assert shown == ["remaining", "steps", "7"]
+
+
+def test_fixed_size_runs_have_their_sample_rate_and_relation(tmp_path, capsys):
+    written = Ledger(tmp_path / "l")
+    written.append(run="a", event=FIXED, accountant="rdp", count=40)
+    report = report_of(capsys, written.path, "--epsilon", "50")
+    assert report["neighboring_relation"] == "replace_one"
+    assert report["runs"][0]["sample_rate"] == 5 / 200
+    assert report["epsilon"] == epsilon_of((FIXED, 40), relation="replace_one")
+    assert epsilon_of((FIXED, 40 + report["remaining_steps"]), relation="replace_one") <= 50
+    assert epsilon_of((FIXED, 41 + report["remaining_steps"]), relation="replace_one") > 50
+
+
+def test_a_run_without_noise_has_no_epsilon_and_nothing_remains(ledger, capsys):
+    Ledger(ledger).append(
+        run="third",
+        event=PoissonGaussian(noise_multiplier=0.0, sample_rate=0.01),
+        accountant="rdp",
+    )
+    report = report_of(capsys, ledger, "--epsilon", "50")
+    assert report["epsilon"] is None and report["remaining_steps"] == 0
+    assert main(["budget", str(ledger), *RDP]) == 0
+    assert "Infinity" in capsys.readouterr().out
+
+
+def test_an_empty_ledger_has_spent_nothing(tmp_path, capsys):
+    (tmp_path / "l").touch()
+    report = report_of(capsys, tmp_path / "l", "--epsilon", "1")
+    assert report["epsilon"] == 0 and report["runs"] == [] and report["steps"] == 0
+    assert report["remaining_steps"] is None
+    assert main(["budget", str(tmp_path / "l"), *RDP]) == 0
+
+
+def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    plain = Axes.plot
+
+    def plot(self, steps, epsilons, **options):
+        drawn.append((list(steps), list(epsilons)))
+        return plain(self, steps, epsilons, **options)
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    picture = tmp_path / "p.png"
+    words = ["budget", str(ledger), *RDP, "--plot", str(picture), "--epsilon", "9"]
+    assert main(words) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    ((steps, epsilons),) = drawn
+    assert steps[0] == 0 and steps[-1] == 320 and epsilons == sorted(epsilons)
+    for step, epsilon in zip(steps, epsilons, strict=True):
+        passes = 0 if step <= 300 else 1 if step <= 310 else 2
+        events = [(POISSON, min(step, 300)), (SHUFFLED, passes)]
+        assert epsilon == epsilon_of(*events, relation="zero_out")
+
+
+def test_without_matplotlib_the_plot_is_refused_with_the_way_out(
+    ledger, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["budget", str(ledger), *RDP, "--plot", str(tmp_path / "p.png")]) == 2
+    assert "pip install 'dpflash[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--delta", "0"], "delta=0.0"),
+        (["--delta", "nan"], "delta=nan"),
+        (["--epsilon", "0"], "epsilon=0.0"),
+        (["--epsilon", "inf"], "epsilon=inf"),
+        (["--accountant", "none"], "accountant='none'"),
+    ],
+)
+def test_a_bad_value_is_one_line_on_stderr_and_exit_code_2(words, message, ledger, capsys):
+    assert main(["budget", str(ledger), *RDP, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"dpflash: error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_damaged_or_missing_ledger_is_exit_code_2_with_the_line_named(ledger, capsys):
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:1] + lines[2:]))
+    assert main(["budget", str(ledger), *RDP]) == 2
+    error = capsys.readouterr().err
+    assert f"ledger {ledger} is damaged at line 2" in error and "step 300 is next" in error
+    assert main(["budget", str(ledger) + ".none", *RDP]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert not ledger.with_name(ledger.name + ".none").exists()
+    assert main(["budget", str(ledger.parent), *RDP]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,437 @@
+"""The ledger: what damages it is found, what is in it is counted, and kill -9 loses no step."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import dpflash
+from dpflash import PrivacyEngine
+from dpflash.accounting import (
+    FixedSizeGaussian,
+    Gaussian,
+    PoissonGaussian,
+    RDPAccountant,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+)
+from dpflash.ledger import Ledger
+
+DELTA = 1e-5
+STEP = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)
+pytestmark = pytest.mark.filterwarnings("ignore:a step was made on a batch that did not")
+
+
+def line(first=1, last=None, event=STEP, **changes):
+    record = {
+        "steps": [first, first if last is None else last],
+        "run": "a",
+        "event": None if event is None else event.as_dict(),
+        "epsilon": None,
+        "delta": None,
+        "accountant": "rdp",
+        **changes,
+    }
+    return json.dumps(record) + "\n"
+
+
+def without(key):
+    record = json.loads(line(2))
+    del record[key]
+    return json.dumps(record) + "\n"
+
+
+def event_of(**changes):
+    return line(2, event=None).replace(
+        '"event": null', '"event": ' + json.dumps({**STEP.as_dict(), **changes})
+    )
+
+
+def train(engine, model, optimizer, loader, steps):
+    done = 0
+    while done < steps:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+            done += 1
+            if done == steps:
+                break
+
+
+def epsilon_of(*events, relation="add_remove"):
+    accountant = RDPAccountant(neighboring_relation=relation)
+    for event, count in events:
+        accountant.compose(event.convert(relation), count)
+    return accountant.get_epsilon(DELTA)
+
+
+# Damage: a good first line, then this.
+
+DAMAGE = {
+    "cut_in_the_middle": (line(2)[:-9], "middle of line 2"),
+    "without_its_end": (line(2)[:-1], "middle of line 2"),
+    "zeros": ("\0" * 40, "middle of line 2"),
+    "a_line_missing": (line(3), "line 2 .*step 3 where step 2"),
+    "a_line_doubled": (line(2) + line(2), "line 3 .*step 2 where step 3"),
+    "lines_exchanged": (line(3) + line(2), "line 2 .*step 3 where step 2"),
+    "a_range_that_overlaps": (line(2, 5) + line(5), "line 3 .*step 5 where step 6"),
+    "a_range_backwards": (line(2, 1), "line 2 .*before the first"),
+    "an_empty_line": ("\n" + line(2), "line 2"),
+    "an_empty_line_at_the_end": (line(2) + "\n", "line 3"),
+    "no_json": ("x\n", "line 2"),
+    "another_json": ("[1, 2]\n", "line 2 .*not an object"),
+    "two_objects": (line(2)[:-1] + line(3), "line 2"),
+    "no_event_key": (without("event"), "line 2 .*keys"),
+    "no_epsilon_key": (without("epsilon"), "line 2 .*keys"),
+    "a_key_more": (line(2, note=1), "line 2 .*keys"),
+    "a_key_twice": (line(2)[:-2] + ', "run": "b"}\n', "line 2 .*twice"),
+    "steps_as_text": (line(2, steps=["2", "2"]), "line 2 .*whole numbers"),
+    "steps_as_booleans": (line(2, steps=[True, True]), "line 2 .*whole numbers"),
+    "steps_as_floats": (line(2, steps=[2.0, 2.0]), "line 2 .*whole numbers"),
+    "one_step": (line(2, steps=[2]), "line 2 .*whole numbers"),
+    "no_run": (line(2, run=""), "line 2 .*run="),
+    "accountant_null": (line(2, accountant=None), "line 2 .*accountant="),
+    "epsilon_true": (line(2, epsilon=True, delta=0.1), "line 2 .*epsilon=True"),
+    "epsilon_text": (line(2, epsilon="1", delta=0.1), "line 2 .*epsilon='1'"),
+    "epsilon_negative": (line(2, epsilon=-1.0, delta=0.1), "line 2 .*epsilon=-1"),
+    "epsilon_nan": (line(2, epsilon=math.nan, delta=0.1), "line 2 .*finite"),
+    "epsilon_overflows": (line(2, epsilon=1.5).replace("1.5", "1e999"), "line 2 .*finite"),
+    "epsilon_without_delta": (line(2, epsilon=1.0), "line 2 .*without a delta"),
+    "delta_of_1": (line(2, delta=1), "line 2 .*delta=1"),
+    "event_unknown": (event_of(event="Laplace"), "line 2 .*'Laplace'"),
+    "event_unhashable": (event_of(event=["Gaussian"]), "line 2"),
+    "event_text": (line(2, event=None).replace("null", '"x"', 1), "line 2 .*event="),
+    "event_empty": (line(2, event=None).replace("null", "{}", 1), "line 2"),
+    "event_lacks_a_value": (
+        line(2).replace('"noise_multiplier": 1.0, ', ""),
+        "line 2 .*noise_multiplier",
+    ),
+    "event_has_one_more": (event_of(clip=3), "line 2 .*clip"),
+    "noise_negative": (event_of(noise_multiplier=-1), "line 2 .*noise_multiplier=-1"),
+    "noise_true": (event_of(noise_multiplier=True), "line 2 .*noise_multiplier=True"),
+    "noise_infinite": (event_of(noise_multiplier=math.inf), "line 2 .*finite"),
+    "rate_above_1": (event_of(sample_rate=1.5), "line 2 .*sample_rate=1.5"),
+    "relation_unknown": (event_of(relation="both"), "line 2 .*'both'"),
+    "older_format": ('{"release": 2, "noise_multiplier": 1.0}\n', "line 2 .*older version"),
+    "latin_1": (line(2, run="\u00e9").replace("\\u00e9", "\udce9"), "line 2 .*utf-8"),
+    "deep": ("[" * 100_000 + "\n", "line 2"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_ledger_is_refused_with_the_line_and_left_as_it_is(kind, tmp_path):
+    text, message = DAMAGE[kind]
+    path = tmp_path / "ledger"
+    content = (line() + text).encode(errors="surrogateescape")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"(?s)ledger .*{message}"):
+        PrivacyEngine(ledger=path)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_or_a_path_through_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "ledger"):
+        with pytest.raises(ValueError, match="ledger='.*cannot be read .*pass the path of a file"):
+            PrivacyEngine(ledger=path)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        STEP,
+        Gaussian(relation="zero_out", noise_multiplier=2.0),
+        ShuffledGaussian(noise_multiplier=2.0),
+        FixedSizeGaussian(noise_multiplier=2.0, batch_size=3, num_samples=30),
+        TruncatedPoissonGaussian(
+            noise_multiplier=1.0, sample_rate=0.1, max_batch_size=40, num_samples=100
+        ),
+    ],
+    ids=lambda event: event.sampler,
+)
+def test_a_range_counts_its_event_once_for_each_step(event, tmp_path):
+    (tmp_path / "ranges").write_text(line(1, 7, event) + line(8, 8, event) + line(9, 30, None))
+    (tmp_path / "lines").write_text("".join(line(n, n, event) for n in range(1, 9)))
+    engines = [
+        PrivacyEngine(accountant="rdp", ledger=tmp_path / name) for name in ("ranges", "lines")
+    ]
+    assert engines[0]._ledger.releases == 30
+    epsilons = [engine.get_epsilon(DELTA) for engine in engines]
+    assert epsilons[0] == epsilons[1] == epsilon_of((event, 8), relation=event.relation)
+    assert {engine.neighboring_relation for engine in engines} == {event.relation}
+
+
+def test_a_range_of_a_billion_steps_is_counted_at_once(tmp_path):
+    (tmp_path / "l").write_text(line(1, 10**9))
+    assert PrivacyEngine(ledger=tmp_path / "l").accountant.history == [(1.0, 0.25, 10**9)]
+
+
+def test_a_line_tells_the_step_its_event_and_epsilon_at_the_targets_delta(private, tmp_path):
+    path = tmp_path / "l"
+    made = private(nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path)
+    train(*made, 1)
+    budget = dpflash.PrivacyBudget(50.0, DELTA)
+    again = private(
+        nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path, budget=budget
+    )
+    train(*again, 2)
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [entry["steps"] for entry in lines] == [[1, 1], [2, 2], [3, 3]]
+    assert [entry["epsilon"] for entry in lines] == [
+        None,
+        epsilon_of((STEP, 2)),
+        epsilon_of((STEP, 3)),
+    ]
+    assert [entry["delta"] for entry in lines] == [None, DELTA, DELTA]
+    assert all(entry["event"] == STEP.as_dict() for entry in lines)
+    assert {entry["accountant"] for entry in lines} == {again[0].accountant.mechanism()}
+    runs = [entry["run"] for entry in lines]
+    assert runs[0] != runs[1] == runs[2]
+
+
+def test_epsilon_of_a_target_is_in_the_ledger_too(tmp_path):
+    engine = PrivacyEngine(accountant="rdp", ledger=tmp_path / "l")
+    model = nn.Linear(3, 2)
+    made = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.randn(16, 3)), batch_size=4
+        ),
+        target_epsilon=3.0,
+        target_delta=DELTA,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+    train(engine, *made, 4)
+    last = json.loads((tmp_path / "l").read_text().splitlines()[-1])
+    assert last["epsilon"] == engine.get_epsilon(DELTA) and 2.99 < last["epsilon"] <= 3
+    assert last["delta"] == DELTA
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "relation"),
+    [
+        ({}, {}, "add_remove"),
+        ({}, {"sampling": "shuffled"}, "zero_out"),
+        ({"sampling": "shuffled"}, {}, "zero_out"),
+        ({"sampling": "fixed_size"}, {}, "zero_out"),
+        ({"sampling": "fixed_size"}, {"sampling": "fixed_size"}, "replace_one"),
+        ({"sampling": "fixed_size"}, {"sampling": "shuffled"}, "zero_out"),
+        ({"max_batch_size": 15}, {}, "add_remove"),
+    ],
+    ids=str,
+)
+def test_runs_on_the_same_data_compose_in_one_ledger(first, second, relation, private, tmp_path):
+    path, x = tmp_path / "l", torch.randn(16, 3)
+    events = []
+    for noise, options in ((2.0, first), (3.0, second)):
+        made = private(nn.Linear(3, 2), x, noise_multiplier=noise, ledger=path, **options)
+        train(*made, 8)
+        count = 2 if made[3].sampler_name == "shuffled" else 8
+        events.append((made[3].event(noise), count))
+    reopened = PrivacyEngine(accountant="rdp", ledger=path)
+    for engine in (made[0], reopened):
+        assert engine.neighboring_relation == relation == engine.accountant.neighboring_relation
+        accountant = type(engine.accountant)(neighboring_relation=relation)
+        for event, count in events:
+            accountant.compose(event.convert(relation), count)
+        assert engine.get_epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    assert Ledger(path).releases == 16
+
+
+def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(private, tmp_path):
+    for number, (event, sampler) in enumerate(
+        [
+            (ShuffledGaussian(noise_multiplier=1.0), "shuffled"),
+            (FixedSizeGaussian(noise_multiplier=1.0, batch_size=2, num_samples=9), "fixed_size"),
+            (Gaussian(relation="zero_out", noise_multiplier=1.0), "private loader"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        path.write_text(line(event=event))
+        with pytest.raises(ValueError, match=f"neighboring_relation='add_remove'.*{sampler}"):
+            PrivacyEngine(ledger=path, neighboring_relation="add_remove")
+
+
+# Writing
+
+
+def test_a_ledger_that_was_removed_is_not_begun_anew(private, tmp_path):
+    path = tmp_path / "l"
+    made = private(nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path)
+    train(*made, 2)
+    path.unlink()
+    with pytest.raises(RuntimeError, match="changed or removed"):
+        train(*made, 1)
+    assert not path.exists()
+
+
+def test_a_line_of_another_process_written_meanwhile_is_never_cut_off(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "l")
+    ledger.append(run="a", event=STEP, accountant="rdp")
+    plain = os.fsync
+
+    def other_process(handle):
+        with (tmp_path / "l").open("ab") as file:
+            file.write(line(2, run="b").encode())
+        plain(handle)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", other_process)
+    with pytest.raises(OSError, match="full"):
+        ledger.append(run="a", event=STEP, accountant="rdp")
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="changed"):
+        ledger.append(run="a", event=STEP, accountant="rdp")
+    assert b'"b"' in (tmp_path / "l").read_bytes()
+    with pytest.raises(ValueError, match="line 3"):
+        Ledger(tmp_path / "l")
+
+
+def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_file(
+    tmp_path, monkeypatch
+):
+    seen = []
+    plain = os.fsync
+
+    def fsync(handle):
+        seen.append(os.readlink(f"/proc/self/fd/{handle}"))
+        plain(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ledger = Ledger(tmp_path / "l")
+    ledger.append(run="a", event=STEP, accountant="rdp")
+    ledger.append(run="a", event=None, accountant="rdp", count=5)
+    assert seen == [str(tmp_path), str(tmp_path / "l"), str(tmp_path / "l")]
+    assert Ledger(tmp_path / "l").releases == ledger.releases == 6
+
+
+def test_a_digest_covers_whole_lines_and_is_none_for_more_steps_than_there_are(tmp_path):
+    (tmp_path / "l").write_text(line(1, 4) + line(5))
+    ledger = Ledger(tmp_path / "l")
+    assert ledger.digest() == ledger.digest(5) != ledger.digest(4)
+    assert ledger.digest(2) == ledger.digest(4) and ledger.digest(6) is None
+
+
+# kill -9
+
+CHILD = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import dpflash
+from dpflash import ledger, release
+
+point, folder = sys.argv[1:]
+
+def die(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def arm():
+    if point == "before_the_line":
+        ledger.Ledger.append = die
+    elif point == "within_the_line":
+        plain = os.write
+        def half(handle, text):
+            plain(handle, text[: len(text) // 2])
+            die()
+        os.write = half
+    elif point == "before_the_flush":
+        os.fsync = die
+    elif point == "after_the_line":
+        release.NoiseStream = die
+    elif point == "after_the_noise":
+        optimizer.original_optimizer.step = die
+
+engine = dpflash.PrivacyEngine(accountant="rdp", ledger=folder + "/ledger")
+model = nn.Linear(3, 2)
+_, optimizer, loader = engine.make_private(
+    module=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(TensorDataset(torch.ones(16, 3)), batch_size=4),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+    budget=dpflash.PrivacyBudget(float(BUDGET), 1e-5),
+)
+steps = 0
+for _ in range(9):
+    for (x,) in loader:
+        if steps == 3:
+            arm()
+        optimizer.zero_grad()
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+        steps += 1
+        with open(folder + "/released", "w") as file:
+            file.write(str(steps))
+        if steps == 2:
+            engine.save_checkpoint(folder + "/checkpoint")
+        if steps == 4:
+            die()
+"""
+
+# The steps that the ledger must hold, and whether its last line must be removed first.
+POINTS = {
+    "before_the_line": (3, False),
+    "within_the_line": (3, True),
+    "before_the_flush": (4, False),
+    "after_the_line": (4, False),
+    "after_the_noise": (4, False),
+    "after_the_step": (4, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path):
+    budget = epsilon_of((STEP, 6))
+    code = textwrap.dedent(CHILD).replace("BUDGET", repr(budget))
+    died = subprocess.run(
+        [sys.executable, "-c", code, point, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    path = tmp_path / "ledger"
+    released = int((tmp_path / "released").read_text())
+    expected, cut = POINTS[point]
+    if cut:
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match="middle of line 4.*Remove that last"):
+            PrivacyEngine(ledger=path)
+        assert path.read_bytes() == before
+        path.write_bytes(before[: before.rindex(b"\n") + 1])
+
+    # The step in flight may be counted too, and never one less than was released.
+    made = private(
+        nn.Linear(3, 2),
+        torch.ones(16, 3),
+        noise_multiplier=1.0,
+        ledger=path,
+        seed=None,
+        budget=dpflash.PrivacyBudget(budget, DELTA),
+    )
+    engine = made[0]
+    assert engine.accountant.history == [(1.0, 0.25, expected)]
+    assert released <= expected <= released + 1
+    engine.load_checkpoint(tmp_path / "checkpoint")
+    assert made[2].releases == 2 and engine.remaining_steps() == 6 - expected
+    assert engine.get_epsilon(DELTA) == epsilon_of((STEP, expected))
+    assert engine.get_epsilon(DELTA) >= epsilon_of((STEP, released))
+    with pytest.raises(dpflash.BudgetSpent):
+        train(*made, 99)
+    assert engine.accountant.history == [(1.0, 0.25, 6)]
+    assert [entry.first for entry in Ledger(path).lines] == [1, 2, 3, 4, 5, 6]
+    assert {entry.run for entry in Ledger(path).lines} == {engine._run}
