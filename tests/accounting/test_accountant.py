@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from types import SimpleNamespace
 
 import opacus
@@ -12,7 +11,17 @@ from opacus.accountants import RDPAccountant as OpacusRDPAccountant
 from opacus.accountants import registry
 from opacus.accountants.utils import get_noise_multiplier as opacus_get_noise_multiplier
 
-from dpflash.accounting import Accountant, RDPAccountant
+from dpflash.accounting import (
+    Accountant,
+    ContourAccountant,
+    GDPAccountant,
+    Interval,
+    PLDAccountant,
+    PRVAccountant,
+    RDPAccountant,
+)
+
+KINDS = (ContourAccountant, PLDAccountant, RDPAccountant, GDPAccountant, PRVAccountant)
 
 
 def test_equal_steps_are_one_phase() -> None:
@@ -31,13 +40,33 @@ def test_steps_give_the_epsilon_of_the_history_that_they_write() -> None:
     assert stepped.get_epsilon(1e-5) == assigned.get_epsilon(1e-5) > 0
 
 
-def test_a_step_takes_no_longer_after_many_phases() -> None:
-    accountant = RDPAccountant()
-    accountant.history = [(1.0 + k, 0.1, 1) for k in range(200_000)]
-    start = time.perf_counter()
-    for _ in range(1000):
+class LastOnly(list):
+    """A history of which only the last phase may be touched."""
+
+    def __getitem__(self, index: int) -> tuple:
+        assert index == -1
+        return super().__getitem__(index)
+
+    def pop(self, index: int = -1) -> tuple:
+        assert index == -1
+        return super().pop(index)
+
+    def _refuse(self, *arguments: object) -> None:
+        raise AssertionError("an earlier phase was touched")
+
+    __iter__ = __reversed__ = __contains__ = __setitem__ = __delitem__ = _refuse
+    index = count = insert = remove = sort = reverse = copy = __add__ = __mul__ = _refuse
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())
+def test_a_step_touches_no_phase_but_the_last(kind: type[Accountant]) -> None:
+    accountant = kind()
+    accountant.history = LastOnly((1.0 + k, 0.1, 1) for k in range(1000))
+    for _ in range(3):
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    assert time.perf_counter() - start < 0.5
+    assert type(accountant.history) is LastOnly
+    assert len(accountant) == 1001
+    assert accountant.history[-1] == (1.0, 0.1, 3)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +168,29 @@ def test_the_optimizer_hook_writes_accumulated_batches_as_one_step() -> None:
 
 
 def test_rdp_knows_no_lower_end_of_epsilon() -> None:
-    assert RDPAccountant().get_epsilon_lower(1e-5) is None
+    accountant = RDPAccountant()
+    assert accountant.get_epsilon(1e-5, interval=True) == (0.0, 0.0)
+    accountant.history = [(1.0, 0.1, 10)]
+    for found in (
+        accountant.get_epsilon(1e-5, interval=True),
+        accountant.get_delta(1.0, interval=True),
+    ):
+        assert type(found) is Interval
+        assert found.lower is None
+    assert accountant.get_epsilon(1e-5, interval=True).upper == accountant.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())
+@pytest.mark.filterwarnings("ignore:accountant='gdp'")
+def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind: type[Accountant]) -> None:
+    accountant = kind()
+    accountant.history = [(1.0, 0.1, 10)]
+    for other in KINDS:
+        if other is kind:
+            other().load_state_dict(accountant.state_dict())
+        else:
+            with pytest.raises(ValueError, match=f"mechanism '{kind.mechanism()}'"):
+                other().load_state_dict(accountant.state_dict())
 
 
 def test_the_base_class_is_abstract() -> None:

@@ -10,15 +10,54 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from dpflash.accounting import (
+    Accountant,
+    ContourAccountant,
+    Interval,
+    PLDAccountant,
     RDPAccountant,
-    truncated_poisson_epsilon,
+    TruncatedPoissonGaussian,
     truncation_probability,
 )
+from dpflash.accounting.truncated_poisson import with_failure
 
 
-def accountant_of(*history: tuple[float, float, int]) -> RDPAccountant:
-    accountant = RDPAccountant()
+def accountant_of(
+    *history: tuple[float, float, int], kind: type[Accountant] = RDPAccountant
+) -> Accountant:
+    accountant = kind()
     accountant.history = list(history)
+    return accountant
+
+
+def interval_of(accountant: Accountant, delta: float, mass: float) -> Interval:
+    return with_failure(
+        mass,
+        delta,
+        lambda delta: accountant.get_epsilon(delta, interval=True),
+        lambda epsilon: accountant.get_delta(epsilon, interval=True),
+    )
+
+
+def epsilon_of(accountant: Accountant, delta: float, mass: float) -> float:
+    return interval_of(accountant, delta, mass).upper
+
+
+def truncated(
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    cap: int,
+    num_samples: int,
+    kind: type[Accountant] = RDPAccountant,
+) -> Accountant:
+    event = TruncatedPoissonGaussian(
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        max_batch_size=cap,
+        num_samples=num_samples,
+    )
+    accountant = kind()
+    accountant.compose(event, steps)
     return accountant
 
 
@@ -40,10 +79,54 @@ def test_truncation_probability_at_the_edges() -> None:
     assert truncation_probability(10, 0.5, 11) == 0.0
 
 
-def test_without_truncation_epsilon_is_the_accountants() -> None:
-    accountant = accountant_of((1.0, 0.01, 1000))
-    epsilon = truncated_poisson_epsilon(accountant, 1e-5, truncation_mass=0.0)
-    assert epsilon == accountant.get_epsilon(1e-5)
+@pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
+def test_without_truncation_epsilon_is_the_accountants(kind: type[Accountant]) -> None:
+    # A cap that no batch can exceed.
+    accountant = truncated(1.0, 0.01, 1000, cap=201, num_samples=200, kind=kind)
+    assert accountant._failure() == 0
+    plain = accountant_of((1.0, 0.01, 1000), kind=kind)
+    found, expected = (a.get_epsilon(1e-5, interval=True) for a in (accountant, plain))
+    assert found == expected
+    assert accountant.get_delta(1.0) == plain.get_delta(1.0)
+
+
+@pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
+def test_an_event_pays_for_its_truncation_at_every_step(kind: type[Accountant]) -> None:
+    accountant = truncated(1.0, 0.01, 1000, cap=40, num_samples=1000, kind=kind)
+    mass = 1000 * truncation_probability(1000, 0.01, 40)
+    assert 1e-12 < mass < 1e-8
+    plain = accountant_of((1.0, 0.01, 1000), kind=kind)
+    found = accountant.get_epsilon(1e-5, interval=True)
+    assert found == interval_of(plain, 1e-5, mass)
+    assert found.upper > plain.get_epsilon(1e-5)
+    cost = (1 + math.e) * mass
+    assert accountant.get_delta(1.0) == pytest.approx(plain.get_delta(1.0) + cost, rel=1e-12)
+    if kind is not RDPAccountant:
+        assert found.lower <= plain.get_epsilon(1e-5, interval=True).lower
+        ours, theirs = (a.get_delta(1.0, interval=True).lower for a in (accountant, plain))
+        assert ours == pytest.approx(theirs - cost, rel=1e-12)
+
+
+def test_failures_of_unlike_events_add_up() -> None:
+    accountant = truncated(1.0, 0.01, 1000, cap=40, num_samples=1000)
+    other = TruncatedPoissonGaussian(
+        noise_multiplier=1.0, sample_rate=0.02, max_batch_size=50, num_samples=1000
+    )
+    accountant.compose(other, 10)
+    expected = 1000 * truncation_probability(1000, 0.01, 40)
+    expected += 10 * truncation_probability(1000, 0.02, 50)
+    assert accountant._failure() == pytest.approx(expected, rel=1e-12)
+
+
+def test_both_ends_hold_whatever_the_truncation_does() -> None:
+    # Between the ends lie the epsilons of all runs that differ by at most the mass.
+    accountant = accountant_of((1.0, 0.01, 1000), kind=ContourAccountant)
+    for mass in (1e-9, 1e-8, 1e-7):
+        lower, upper = interval_of(accountant, 1e-5, mass)
+        assert 0 < lower < accountant.get_epsilon(1e-5) < upper
+        below = accountant.get_delta(lower * (1 - 1e-6), interval=True).lower
+        assert below - (1 + math.exp(lower)) * mass > 1e-5
+        assert accountant.get_delta(upper) + (1 + math.exp(upper)) * mass <= 1e-5
 
 
 @given(
@@ -59,7 +142,7 @@ def test_epsilon_meets_delta_with_the_truncation_and_is_the_least(
 ) -> None:
     accountant = accountant_of((noise_multiplier, sample_rate, steps))
     mass = mass_over_delta * delta
-    epsilon = truncated_poisson_epsilon(accountant, delta, truncation_mass=mass)
+    epsilon = epsilon_of(accountant, delta, mass)
 
     def total(epsilon: float) -> float:
         return accountant.get_delta(epsilon) + (1 + math.exp(epsilon)) * mass
@@ -74,23 +157,31 @@ def test_epsilon_meets_delta_with_the_truncation_and_is_the_least(
 
 def test_epsilon_rises_with_the_truncation_until_nothing_is_left() -> None:
     accountant = accountant_of((1.0, 0.01, 1000))
-    masses = [0.0, 1e-12, 1e-9, 1e-8, 1e-7, 2e-7, 1e-5]
-    epsilons = [
-        truncated_poisson_epsilon(accountant, 1e-5, truncation_mass=mass) for mass in masses
-    ]
+    masses = [1e-300, 1e-12, 1e-9, 1e-8, 1e-7, 2e-7, 1e-5]
+    epsilons = [epsilon_of(accountant, 1e-5, mass) for mass in masses]
     assert epsilons == sorted(epsilons)
     assert epsilons[0] < epsilons[3] < epsilons[5] < math.inf
     assert epsilons[-1] == math.inf
 
 
 def test_no_noise_gives_no_epsilon() -> None:
-    accountant = accountant_of((0.0, 0.5, 1))
-    assert truncated_poisson_epsilon(accountant, 1e-5, truncation_mass=1e-9) == math.inf
+    assert epsilon_of(accountant_of((0.0, 0.5, 1)), 1e-5, 1e-9) == math.inf
+    accountant = truncated(0.0, 0.5, 1, cap=40, num_samples=50)
+    assert accountant.get_epsilon(1e-5) == math.inf
+    assert accountant.get_delta(1.0) == 1.0
 
 
 def test_an_empty_history_still_pays_for_the_truncation() -> None:
-    assert truncated_poisson_epsilon(accountant_of(), 1e-5, truncation_mass=1e-6) < 1e-8
-    assert truncated_poisson_epsilon(accountant_of(), 1e-5, truncation_mass=6e-6) == math.inf
+    assert epsilon_of(accountant_of(), 1e-5, 1e-6) < 1e-8
+    assert epsilon_of(accountant_of(), 1e-5, 6e-6) == math.inf
+    # Nothing is told but which samples were cut.
+    accountant = truncated(math.inf, 0.01, 1, cap=30, num_samples=1000)
+    assert accountant._pairs() == ()
+    failure = accountant._failure()
+    assert accountant.get_epsilon(3 * failure) < 1e-8
+    assert accountant.get_epsilon(1.9 * failure) == math.inf
+    assert accountant.get_delta(0.0) == 2 * failure
+    assert accountant.get_advantage() == 2 * failure
 
 
 def test_the_bound_holds_for_an_adversarial_mechanism_computed_exactly() -> None:
@@ -114,20 +205,34 @@ def test_the_bound_holds_for_an_adversarial_mechanism_computed_exactly() -> None
 
     with_extra, without = density([1.0] + [-1.0] * n), density([-1.0] * n)
     mass = truncation_probability(n, sample_rate, cap)
-    accountant = accountant_of((noise_multiplier, sample_rate, 1))
+    accountant = truncated(
+        noise_multiplier, sample_rate, 1, cap=cap, num_samples=n, kind=ContourAccountant
+    )
+    assert accountant._failure() == mass
     spacing = outputs[1] - outputs[0]
     for delta in (0.3, 0.4, 0.5):
-        epsilon = truncated_poisson_epsilon(accountant, delta, truncation_mass=mass)
+        epsilon = accountant.get_epsilon(delta)
         assert epsilon < math.inf
         for p, q in ((with_extra, without), (without, with_extra)):
             exact = np.maximum(0, p - math.exp(epsilon) * q).sum() * spacing
             assert exact <= delta
 
 
-@pytest.mark.parametrize("mass", [-1e-9, math.nan, math.inf])
-def test_a_bad_mass_is_refused(mass: float) -> None:
-    with pytest.raises(ValueError, match="^truncation_mass="):
-        truncated_poisson_epsilon(accountant_of(), 1e-5, truncation_mass=mass)
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_batch_size": 2.5}, "max_batch_size"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": True}, "num_samples"),
+        ({"sample_rate": 1.5}, "sample_rate"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    ],
+)
+def test_a_bad_event_is_refused_by_name(change: dict, name: str) -> None:
+    good = {"noise_multiplier": 1.0, "sample_rate": 0.1, "max_batch_size": 5, "num_samples": 9}
+    with pytest.raises(ValueError, match=f"^{name}="):
+        TruncatedPoissonGaussian(**{**good, **change})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,276 @@
+"""A contour, a composition's cumulant along it, and the deltas that follow with their errors.
+
+Letters: a the order, K the cumulant log M(a) of the whole composition, m as in `contour`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from .cumulant import log_mgf
+from .pairs import Pair, Pairs
+
+__all__ = [
+    "ADD",
+    "OCTAVE",
+    "REMOVE",
+    "WANTED",
+    "Contour",
+    "Line",
+    "apex_of",
+    "left_out",
+    "line_of",
+    "representatives",
+]
+
+_Real = NDArray[np.float64]
+_Complex = NDArray[np.complex128]
+
+REMOVE, ADD = 1, -1
+OCTAVE = 16  # apexes are 2^(k / 16), so that queries nearby find their cumulants cached
+WANTED = 1e-10  # error of delta over delta, where rounding allows
+_NARROW = 4  # width
+_FINEST = 3  # halvings of the step
+_PIECE = 1.0  # of t, evaluated at once
+_EDGE_STEP = 0.5
+_LAST = 42.0  # t at which e^-t is far below rounding
+_FAR = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # of t
+_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M on the real line that need no ray
+_FEW = 16
+_ROUNDING = 2.0**-52
+
+
+@dataclass(frozen=True)
+class Contour:
+    """a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t).
+
+    Attributes:
+        side: 1 for an apex at 1 + c, -1 for one at -c; c = 2^(k / 16).
+        k: of c.
+        width: scale = c 2^(-width / 2).
+        small: whether e^K - 1 is integrated instead of e^K.
+        cut: as in `log_mgf`; what is left out is nothing against delta.
+    """
+
+    side: int
+    k: int
+    width: int
+    small: bool
+    cut: float | None
+
+    @property
+    def bend(self) -> float:
+        """In radians; a narrow contour bends less, not into where K is large."""
+        return 0.25 if self.width < _NARROW else 0.125
+
+    @property
+    def shift(self) -> float:
+        """How far the strip in which the integrand is looked at reaches on both sides."""
+        return 0.9 * self.bend
+
+    def step(self, level: int) -> float:
+        """Of t."""
+        return 0.2 * self.bend / 2**level
+
+    def orders(self, t: _Real, shift: float) -> tuple[_Complex, _Complex]:
+        """(a, da / dt) at t + i shift."""
+        c = 2.0 ** (self.k / OCTAVE)
+        scale = c * 2.0 ** (-self.width / 2)
+        turned = self.bend - shift + 1j * t
+        start = apex_of(self.side, self.k) - scale * math.sin(self.bend)
+        return start + scale * np.sin(turned), 1j * scale * np.cos(turned)
+
+
+def apex_of(side: int, k: int) -> float:
+    """The real order 1 + c or -c, c = 2^(k / 16)."""
+    c = 2.0 ** (k / OCTAVE)
+    return 1 + c if side == REMOVE else -c
+
+
+def representatives(pairs: Pairs) -> Pairs:
+    """Few pairs much like all of them, by which a contour can be chosen."""
+    if len(pairs) <= _FEW:
+        return pairs
+    groups = np.array_split(np.arange(len(pairs)), _FEW)
+    return tuple((pairs[g[len(g) // 2]][0], sum(pairs[i][1] for i in g)) for g in groups)
+
+
+def left_out(pairs: Pairs, cut: float | None) -> float:
+    """The chance, times 2 for safety, of any output beyond 1 + cut standard deviations."""
+    return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
+
+
+@lru_cache(maxsize=1 << 15)
+def _cumulant(
+    pair: Pair, contour: Contour, piece: int, level: int, edges: bool, enough: float
+) -> tuple[_Complex, _Real]:
+    """The cumulant and its error at a piece's nodes, then at those of the strip's edges."""
+    orders = contour.orders(_nodes(piece, contour.step(level)), 0.0)[0]
+    if edges:
+        t = _nodes(piece, _EDGE_STEP)
+        sides = [contour.orders(t, shift)[0] for shift in (-contour.shift, contour.shift)]
+        orders = np.concatenate([orders, *sides])
+    return log_mgf(pair, orders, cut=contour.cut, enough=enough)
+
+
+@lru_cache(maxsize=1 << 13)
+def _far_cumulant(pair: Pair, contour: Contour, begin: float) -> tuple[_Complex, _Real]:
+    orders = contour.orders(begin + _FAR, 0.0)[0]
+    return log_mgf(pair, orders, cut=contour.cut, enough=_ROUGH)
+
+
+def _nodes(piece: int, step: float) -> _Real:
+    count = round(_PIECE / step)
+    return np.asarray(step * np.arange(piece * count, (piece + 1) * count))
+
+
+@lru_cache(maxsize=256)
+def line_of(pairs: Pairs, contour: Contour, edges: bool) -> Line:
+    """The line of these pairs, which remembers its cumulants."""
+    return Line(pairs, contour, edges)
+
+
+class Line:
+    """A composition's cumulant along a contour, and the deltas that follow from it."""
+
+    def __init__(self, pairs: Pairs, contour: Contour, edges: bool) -> None:
+        self.pairs = pairs
+        self.contour = contour
+        self.edges = edges
+        self._left_out = left_out(pairs, contour.cut)
+        self._sums: dict[tuple[float, int, int], tuple[_Complex, _Real]] = {}
+
+    def delta(self, epsilon: float) -> tuple[float, float, float]:
+        """Delta, a bound of its error (of rounding only, without edges), and its derivative."""
+        best = (math.nan, math.inf, math.nan)
+        for level in range(_FINEST + 1 if self.edges else 1):
+            value, slope, rounding, strip = self._sum(epsilon, level)
+            error = rounding + strip
+            before, best = best[1], min(best, (value, error, slope), key=lambda found: found[1])
+            if error <= 10 * WANTED * abs(value) or error > before / 2:
+                break
+        return best
+
+    def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
+        """Delta, its derivative, and what rounding and the end, and the step, may err by."""
+        step = self.contour.step(level)
+        value = slope = rounding = strip = tail = largest = 0.0
+        edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
+        for piece in range(math.ceil(_LAST / _PIECE)):
+            t = _nodes(piece, step)
+            # Where little is left of the integrand, its cumulant matters less.
+            weight = tail / abs(value) if piece and value else 1.0
+            decades = min(8, max(0, math.floor(-math.log10(weight)))) if weight > 0 else 8
+            cumulant, error = self._composed(piece, level, decades)
+            terms, moments, noise = self._terms(
+                epsilon, t, 0.0, cumulant[: len(t)], error[: len(t)]
+            )
+            if piece == 0:
+                terms[0], moments[0] = terms[0] / 2, moments[0] / 2
+            size = np.abs(terms)
+            end = _known(size, noise)
+            value += step * float(terms[:end].imag.sum())
+            slope += step * float(moments[:end].imag.sum())
+            rounding += step * float(noise[:end].sum())
+            largest = max(largest, float(size[:end].max(initial=0.0)))
+            tail = _rest(size[:end], largest, end < len(t), tail)
+            if self.edges:
+                sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])
+                for index, (size, known) in enumerate(sides):
+                    if edge_open[index]:
+                        strip += _EDGE_STEP * float(size[:known].sum())
+                        peaks[index] = max(peaks[index], float(size[:known].max(initial=0.0)))
+                        edge_tails[index] = _rest(
+                            size[:known], peaks[index], known < len(size), edge_tails[index]
+                        )
+                        edge_open[index] = known == len(size)
+            if end < len(t) or tail <= max(WANTED * abs(value), 0.01 * rounding):
+                break
+        strip += sum(edge_tails)
+        # Noise this great spreads the loss on one scale only, and nothing comes back.
+        if self.edges and math.isfinite(tail) and self.contour.cut is None:
+            tail += self._far(epsilon, t[min(end, len(t) - 1)])
+        strip /= math.expm1(min(700.0, 2 * math.pi * self.contour.shift / step))
+        return value, slope, rounding + tail + self._left_out, 2 * strip
+
+    def _edges(
+        self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
+    ) -> list[tuple[_Real, int]]:
+        """The integrand's modulus along both edges of the strip, and how much of it is known."""
+        t = _nodes(piece, _EDGE_STEP)
+        sides = []
+        for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
+            part = slice(index * len(t), (index + 1) * len(t))
+            terms, _, noise = self._terms(epsilon, t, shift, cumulant[part], error[part])
+            sides.append((np.abs(terms), _known(np.abs(terms), noise)))
+        return sides
+
+    def _far(self, epsilon: float, start: float) -> float:
+        """The integral of the modulus behind the contour's end, where float64 knows it."""
+        begin = math.ceil(start / _PIECE) * _PIECE
+        key, t = (begin, -1, 0), begin + _FAR
+        if key not in self._sums:
+            total: _Complex | float = 0.0
+            error: _Real | float = 0.0
+            with np.errstate(invalid="ignore"):
+                for pair, count in representatives(self.pairs):
+                    value, wrong = _far_cumulant(pair, self.contour, begin)
+                    total, error = total + count * value, error + count * wrong
+            self._sums[key] = np.asarray(total), np.asarray(error)
+        terms, _, noise = self._terms(epsilon, t, 0.0, *self._sums[key])
+        size = np.abs(terms)
+        return float(np.trapezoid(np.where(size > 2 * noise, size, 0.0), t))
+
+    def _terms(
+        self, epsilon: float, t: _Real, shift: float, cumulant: _Complex, error: _Real
+    ) -> tuple[_Complex, _Complex, _Real]:
+        """The integrand over pi, times -m, and its noise."""
+        a, speed = self.contour.orders(t, shift)
+        m = a - 1 if self.contour.side == REMOVE else -a
+        with np.errstate(all="ignore"):
+            factor = speed / (math.pi * a * (a - 1))
+            whole = np.exp(cumulant - epsilon * m) * factor
+            noise = np.abs(whole) * (error + _ROUNDING * (4 + 2 * np.abs(epsilon * m)))
+            if self.contour.small:
+                less = np.exp(-epsilon * m) * factor
+                terms = np.where(cumulant.real < 1, np.expm1(cumulant) * less, whole - less)
+                noise += _ROUNDING * (4 + 2 * np.abs(epsilon * m)) * np.abs(terms)
+                noise -= np.abs(whole) * _ROUNDING * (4 + 2 * np.abs(epsilon * m))
+            else:
+                terms = whole
+            return terms, -m * terms, noise
+
+    def _composed(self, piece: int, level: int, decades: int) -> tuple[_Complex, _Real]:
+        """The pairs' cumulants, added up, and the error of the sum."""
+        key = (piece, level, decades)
+        if key not in self._sums:
+            enough = 0.0 if self.contour.small else _ENOUGH * 10.0**decades
+            total: _Complex | float = 0.0
+            error: _Real | float = 0.0
+            with np.errstate(invalid="ignore"):
+                for pair, count in self.pairs:
+                    value, wrong = _cumulant(pair, self.contour, piece, level, self.edges, enough)
+                    total, error = total + count * value, error + count * wrong
+            self._sums[key] = np.asarray(total), np.asarray(error)
+        return self._sums[key]
+
+
+def _known(size: _Real, noise: _Real) -> int:
+    """How many terms there are before those of which float64 knows nothing."""
+    unknown = ~(np.isfinite(size) & np.isfinite(noise) & (size > 2 * noise))
+    return int(np.argmax(unknown)) if unknown.any() else len(size)
+
+
+def _rest(size: _Real, largest: float, ends: bool, before: float) -> float:
+    """What is left of an integral behind terms of this size, which fall at least as e^-t.
+
+    Where float64 ends them, they must be seen to fall.
+    """
+    last = float(size[-2:].max()) if len(size) else before
+    return last if not ends or 0 < last < 1e-3 * largest else math.inf
