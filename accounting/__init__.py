@@ -23,6 +23,7 @@ from .events import (
     joint_noise_multiplier,
 )
 from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian_accountant import GaussianAccountant
 from .gdp import GDPAccountant
 from .interval import Interval
 from .pld import PLDAccountant
@@ -38,6 +39,7 @@ __all__ = [
     "FixedSizeGaussian",
     "GDPAccountant",
     "Gaussian",
+    "GaussianAccountant",
     "Interval",
     "PLDAccountant",
     "PRVAccountant",

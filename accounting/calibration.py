@@ -8,6 +8,7 @@ from ._search import least_that_passes
 from .accountant import Accountant, Phase
 from .contour import ContourAccountant
 from .events import REPLACE_ONE, Event, Gaussian, PoissonGaussian
+from .gaussian_accountant import GaussianAccountant
 from .gdp import GDPAccountant
 from .pld import PLDAccountant
 from .prv import PRVAccountant
@@ -27,6 +28,7 @@ ACCOUNTANTS: dict[str, type[Accountant]] = {
     "pld": PLDAccountant,
     "rdp": RDPAccountant,
     "gdp": GDPAccountant,
+    "gaussian": GaussianAccountant,
     "prv": PRVAccountant,
 }
 
@@ -41,8 +43,8 @@ def create_accountant(name: str) -> Accountant:
     """A new accountant with an empty history.
 
     Args:
-        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound) or
-            `"prv"` (Opacus').
+        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound),
+            `"gaussian"` (sample rate 1 alone) or `"prv"` (Opacus').
 
     Raises:
         ValueError: there is no accountant of this name.

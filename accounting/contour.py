@@ -32,7 +32,7 @@ from .contour_line import ADD, REMOVE, WANTED, Line, line_of, representatives
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .interval import Interval
 from .one_step import one_step_delta, one_step_epsilon
-from .pairs import Pairs
+from .pairs import Pairs, joint_noise
 
 __all__ = ["ContourAccountant"]
 
@@ -71,7 +71,7 @@ class ContourAccountant(Accountant):
         return "contour"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        whole = gaussian_epsilon(delta=delta, noise_multiplier=_joint_noise(pairs))
+        whole = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
         if all(pair.rate == 1 for pair, _ in pairs):
             return Interval(whole * (1 - _EXACT), whole)
         if len(pairs) == 1 and pairs[0][1] == 1:
@@ -87,7 +87,7 @@ class ContourAccountant(Accountant):
         return Interval(min(found.lower, whole), min(found.upper, whole))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        whole = gaussian_delta(epsilon=epsilon, noise_multiplier=_joint_noise(pairs))
+        whole = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
         if all(pair.rate == 1 for pair, _ in pairs):
             return Interval(whole * (1 - _EXACT), whole)
         if len(pairs) == 1 and pairs[0][1] == 1:
@@ -107,22 +107,12 @@ def _is_within_reach(pairs: Pairs) -> bool:
     return all(_LEAST_NOISE <= pair.noise <= _MOST_NOISE for pair, _ in pairs)
 
 
-def _joint_noise(pairs: Pairs) -> float:
-    """The noise of one Gaussian that is as far apart as all pairs without subsampling.
-
-    A subsample is never less private than the whole, by joint convexity.
-    """
-    least = min(pair.noise for pair, _ in pairs)
-    total = math.fsum(count * (least / pair.noise) ** 2 for pair, count in pairs)
-    return least / math.sqrt(total)
-
-
 def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
     """Certified epsilon of one direction at delta."""
     axis = Axis(representatives(pairs), side, delta)
     start = axis.chernoff(delta)[0]
     if not 0 < start < math.inf:
-        start = gaussian_epsilon(delta=delta, noise_multiplier=_joint_noise(pairs)) or 1.0
+        start = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs)) or 1.0
     if side == ADD:
         start = min(start, _largest_added_loss(pairs))
     epsilon, low, high, last, checked = start, 0.0, math.inf, math.inf, False

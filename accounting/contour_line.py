@@ -106,7 +106,7 @@ def left_out(pairs: Pairs, cut: float | None) -> float:
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
-@lru_cache(maxsize=1 << 15)
+@lru_cache(maxsize=1 << 14)
 def _cumulant(
     pair: Pair, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:

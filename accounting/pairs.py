@@ -5,11 +5,12 @@ s is the noise's standard deviation over the distance of the two means, q the sa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Pair", "Pairs", "canonical"]
+__all__ = ["Pair", "Pairs", "canonical", "joint_noise"]
 
 
 @dataclass(frozen=True, order=True)
@@ -46,3 +47,15 @@ def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
         whole = pair.rate == 1
         counts[Pair(pair.noise, 1.0) if whole else pair] += count
     return tuple(sorted((pair, count) for pair, count in counts.items() if count))
+
+
+def joint_noise(pairs: Pairs) -> float:
+    """The noise of one Gaussian that is as far apart as all pairs without subsampling.
+
+    A subsample is never less private than the whole, by joint convexity. No pair, no limit.
+    """
+    if not pairs:
+        return math.inf
+    least = min(pair.noise for pair, _ in pairs)
+    total = math.fsum(count * (least / pair.noise) ** 2 for pair, count in pairs)
+    return least / math.sqrt(total)

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import Any
 
 from dpflash._validate import probability
-from dpflash.accounting import Event, FixedSizeGaussian, create_accountant
+from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
 from dpflash.budget import PrivacyBudget
 from dpflash.ledger import LedgerLine
 from dpflash.relations import DEFAULT_ACCOUNTANT
 from dpflash.spending import Spending
 
+from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
+from ._runs import accounting
+from ._tables import (
+    add_output_arguments,
+    as_json,
+    check_output_arguments,
+    described,
+    rounded_down,
+    rounded_up,
+    table,
+    upper_end,
+)
+
 __all__ = ["add_budget_parser"]
 
-_LABELS = {
-    "mechanism": "mechanism",
-    "sampler": "sampler",
-    "neighboring_relation": "neighboring relation",
-    "accountant": "accountant",
-    "delta": "delta",
-    "steps": "steps",
-    "epsilon": "epsilon (upper bound)",
-    "epsilon_lower": "epsilon (lower bound)",
-    "remaining_steps": "remaining steps",
-}
 _COLUMNS = {
     "run": "run",
     "steps": "steps",
@@ -38,7 +38,6 @@ _COLUMNS = {
     "neighboring_relation": "relation",
 }
 _MECHANISM = "Gaussian noise on sums of clipped gradients (DP-SGD)"
-_SHOWN_DIGITS = 6
 _MOST_POINTS = 200
 
 
@@ -75,30 +74,27 @@ def add_budget_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         metavar="A",
         help=f"name of the accountant (default: {DEFAULT_ACCOUNTANT})",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object instead; null stands for no finite or no known value",
-    )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw epsilon over the steps")
+    add_output_arguments(parser)
     parser.set_defaults(run=_run_budget)
 
 
 def _run_budget(args: argparse.Namespace) -> int:
+    check_output_arguments(args)
     if not Path(args.ledger).exists():
         raise FileNotFoundError(f"ledger={args.ledger!r}: no such file; pass the path of a ledger")
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
-    spending = Spending(args.accountant, ledger=args.ledger)
-    assert spending.ledger is not None
-    lines = spending.ledger.lines
-    report = _report(spending, lines, budget, args.delta)
+    create_accountant(args.accountant)
     if args.plot is not None:
-        _plot(args.plot, spending, lines, args)
-    if args.json:
-        print(json.dumps(_finite(report), indent=2, allow_nan=False))
-        return 0
-    print("\n".join(_table(report)))
+        check_plot(args.plot, args.accountant)
+    with accounting():
+        spending = Spending(args.accountant, ledger=args.ledger)
+        assert spending.ledger is not None
+        lines = spending.ledger.lines
+        report = _report(spending, lines, budget, args.delta)
+        if args.plot is not None:
+            save(_figure(spending, lines, args), args.plot)
+    print(as_json(report) if args.json else _tables(report, spending.accountant, args.format))
     return 0
 
 
@@ -152,55 +148,45 @@ def _sample_rate(event: Event | None) -> float | None:
     return getattr(event, "sample_rate", None)
 
 
-def _table(report: dict[str, Any]) -> list[str]:
-    rows = [tuple(_COLUMNS.values())]
-    rows += [tuple(_shown(run[key], key) for key in _COLUMNS) for run in report["runs"]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    table = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -> str:
+    """One row for each kind of step of each run, and what all of them cost together."""
+    runs = [[_cell(run[key]) for key in _COLUMNS] for run in report["runs"]]
     samplers = ", ".join(sorted({run["sampler"] for run in report["runs"]})) or "none"
-    report = {"mechanism": _MECHANISM, "sampler": samplers, **report}
-    width = max(map(len, _LABELS.values()))
-    known = [(key, report[key]) for key in _LABELS if report[key] is not None]
-    summary = [f"{_LABELS[key]:<{width}}  {_shown(value, key)}" for key, value in known]
-    return [*(line.rstrip() for line in table), "", *summary]
+    lower, remaining = report["epsilon_lower"], report["remaining_steps"]
+    summary = [
+        ("mechanism", _MECHANISM),
+        ("sampler", samplers),
+        ("neighboring relation", report["neighboring_relation"]),
+        ("accountant", described(accountant)),
+        ("delta", str(report["delta"])),
+        ("steps", str(report["steps"])),
+        (upper_end("epsilon", accountant), rounded_up(report["epsilon"])),
+    ]
+    if lower is not None:
+        summary.append(("epsilon (lower bound)", rounded_down(lower)))
+    if remaining is not None:
+        summary.append(("remaining steps", str(remaining)))
+    header = list(_COLUMNS.values())
+    return f"{table(runs, style=style, header=header)}\n\n{table(summary, style=style)}"
 
 
-def _shown(value: Any, key: str) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float) and key != "delta":
-        # An upper end is rounded up, a lower one down.
-        rounding = ROUND_FLOOR if key == "epsilon_lower" else ROUND_CEILING
-        context = Context(prec=_SHOWN_DIGITS, rounding=rounding)
-        return str(context.create_decimal_from_float(value)) if "epsilon" in key else f"{value:g}"
-    return str(value)
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    # Digits are dropped only where they are zeros: less noise is not more.
+    return short if not isinstance(value, float) or float(short) == value else str(value)
 
 
-def _plot(
-    path: str, spending: Spending, lines: list[LedgerLine], args: argparse.Namespace
-) -> None:
-    """Draw epsilon after each of some steps, all of them under the ledger's one relation."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(
-            f"plot={path!r}: it needs matplotlib; pip install 'dpflash[plot]', or drop --plot"
-        ) from error
-    from matplotlib.figure import Figure
-
+def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:
+    """Epsilon after each of some steps, all under the ledger's one relation; the trade-off."""
+    label = described(spending.accountant)
     steps, epsilons = _points(spending, lines, args.accountant, args.delta)
-    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False}):
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(steps, epsilons, color="#1f5fa8", marker="." * (len(steps) == 1))
-        if args.epsilon is not None:
-            axes.axhline(args.epsilon, color="#666666", linestyle="--", linewidth=1)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("step")
-        axes.set_ylabel(f"epsilon at delta = {args.delta:g}")
-        axes.spines["right"].set_visible(False)
-        axes.grid(alpha=0.3)
-        figure.savefig(path, dpi=150, format="png")
+    tradeoff = Tradeoff(label, [0.0, 1.0], [0.0, 0.0])
+    if not spending.noiseless:
+        tradeoff = tradeoff_of(spending.accountant)
+    curve = Curve(label, steps, epsilons)
+    return draw([curve], tradeoff, delta=args.delta, target_epsilon=args.epsilon)
 
 
 def _points(
@@ -221,14 +207,3 @@ def _points(
                 steps.append(done)
                 epsilons.append(partial.epsilon(delta).upper)
     return steps, [e if math.isfinite(e) else math.nan for e in epsilons]
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for each number that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value

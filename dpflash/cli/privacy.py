@@ -1,34 +1,36 @@
-"""`dpflash epsilon` and `dpflash calibrate`: from noise to epsilon, and from epsilon to noise."""
+"""`dpflash epsilon` and `dpflash calibrate`: from a run to epsilon, and from epsilon to a run."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+import sys
+from dataclasses import replace
 from typing import Any
 
-from dpflash.accounting import create_accountant, get_noise_multiplier
+from dpflash._validate import finite, non_negative, positive
+from dpflash.accounting import Accountant, get_sample_rate, remaining_steps
+from dpflash.calibrate import noise_for
+
+from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
+from ._runs import POISSON, Run, accounting, add_run_arguments, run_of
+from ._tables import (
+    add_output_arguments,
+    as_json,
+    check_output_arguments,
+    described,
+    rounded_down,
+    rounded_up,
+    table,
+    upper_end,
+)
 
 __all__ = ["add_calibrate_parser", "add_epsilon_parser"]
 
-_LABELS = {
-    "noise_multiplier": "noise multiplier",
-    "epsilon": "epsilon (upper bound)",
-    "epsilon_lower": "epsilon (lower bound)",
-    "target_epsilon": "target epsilon",
-    "delta": "delta",
-    "sample_rate": "sample rate",
-    "steps": "steps",
-    "accountant": "accountant",
-    "sampler": "sampler",
-    "neighboring_relation": "neighboring relation",
-}
-_ROUNDING = {"epsilon": ROUND_CEILING, "epsilon_lower": ROUND_FLOOR}
-_SHOWN_DIGITS = 6
 _ASSUMPTIONS = (
     "It holds for Poisson sampling (each sample enters each batch independently) and for data "
-    "sets that differ by one added or removed sample. A shuffled loader has another epsilon."
+    "sets that differ by one added or removed sample, unless --sampler and "
+    "--neighboring-relation say otherwise. A shuffled loader has another epsilon."
 )
 
 
@@ -46,7 +48,8 @@ def add_epsilon_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         metavar="S",
         help="standard deviation of the noise over the clipping bound, e.g. 1.1",
     )
-    _add_run_arguments(parser)
+    add_run_arguments(parser)
+    add_output_arguments(parser)
     parser.set_defaults(run=_run_epsilon)
 
 
@@ -54,8 +57,12 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
     """Add `calibrate` to the subcommands of `dpflash`."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="find the least noise that keeps a run within an epsilon",
-        description=f"Find the least noise that keeps a run within an epsilon. {_ASSUMPTIONS}",
+        help="find the noise, the steps or the sample rate that keep a run within an epsilon",
+        description=(
+            "Find what keeps a run within an epsilon: the least noise, the most steps or the "
+            "greatest sample rate, whichever of --noise-multiplier, --steps and --sample-rate is "
+            f"left out. {_ASSUMPTIONS}"
+        ),
     )
     parser.add_argument(
         "--target-epsilon",
@@ -64,93 +71,232 @@ def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.Argumen
         metavar="E",
         help="epsilon that the run may have at its end, e.g. 3",
     )
-    _add_run_arguments(parser)
+    parser.add_argument(
+        "--noise-multiplier",
+        type=float,
+        metavar="S",
+        help="standard deviation of the noise over the clipping bound, if it is given",
+    )
+    add_run_arguments(parser)
+    add_output_arguments(parser)
     parser.set_defaults(run=_run_calibrate)
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both subcommands ask about the run."""
-    parser.add_argument(
-        "--sample-rate",
-        type=float,
-        required=True,
-        metavar="Q",
-        help="chance of one sample to be in one batch: expected batch size / data set size",
-    )
-    parser.add_argument(
-        "--steps", type=int, required=True, metavar="N", help="number of optimizer steps"
-    )
-    parser.add_argument(
-        "--delta",
-        type=float,
-        required=True,
-        metavar="D",
-        help="delta of the guarantee, well below 1 / data set size, e.g. 1e-6",
-    )
-    parser.add_argument(
-        "--accountant",
-        default="contour",
-        metavar="A",
-        help="name of the accountant (default: contour)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object instead; null stands for no finite or no known value",
-    )
-
-
 def _run_epsilon(args: argparse.Namespace) -> int:
-    _print(_report(args, args.noise_multiplier), args.json)
+    check_output_arguments(args)
+    non_negative(noise_multiplier=args.noise_multiplier)
+    finite(noise_multiplier=args.noise_multiplier)
+    run = run_of(args)
+    if run.lacks_rate:
+        raise ValueError(
+            f"sample_rate=None: the {run.sampler} sampler needs it; pass --sample-rate Q, or "
+            "--batch-size B with --num-samples M"
+        )
+    if run.count is None:
+        name = _count_name(run)
+        raise ValueError(f"{name}=None: the {run.sampler} sampler needs it; pass --{name} N")
+    if args.plot is not None:
+        check_plot(args.plot, args.accountant)
+    with accounting():
+        _tell(args, run, args.noise_multiplier, {})
     return 0
 
 
 def _run_calibrate(args: argparse.Namespace) -> int:
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=args.target_epsilon,
-        target_delta=args.delta,
-        sample_rate=args.sample_rate,
-        steps=args.steps,
-        accountant=args.accountant,
-    )
-    # A number that can be typed again, and still enough noise.
-    noise_multiplier = float(_rounded(noise_multiplier, ROUND_CEILING))
-    report = _report(args, noise_multiplier)
-    _print({**report, "target_epsilon": args.target_epsilon}, args.json)
+    check_output_arguments(args)
+    positive(target_epsilon=args.target_epsilon)
+    finite(target_epsilon=args.target_epsilon)
+    run = run_of(args)
+    if args.noise_multiplier is not None:
+        positive(noise_multiplier=args.noise_multiplier)
+        finite(noise_multiplier=args.noise_multiplier)
+    if run.sample_rate is not None:
+        positive(sample_rate=run.sample_rate)
+    _check_one_unknown(args, run)
+    if args.plot is not None:
+        check_plot(args.plot, args.accountant)
+    with accounting():
+        run, noise_multiplier = _solved(args, run)
+        assert run.count is not None
+        later = run.spent(args.accountant, noise_multiplier, run.count + run.epoch())
+        found = {
+            "target_epsilon": args.target_epsilon,
+            "epsilon_one_more_epoch": later.get_epsilon(args.delta),
+        }
+        _tell(args, run, noise_multiplier, found)
     return 0
 
 
-def _report(args: argparse.Namespace, noise_multiplier: float) -> dict[str, Any]:
+def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
+    """Refuse a question with none or with several unknowns."""
+    known = {"noise_multiplier": args.noise_multiplier, _count_name(run): run.count}
+    if not run.is_shuffled:
+        known["sample_rate"] = run.sample_rate
+    unknown = [name for name, value in known.items() if value is None]
+    if len(unknown) == 1:
+        return
+    words = ", ".join(f"{name}={value!r}" for name, value in known.items())
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in unknown or known)
+    if not unknown:
+        raise ValueError(
+            f"{words}: expected exactly one of them to be left out, which is then found; leave "
+            f"one of {options} out, or use dpflash epsilon"
+        )
+    raise ValueError(
+        f"{words}: expected exactly one of them to be left out, which is then found; pass all "
+        f"but one of {options}"
+    )
+
+
+def _count_name(run: Run) -> str:
+    return "epochs" if run.is_shuffled else "steps"
+
+
+def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
+    """The run and its noise, with what was left out as a number that can be typed again."""
+    if args.noise_multiplier is None:
+        return run, _noise(args, run)
+    if run.lacks_rate:
+        return _with_rate(args, run), args.noise_multiplier
+    count = remaining_steps(
+        run.accountant(args.accountant),
+        run.event(args.noise_multiplier),
+        target_epsilon=args.target_epsilon,
+        target_delta=args.delta,
+    )
+    if count == 0:
+        raise ValueError(
+            f"target_epsilon={args.target_epsilon!r}: not even one "
+            f"{'pass over the data' if run.is_shuffled else 'step'} fits into it at delta="
+            f"{args.delta!r}, noise_multiplier={args.noise_multiplier!r}; raise one of them"
+        )
+    return replace(run, count=count), args.noise_multiplier
+
+
+def _noise(args: argparse.Namespace, run: Run) -> float:
+    assert run.count is not None
+    exact = noise_for(
+        run.accountant(args.accountant),
+        run.event,
+        run.count,
+        epsilon=args.target_epsilon,
+        delta=args.delta,
+    )
+    shown = float(rounded_up(exact))
+    kept = run.spent(args.accountant, shown).get_epsilon(args.delta) <= args.target_epsilon
+    return shown if kept else exact
+
+
+def _with_rate(args: argparse.Namespace, run: Run) -> Run:
+    assert run.sampler == POISSON and run.count is not None
+    exact = get_sample_rate(
+        target_epsilon=args.target_epsilon,
+        target_delta=args.delta,
+        noise_multiplier=args.noise_multiplier,
+        steps=run.count,
+        accountant=run.accountant(args.accountant),
+    )
+    shown = replace(run, sample_rate=float(rounded_down(exact)))
+    accountant = shown.spent(args.accountant, args.noise_multiplier)
+    kept = accountant.get_epsilon(args.delta) <= args.target_epsilon
+    return shown if kept else replace(run, sample_rate=exact)
+
+
+def _tell(
+    args: argparse.Namespace, run: Run, noise_multiplier: float, found: dict[str, Any]
+) -> None:
+    """Draw and print the guarantee of the run; nothing is printed where the picture fails."""
+    accountant = run.spent(args.accountant, noise_multiplier)
+    report = {**_report(args, run, noise_multiplier, accountant), **found}
+    if args.plot is not None:
+        save(_figure(args, run, noise_multiplier, accountant), args.plot)
+    if math.isinf(report["epsilon"]) and run.spills(args.delta):
+        print(
+            f"dpflash: warning: max_batch_size={run.max_batch_size!r}: batches exceed it with "
+            f"more than delta={args.delta!r}, so no epsilon is finite; raise --max-batch-size",
+            file=sys.stderr,
+        )
+    if args.json:
+        print(as_json(report))
+    else:
+        print(table(_rows(report, accountant), style=args.format))
+
+
+def _report(
+    args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
+) -> dict[str, Any]:
     """The guarantee of the run, with all that it rests on."""
-    accountant = create_accountant(args.accountant)
-    accountant.history = [(noise_multiplier, args.sample_rate, args.steps)]
     interval = accountant.get_epsilon(args.delta, interval=True)
+    # Opacus' accountant would need half a minute for this one number.
+    is_slow = accountant.mechanism() == "prv"
     return {
         "epsilon": interval.upper,
         "epsilon_lower": interval.lower,
         "delta": args.delta,
+        "advantage": None if is_slow else accountant.get_advantage(),
         "noise_multiplier": noise_multiplier,
-        "sample_rate": args.sample_rate,
-        "steps": args.steps,
+        "sample_rate": run.sample_rate,
+        "batch_size": run.batch_size,
+        "num_samples": run.num_samples,
+        "max_batch_size": run.max_batch_size,
+        "steps": None if run.is_shuffled else run.count,
+        "epochs": run.count if run.is_shuffled else None,
         "accountant": accountant.mechanism(),
-        "sampler": "poisson",
-        "neighboring_relation": "add_remove",
+        "is_bound": accountant.is_bound,
+        "sampler": run.sampler,
+        "neighboring_relation": accountant.neighboring_relation,
     }
 
 
-def _print(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        finite = {key: None if value == math.inf else value for key, value in report.items()}
-        print(json.dumps(finite, indent=2))
-        return
-    width = max(map(len, _LABELS.values()))
-    for key, label in _LABELS.items():
-        value = report.get(key)
-        if value is not None:
-            shown = _rounded(value, _ROUNDING[key]) if key in _ROUNDING else str(value)
-            print(f"{label:<{width}}  {shown}")
+def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str]]:
+    """The report as a paper tells it; what is not known has no row."""
+    rows: list[tuple[str, Any]] = [
+        ("mechanism", f"Gaussian, noise multiplier {report['noise_multiplier']}"),
+        *(
+            (label, report[key])
+            for key, label in {
+                "sampler": "sampler",
+                "sample_rate": "sample rate",
+                "batch_size": "batch size",
+                "num_samples": "data set size",
+                "max_batch_size": "largest batch",
+                "steps": "steps",
+                "epochs": "passes over the data",
+                "neighboring_relation": "neighboring relation",
+            }.items()
+        ),
+        ("accountant", described(accountant)),
+        ("delta", report["delta"]),
+        ("target epsilon", report.get("target_epsilon")),
+    ]
+    for key, label, shown in (
+        ("epsilon", upper_end("epsilon", accountant), rounded_up),
+        ("epsilon_lower", "epsilon (lower bound)", rounded_down),
+        ("advantage", upper_end("membership inference advantage", accountant), rounded_up),
+        (
+            "epsilon_one_more_epoch",
+            upper_end("epsilon after one more epoch", accountant),
+            rounded_up,
+        ),
+    ):
+        if report.get(key) is not None:
+            rows.append((label, shown(report[key])))
+    return [(label, str(value)) for label, value in rows if value is not None]
 
 
-def _rounded(value: float, rounding: str) -> str:
-    """The value in some digits, its error on the side that is asked for."""
-    return str(Context(prec=_SHOWN_DIGITS, rounding=rounding).create_decimal_from_float(value))
+def _figure(
+    args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
+) -> Any:
+    """Epsilon over the run's steps, with that of RDP beside it, and the trade-off curve."""
+    event, count = run.event(noise_multiplier), run.count
+    assert count is not None
+    curves = [epsilon_curve(args.accountant, event, count, args.delta)]
+    if args.accountant != "rdp":
+        curves.append(epsilon_curve("rdp", event, count, args.delta, is_thin=True))
+    return draw(
+        curves,
+        tradeoff_of(accountant),
+        delta=args.delta,
+        unit="pass over the data" if run.is_shuffled else "step",
+        target_epsilon=getattr(args, "target_epsilon", None),
+    )

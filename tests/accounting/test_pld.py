@@ -49,7 +49,7 @@ def delta_of(pairs: list[tuple[Pair, int]], epsilon: float) -> Interval:
 
 def without_closed_form(pair: Pair, count: int, delta: float) -> Interval:
     """By the FFT alone: the accountant's own upper end is never above that of the Gaussian."""
-    question = module._Question(delta=delta)
+    question = module.Question(delta=delta)
     return module._both_directions(((pair, count),), question, math.inf)
 
 
@@ -109,7 +109,7 @@ def test_one_poisson_step_brackets_the_closed_forms(
 ) -> None:
     truths = delta_of_one_step(noise, rate, epsilon)
     pairs = ((Pair(noise, rate), 1),)
-    question = module._Question(epsilon=epsilon)
+    question = module.Question(epsilon=epsilon)
     for sign, truth in zip((1, -1), truths, strict=True):
         lower, upper = module._one_direction(pairs, sign, question, None)
         assert (lower or 0.0) <= truth * (1 + 1e-9) + 1e-16
@@ -167,7 +167,7 @@ def test_equal_halves_are_the_whole() -> None:
 def test_gaussian_phases_of_different_noise_are_one_gaussian() -> None:
     pairs = ((Pair(3.0, 1.0), 7), (Pair(5.0, 1.0), 20))
     truth = gaussian_epsilon(delta=1e-6, noise_multiplier=(7 / 9 + 20 / 25) ** -0.5)
-    lower, upper = module._both_directions(pairs, module._Question(delta=1e-6), math.inf)
+    lower, upper = module._both_directions(pairs, module.Question(delta=1e-6), math.inf)
     assert lower <= truth <= upper <= truth * 1.001
 
 
@@ -210,13 +210,13 @@ def test_without_the_tilt_delta_1e_minus_15_would_drown_in_rounding(
 ) -> None:
     pairs = [(Pair(1.0, 0.01), 1000)]
     assert epsilon_of(pairs, 1e-15).upper < 4.86
-    untilted = module._plan
+    untilted = module.plan_of
 
     def plan(*args: object) -> object:
         found = untilted(*args)  # type: ignore[arg-type]
         return None if found is None else dataclasses.replace(found, theta=1e-3)
 
-    monkeypatch.setattr(module, "_plan", plan)
+    monkeypatch.setattr(module, "plan_of", plan)
     # Still a bound: the rounding is counted, and so nothing is left of the interval.
     lower, upper = epsilon_of(pairs, 1e-15)
     assert lower <= 4.85454 <= upper

@@ -2,10 +2,13 @@
 
 import json
 import sys
+import warnings
 
 import pytest
+from matplotlib.figure import Figure
 
 from dpflash.accounting import (
+    ContourAccountant,
     FixedSizeGaussian,
     PoissonGaussian,
     RDPAccountant,
@@ -93,6 +96,15 @@ def test_the_table_names_what_a_paper_needs_and_rounds_epsilon_up(ledger, capsys
     assert "remaining steps" not in rows and "epsilon (lower bound)" not in rows
 
 
+def test_the_table_drops_no_digit_of_a_noise_or_a_rate(tmp_path, capsys):
+    written = Ledger(tmp_path / "l")
+    event = PoissonGaussian(noise_multiplier=1.23456789, sample_rate=1 / 3)
+    written.append(run="a", event=event, accountant="rdp")
+    assert main(["budget", str(written.path), *RDP]) == 0
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells[3:5] == ["1.23456789", str(1 / 3)]
+
+
 def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, capsys):
     history = [(POISSON, 300), (SHUFFLED, 2)]
     limit = epsilon_of(*history, (SHUFFLED, 7), relation="zero_out")
@@ -135,27 +147,104 @@ def test_an_empty_ledger_has_spent_nothing(tmp_path, capsys):
     assert main(["budget", str(tmp_path / "l"), *RDP]) == 0
 
 
-def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is drawn."""
+    drawn, plain = [], Figure.__init__
 
-    drawn = []
-    plain = Axes.plot
+    def keep(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        drawn.append(self)
 
-    def plot(self, steps, epsilons, **options):
-        drawn.append((list(steps), list(epsilons)))
-        return plain(self, steps, epsilons, **options)
+    monkeypatch.setattr(Figure, "__init__", keep)
+    return drawn
 
-    monkeypatch.setattr(Axes, "plot", plot)
+
+def lines_of(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path, figures):
     picture = tmp_path / "p.png"
     words = ["budget", str(ledger), *RDP, "--plot", str(picture), "--epsilon", "9"]
     assert main(words) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    ((steps, epsilons),) = drawn
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "p.png",
+        ledger.name,
+        f"{ledger.name}.lock",
+    }
+    left, _ = figures[0].axes
+    assert list(lines_of(left)) == ["rdp", "target"]
+    assert set(lines_of(left)["target"].get_ydata()) == {9.0}
+    steps, epsilons = (list(values) for values in lines_of(left)["rdp"].get_data())
     assert steps[0] == 0 and steps[-1] == 320 and epsilons == sorted(epsilons)
     for step, epsilon in zip(steps, epsilons, strict=True):
         passes = 0 if step <= 300 else 1 if step <= 310 else 2
         events = [(POISSON, min(step, 300)), (SHUFFLED, passes)]
         assert epsilon == epsilon_of(*events, relation="zero_out")
+
+
+def test_the_plot_shows_the_tradeoff_of_the_whole_ledger(ledger, tmp_path, figures):
+    words = ["budget", str(ledger), "--delta", "1e-5", "--plot", str(tmp_path / "p.png")]
+    assert main(words) == 0
+    _, right = figures[0].axes
+    alphas, betas = lines_of(right)["contour"].get_data()
+    meter = ContourAccountant(neighboring_relation="zero_out")
+    meter.compose(POISSON.convert("zero_out"), 300)
+    meter.compose(SHUFFLED, 2)
+    for i in (0, 40, 200):
+        beta = meter.get_beta(float(alphas[i]))
+        assert beta - 5e-3 < betas[i] <= beta + 1e-4
+    assert lines_of(right)["chance"].get_xydata().tolist() == [[0, 1], [1, 0]]
+
+
+def test_a_release_without_noise_is_drawn_as_no_privacy(tmp_path, figures):
+    written = Ledger(tmp_path / "l")
+    noiseless = PoissonGaussian(noise_multiplier=0.0, sample_rate=0.01)
+    written.append(run="a", event=noiseless, accountant="rdp", count=3)
+    assert main(["budget", str(written.path), *RDP, "--plot", str(tmp_path / "p.png")]) == 0
+    left, right = figures[0].axes
+    assert [text.get_text() for text in left.texts] == ["no finite epsilon"]
+    assert set(lines_of(right)["rdp"].get_ydata()) == {0.0}
+
+
+def test_an_empty_ledger_is_drawn_as_chance(tmp_path, figures):
+    (tmp_path / "l").touch()
+    assert main(["budget", str(tmp_path / "l"), *RDP, "--plot", str(tmp_path / "p.png")]) == 0
+    left, right = figures[0].axes
+    assert lines_of(left)["rdp"].get_xydata().tolist() == [[0, 0]]
+    alphas, betas = lines_of(right)["rdp"].get_data()
+    assert list(betas) == [1 - alpha for alpha in alphas]
+
+
+def test_markdown_and_latex_hold_both_tables(ledger, capsys):
+    assert main(["budget", str(ledger), *RDP, "--format", "markdown"]) == 0
+    runs, summary = capsys.readouterr().out.split("\n\n")
+    names = "run | steps | sampler | noise multiplier | sample rate | relation"
+    assert runs.splitlines()[0] == f"| {names} |"
+    assert runs.splitlines()[2] == "| first | 300 | poisson | 1.25 | 0.01 | add_remove |"
+    assert "| neighboring relation | zero_out |" in summary.splitlines()
+    assert main(["budget", str(ledger), *RDP, "--format", "latex"]) == 0
+    runs, summary = capsys.readouterr().out.split("\n\n")
+    assert runs.startswith(r"\begin{tabular}{llllll}") and runs.endswith(r"\end{tabular}")
+    assert r"neighboring relation & zero\_out \\" in summary.splitlines()
+
+
+def test_an_empty_ledger_has_a_table_in_every_format(tmp_path, capsys):
+    (tmp_path / "l").touch()
+    for style in ("text", "markdown", "latex"):
+        assert main(["budget", str(tmp_path / "l"), *RDP, "--format", style]) == 0
+        assert "noise multiplier" in capsys.readouterr().out
+
+
+def test_gdp_is_called_no_bound(ledger, capsys):
+    words = ["budget", str(ledger), "--delta", "1e-5", "--accountant", "gdp"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "gdp, no bound (approximation)" in shown and "upper bound" not in shown
 
 
 def test_without_matplotlib_the_plot_is_refused_with_the_way_out(
@@ -174,6 +263,11 @@ def test_without_matplotlib_the_plot_is_refused_with_the_way_out(
         (["--epsilon", "0"], "epsilon=0.0"),
         (["--epsilon", "inf"], "epsilon=inf"),
         (["--accountant", "none"], "accountant='none'"),
+        (["--format", "html"], "format='html'"),
+        (["--format", "latex", "--json"], "format='latex': --json prints no table"),
+        (["--plot", "p.pdf"], "plot='p.pdf': expected the name of a PNG"),
+        (["--plot", "no/such/p.png"], "plot='no/such/p.png': there is no directory"),
+        (["--plot", "p.png", "--accountant", "prv"], "plot='p.png': accountant='prv'"),
     ],
 )
 def test_a_bad_value_is_one_line_on_stderr_and_exit_code_2(words, message, ledger, capsys):

@@ -1,0 +1,201 @@
+"""One pair's loss on a grid, its masses moved so that delta only rises or only falls.
+
+D is the spacing of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import solveh_banded
+from scipy.special import erf
+
+from .pairs import Pair
+from .pld_law import UNIT, Array, Law, law_of
+
+__all__ = ["Atoms", "optimistic", "pessimistic"]
+
+_NEWTON_STEPS = 6
+_DAMPING = 1e-8  # of the mode in which neighbouring boundaries move oppositely: it moves no loss
+_NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """Masses on the grid offset + D (first + 0, 1, ...), and the mass at infinite loss."""
+
+    offset: float
+    first: int
+    masses: Array
+    infinite: float = 0.0
+
+
+def _integrals(law: Law, edges: Array, references: Array) -> tuple[Array, Array]:
+    """Of each cell between two edges: its mass, and E (1 - exp(reference - L)), by Gauss."""
+    low, high = law.ends()
+    edges = np.clip(edges, low, high)
+    widths = np.diff(edges)
+    parts = np.maximum(1, np.ceil(widths / law.step())).astype(np.intp)
+    starts = np.cumsum(parts) - parts
+    if len(parts) == 0:
+        return np.empty(0), np.empty(0)
+    points, weights = _NODES[4 if widths.max() < law.step() / 8 else 6]
+    width = widths / parts
+    if parts.max() > 1:
+        index = np.arange(int(parts.sum())) - np.repeat(starts, parts)
+        width = np.repeat(width, parts)
+        left = np.repeat(edges[:-1], parts) + index * width
+        references = np.repeat(references, parts)
+    else:
+        left = edges[:-1]
+    mass, lift = np.zeros(len(left)), np.zeros(len(left))
+    for point, weight in zip(points, weights, strict=True):
+        t = left + width * ((1 + point) / 2)
+        density = law.density(t) * (weight / 2)
+        mass += density
+        lift -= density * np.expm1(references - law.loss(t))
+    mass *= width
+    lift *= width
+    if parts.max() > 1:
+        return np.add.reduceat(mass, starts), np.add.reduceat(lift, starts)
+    return mass, lift
+
+
+def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
+    """Each loss on the two grid points around it, so that the masses under P and Q stay."""
+    law = law_of(pair, sign)
+    first, last = math.floor(span[0] / spacing), math.ceil(span[1] / spacing)
+    start = 0 if pair.symmetric else first
+    last = max(last, start + 1)
+    losses = spacing * np.arange(start, last + 1)
+    t = law.place(losses)
+    if pair.symmetric:
+        t[0] = 0.5
+    mass, lift = _integrals(law, t, losses[:-1])
+    to_upper = np.clip(lift / -math.expm1(-spacing), 0.0, mass)
+    masses = np.zeros(len(losses))
+    masses[:-1] += mass - to_upper
+    masses[1:] += to_upper
+    above_p, above_q = map(math.exp, law.log_tails(float(t[-1]), above=True))
+    if not pair.symmetric:
+        masses[0] += math.exp(law.log_tails(float(t[0]), above=False)[0])
+        return Atoms(0.0, first, masses, above_p)
+    mirrored = masses * np.exp(-losses)
+    mirrored[-1] += above_q
+    at_zero = (1 - pair.rate) * float(erf(1 / (pair.noise * math.sqrt(8))))
+    masses[0] += mirrored[0] + at_zero
+    masses = np.concatenate((mirrored[:0:-1], masses))
+    begin = min(max(first, -last), last - 1)
+    drop = begin + last
+    kept = masses[drop:].copy()
+    kept[0] += masses[:drop].sum()
+    return Atoms(0.0, begin, kept, above_p)
+
+
+def _cells(
+    law: Law, spacing: float, span: tuple[float, float], inner: float | None
+) -> tuple[float, int, Array, Array, float]:
+    """A partition of the line whose cells have losses on a grid, as nearly as can be.
+
+    Merged into one output, a cell has the loss log(P / Q) of its masses. Newton's method moves
+    the boundaries, by the least way, until these are offset + D j; where log(1 - q), near which
+    much mass may lie, is among the losses, the offset moves too. Returns the offset, the first j,
+    the cells' losses and masses under P, the first boundary. The line begins at `inner`.
+    """
+    first = math.floor(span[0] / spacing) if inner is None else 0
+    last = max(math.ceil(span[1] / spacing), first + 3)
+    edge = math.log1p(-law.rate) * law.sign if inner is None and law.rate < 1 else -math.inf
+    begins = law.sign == 1 and first * spacing <= edge + spacing
+    ends = law.sign == -1 and edge <= (last + 1) * spacing
+    offset = 0.0
+    if begins or ends:
+        nearest = math.floor(edge / spacing)
+        first = nearest if begins else min(first, nearest - 3)
+        last = nearest if ends else max(last, nearest + 3)
+        offset = edge - nearest * spacing
+    grid = spacing * np.arange(first, last + 1)
+    edges = law.place(grid[:-1] + offset + spacing / 2)
+    for remaining in range(_NEWTON_STEPS, -1, -1):
+        edges = np.clip(edges, *law.ends())
+        targets = grid + offset
+        inside, lift = _integrals(law, edges, targets[1:-1])
+        below = law.log_tails(float(edges[0]), above=False)
+        above = law.log_tails(float(edges[-1]), above=True)
+        mass = np.concatenate(([math.exp(below[0])], inside, [math.exp(above[0])]))
+        r = np.concatenate(
+            (
+                [below[0] - below[1] - targets[0]],
+                -np.log1p(-lift / inside),
+                [above[0] - above[1] - targets[-1]],
+            )
+        )
+        usable = (mass > 1e-290) & np.isfinite(r)
+        usable[0] &= begins
+        usable[-1] &= ends
+        if not remaining or np.abs(r[usable & (mass > 1e-40)]).max(initial=0.0) < 1e-12 * spacing:
+            break
+        at, density = law.loss(edges), law.density(edges) / law.slope(edges)
+        left, right = np.zeros_like(r), np.zeros_like(r)
+        left[1:] = density / mass[1:] * np.expm1(targets[1:] + r[1:] - at)
+        right[:-1] = -density / mass[:-1] * np.expm1(targets[:-1] + r[:-1] - at)
+        left = np.where(usable & np.isfinite(left), left, 0.0)
+        right = np.where(usable & np.isfinite(right), right, 0.0)
+        bands = np.zeros((2, len(r)))
+        bands[0, 1:] = left[1:] * right[:-1]
+        bands[1] = left**2 + right**2 + _DAMPING
+        wanted = np.stack((np.where(usable, r, 0.0), usable.astype(np.float64)), axis=1)
+        y, ones = solveh_banded(bands, wanted, check_finite=False).T
+        if begins or ends:
+            # One more unknown, the offset, by the formula of Sherman and Morrison.
+            y = y - ones * (y[usable].sum() / (1 + ones[usable].sum()))
+            offset += float(y[usable].sum())
+        shift = -left[1:] * y[1:] - right[:-1] * y[:-1]
+        targets = grid + offset
+        at = np.clip(at + shift, targets[:-1] + 0.01 * spacing, targets[1:] - 0.01 * spacing)
+        edges = np.maximum.accumulate(law.place(at))
+    return offset, first, targets + r, mass, float(edges[0])
+
+
+def optimistic(
+    pair: Pair, sign: int, spacing: float, span: tuple[float, float], theta: float
+) -> Atoms:
+    """Merged cells, their losses rounded down onto a common grid."""
+    law = law_of(pair, sign)
+    offset, first, losses, masses, inner = _cells(
+        law, spacing, span, 0.5 if pair.symmetric else None
+    )
+    top = first + len(losses) - 1
+    if pair.symmetric:
+        # The cell around 0 is its own mirror image.
+        mass, lift = _integrals(law, np.array([0.5, inner]), np.zeros(1))
+        at_zero = (1 - pair.rate) * float(erf(1 / (pair.noise * math.sqrt(8))))
+        middle = float(2 * mass[0] - lift[0]) + at_zero
+        losses, masses = losses[1:], masses[1:]
+        mirrored = masses * np.exp(-losses)
+        losses = np.concatenate((-losses[::-1], [0.0], losses))
+        masses = np.concatenate((mirrored[::-1], [middle], masses))
+        first = min(math.floor(span[0] / spacing), 0)
+    known = (masses > 0) & np.isfinite(losses)
+    losses, masses = losses[known], masses[known]
+    shift = _least_rounding(losses - offset, masses, theta, spacing)
+    index = np.floor((losses - offset + shift) / spacing)
+    index = np.minimum(index, top)
+    kept = index >= first - 1
+    index = index[kept].astype(np.intp) - (first - 1)
+    return Atoms(offset - shift, first - 1, np.bincount(index, weights=masses[kept]))
+
+
+def _least_rounding(losses: Array, masses: Array, theta: float, spacing: float) -> float:
+    """The shift of the grid by which the tilted losses are rounded down least."""
+    exponents = np.log(masses) + theta * losses
+    weights = np.exp(exponents - exponents.max())
+    rests = losses - spacing * np.floor(losses / spacing)
+    order = np.argsort(rests)
+    rests, weights = rests[order], weights[order]
+    before = np.concatenate(([0.0], np.cumsum(weights)[:-1]))
+    cost = spacing * before - rests * weights.sum()
+    best = float(rests[int(np.argmin(cost))])
+    tiny = 1e-11 * spacing + 4 * UNIT * float(np.abs(losses).max())
+    return (spacing - best if best > 0 else 0.0) + tiny

@@ -1,0 +1,204 @@
+"""Where a composition matters: its tilt, its window and its grid. All of it only chooses.
+
+Nothing here is certified, and nothing need be: any plan gives valid ends, a bad one wide ones.
+D is the spacing of the grid, K the log of the moment generating function of a law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .pairs import Pair, Pairs
+from .pld_law import Array, law_of
+
+__all__ = ["TOLERANCE", "Plan", "Question", "log_kernel", "plan_of", "spacing_of"]
+
+TOLERANCE = 3e-4  # aimed at, relative to epsilon, each way
+_MOST_POINTS = 2**21
+_LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window
+_LEAST_LOG_DELTA = -650.0  # below, only the closed bounds
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: epsilon at this delta, or delta at this epsilon."""
+
+    delta: float | None = None
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a composition matters: the tilt theta, the window [low, high], each pair's range."""
+
+    epsilon: float
+    log_delta: float
+    theta: float
+    low: float
+    high: float
+    taus: tuple[float, float]  # at which the tilted tails below and above the window are bounded
+    ranges: tuple[tuple[float, float], ...]
+
+
+@lru_cache(maxsize=256)
+def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
+    """A law by a midpoint rule: losses, rising, and the logarithms of their masses."""
+    law = law_of(pair, sign)
+    low, high = law.ends()
+    step = law.step()
+    if pair.symmetric:
+        low = 0.5
+    else:
+        # The midpoints stay off 1/2, where a loss is exactly 0.
+        low = 0.5 * law.sign - math.ceil((0.5 * law.sign - low) / step) * step
+    t = low + step * (np.arange(math.ceil((high - low) / step)) + 0.5)
+    losses, log_masses = law.loss(t), np.log(law.density(t)) + math.log(step)
+    if pair.symmetric:
+        mirrored = log_masses - losses
+        rest = 1 - np.exp(log_masses).sum() - np.exp(mirrored).sum()
+        at_zero = math.log(max(float(rest), 1e-300))
+        losses = np.concatenate((-losses[::-1], [0.0], losses))
+        log_masses = np.concatenate((mirrored[::-1], [at_zero], log_masses))
+    known = log_masses > -745
+    return losses[known], log_masses[known] - np.log(np.exp(log_masses).sum())
+
+
+_Sampled = Sequence[tuple[Array, Array, int]]  # losses, log masses, count
+
+
+def _cumulant(sampled: _Sampled, thetas: Array) -> Array:
+    """K of the sum at each theta."""
+    total = np.zeros(len(thetas))
+    for losses, log_masses, count in sampled:
+        for i, theta in enumerate(thetas):
+            exponents = log_masses + theta * losses
+            peak = exponents.max()
+            total[i] += count * (peak + math.log(np.exp(exponents - peak).sum()))
+    return total
+
+
+def log_kernel(theta: Array | float) -> Array:
+    """Log max over l of exp(-theta l) (1 - exp(-l)) = theta log theta - (1+theta) log(1+theta)."""
+    theta = np.asarray(theta, dtype=np.float64)
+    return -np.log1p(theta) - theta * np.log1p(1 / theta)
+
+
+def _chernoff(sampled: _Sampled, question: Question, deviation: float) -> tuple[float, float]:
+    """The theta of the best Chernoff bound, and that bound on epsilon or on log delta."""
+
+    def bound(thetas: Array) -> Array:
+        values = _cumulant(sampled, thetas) + log_kernel(thetas)
+        if question.epsilon is None:
+            values = (values - math.log(question.delta or 1.0)) / thetas
+        else:
+            values = values - thetas * question.epsilon
+        return np.where(np.isnan(values), math.inf, values)
+
+    grid = np.linspace(-14, 9, 47)
+    for _ in range(2):
+        values = bound(np.exp(grid) / deviation)
+        best = int(np.argmin(values))
+        around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+        found = math.exp(grid[best]) / deviation, float(values[best])
+        grid = np.linspace(*around, 11)
+    return found
+
+
+def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
+    """The standard deviation of the tilted sum."""
+    total = 0.0
+    for losses, log_masses, count in sampled:
+        exponents = log_masses + theta * losses
+        masses = np.exp(exponents - exponents.max())
+        mean = masses @ losses / masses.sum()
+        total += count * float(masses @ np.square(losses - mean) / masses.sum())
+    return math.sqrt(total)
+
+
+def plan_of(pairs: Pairs, sign: int, question: Question, near: float | None = None) -> Plan | None:
+    """For epsilon of about `near`; if that is not known, of about the Chernoff bound's."""
+    whole = [(*_sample(pair, sign), n) for pair, n in pairs]
+    sampled: _Sampled = whole
+    steps = sum(n for _, n in pairs)
+    asked = question if near is None else Question(epsilon=near)
+    for _ in range(3):
+        deviation = _deviation(sampled)
+        if not 0 < deviation < math.inf:
+            return None
+        theta, value = _chernoff(sampled, asked, deviation)
+        if not math.isfinite(value) or (asked.delta is None and value < _LEAST_LOG_DELTA):
+            return None
+        epsilon, log_delta = max(value, 0.0), math.log(question.delta or 1.0)
+        if asked.epsilon is not None:
+            epsilon = asked.epsilon
+            log_delta = value if near is None else log_delta
+        sampled, infinite = _truncated(whole, epsilon, log_delta, question.epsilon is None)
+        if asked.delta is not None and question.delta is not None:
+            asked = Question(delta=max(question.delta - infinite, question.delta / 4))
+    middle = float(_cumulant(sampled, np.array([theta]))[0])
+    taus = np.exp(np.linspace(-8, 7, 61)) / _deviation(sampled, theta)
+    highs = (_cumulant(sampled, theta + taus) - middle - _LOG_OUTSIDE) / taus
+    lows = (_cumulant(sampled, theta - taus) - middle - _LOG_OUTSIDE) / -taus
+    if np.isnan(highs).all() or np.isnan(lows).all():
+        return None
+    up, down = int(np.nanargmin(highs)), int(np.nanargmax(lows))
+    ranges = []
+    for losses, log_masses, _ in sampled:
+        alone = float(_cumulant([(losses, log_masses, 1)], np.array([theta]))[0])
+        rounded = np.log(np.cumsum(np.exp(log_masses))) + theta * losses
+        first = int(np.searchsorted(rounded, alone - 21 - math.log(steps)))
+        ranges.append((float(losses[max(first - 1, 0)]), float(losses[-1])))
+    return Plan(
+        epsilon=epsilon,
+        log_delta=log_delta,
+        theta=theta,
+        low=float(lows[down]),
+        high=float(highs[up]),
+        taus=(-float(taus[down]), float(taus[up])),
+        ranges=tuple(ranges),
+    )
+
+
+def _truncated(
+    whole: _Sampled, epsilon: float, log_delta: float, is_bounded: bool
+) -> tuple[_Sampled, float]:
+    """Without the losses that may as well be infinite, and their mass.
+
+    Instead of E (1 - exp(e - L)) they cost at most exp(e) times their mass under Q more.
+    """
+    steps = sum(count for _, _, count in whole)
+    log_share = log_delta - math.log(steps)
+    result, infinite = [], 0.0
+    for losses, log_masses, count in whole:
+        log_q = np.logaddexp.accumulate((log_masses - losses)[::-1])[::-1]
+        negligible = log_q <= log_share - epsilon - 19
+        log_p = np.logaddexp.accumulate(log_masses[::-1])[::-1]
+        if is_bounded:
+            negligible &= log_p <= log_share - 0.7
+        end = max(2, int(np.count_nonzero(~negligible)) + 1)
+        if end < len(losses):
+            infinite += count * math.exp(log_p[end])
+        result.append((losses[:end], log_masses[:end], count))
+    return result, infinite
+
+
+def spacing_of(pairs: Pairs, plan: Plan, question: Question) -> tuple[float, float]:
+    """The grid's spacing to begin with, and the least.
+
+    Splitting a loss onto two atoms raises K by theta (theta + 1) D^2 / 12 for each step, that is
+    epsilon by (theta + 1) D^2 / 12.
+    """
+    steps = sum(n for _, n in pairs)
+    aim = 0.4 * TOLERANCE * max(plan.epsilon, 0.1 / plan.theta)
+    if question.epsilon is not None:
+        aim = 0.4 * TOLERANCE / plan.theta
+    span = max(plan.high - plan.low, *(high - low for low, high in plan.ranges))
+    largest = max(abs(plan.high), *(abs(end) for ends in plan.ranges for end in ends))
+    least = max(span / (0.9 * _MOST_POINTS), 1e-14 * largest)
+    wanted = math.sqrt(12 * aim / (steps * (plan.theta + 1)))
+    return max(least, min(wanted, span / 100, 400.0)), least

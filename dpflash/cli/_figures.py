@@ -1,0 +1,170 @@
+"""The pictures of `epsilon`, `calibrate` and `budget`: epsilon over steps, the trade-off curve."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpflash.accounting import Accountant, Event, create_accountant
+
+from ._tables import described
+
+__all__ = [
+    "Curve",
+    "Tradeoff",
+    "check_plot",
+    "draw",
+    "epsilon_curve",
+    "save",
+    "tradeoff_of",
+]
+
+_MOST_POINTS = 60
+_EPSILONS, _ALPHAS = 64, 401
+_NEGLIGIBLE_DELTA = 1e-3  # the lines of a smaller delta are not to be told apart in the picture
+_BLUE, _GREY = "#1f5fa8", "#666666"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Epsilon after each of some steps; nan where none is known."""
+
+    label: str
+    steps: Sequence[int]
+    epsilons: Sequence[float]
+    is_thin: bool = False
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """The least type II error at each type I error."""
+
+    label: str
+    alphas: Sequence[float]
+    betas: Sequence[float]
+
+
+def check_plot(path: str, accountant: str) -> None:
+    """Refuse, before anything is computed, a picture that could not be drawn or written."""
+    if Path(path).suffix.lower() != ".png":
+        raise ValueError(f"plot={path!r}: expected the name of a PNG; pass such as epsilon.png")
+    if Path(path).is_dir():
+        raise ValueError(f"plot={path!r}: it is a directory; pass a file in it")
+    if not Path(path).parent.is_dir():
+        raise ValueError(
+            f"plot={path!r}: there is no directory {str(Path(path).parent)!r}; make it first, or "
+            "pass another"
+        )
+    if accountant == "prv":
+        raise ValueError(
+            f"plot={path!r}: accountant='prv' needs some 20 seconds for each point of the "
+            "trade-off curve; use --accountant contour, or drop --plot"
+        )
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"plot={path!r}: it needs matplotlib; pip install 'dpflash[plot]', or drop --plot"
+        ) from error
+
+
+def epsilon_curve(
+    accountant: str, event: Event, count: int, delta: float, *, is_thin: bool = False
+) -> Curve:
+    """The upper end of epsilon at delta, up to `count` events; more points where it is steep."""
+    steps = sorted({count * i * i // _MOST_POINTS**2 for i in range(_MOST_POINTS + 1)})
+    epsilons = []
+    for step in steps:
+        meter = create_accountant(accountant)
+        meter.convert(event.relation)
+        meter.compose(event, step)
+        epsilon = meter.get_epsilon(delta)
+        epsilons.append(epsilon if math.isfinite(epsilon) else math.nan)
+    return Curve(described(create_accountant(accountant)), steps, epsilons, is_thin)
+
+
+def tradeoff_of(accountant: Accountant) -> Tradeoff:
+    """`Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
+
+    Each epsilon gives two lines below the curve; a coarser grid than that of `get_beta` errs to
+    the same, safe side.
+    """
+    high = accountant.get_epsilon(_NEGLIGIBLE_DELTA)
+    epsilons = np.linspace(0.0, high if 0 < high < 600 else 1.0, _EPSILONS)
+    alphas = np.linspace(0.0, 1.0, _ALPHAS)
+    betas = np.zeros(_ALPHAS)
+    for epsilon in epsilons:
+        kept = 1 - accountant.get_delta(float(epsilon))
+        steep = kept - math.exp(epsilon) * alphas
+        betas = np.maximum(betas, np.maximum(steep, math.exp(-epsilon) * (kept - alphas)))
+    betas = np.minimum(betas, 1 - alphas)
+    return Tradeoff(described(accountant), alphas.tolist(), betas.tolist())
+
+
+def draw(
+    curves: Sequence[Curve],
+    tradeoff: Tradeoff,
+    *,
+    delta: float,
+    unit: str = "step",
+    target_epsilon: float | None = None,
+) -> Any:
+    """Epsilon over the steps on the left, the trade-off curve on the right; a Figure."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(
+        {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+    for curve in curves:
+        left.plot(
+            curve.steps,
+            curve.epsilons,
+            label=curve.label,
+            color=_GREY if curve.is_thin else _BLUE,
+            linewidth=0.8 if curve.is_thin else 1.8,
+            marker="." * (len(curve.steps) == 1),
+        )
+    if target_epsilon is not None:
+        left.axhline(target_epsilon, color=_GREY, linestyle="--", linewidth=1, label="target")
+    if not any(math.isfinite(epsilon) for curve in curves for epsilon in curve.epsilons[1:]):
+        left.text(0.5, 0.5, "no finite epsilon", transform=left.transAxes, ha="center")
+    left.set_ylim(bottom=0)
+    left.set_xlabel(unit)
+    left.set_ylabel(f"epsilon at delta = {delta:g}")
+    right.plot(tradeoff.alphas, tradeoff.betas, label=tradeoff.label, color=_BLUE, linewidth=1.8)
+    right.plot([0, 1], [1, 0], label="chance", color=_GREY, linestyle="--", linewidth=1)
+    right.set_xlim(0, 1)
+    right.set_ylim(0, 1)
+    right.set_xlabel("type I error of a membership test")
+    right.set_ylabel("least type II error")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure
+
+
+def save(figure: Any, path: str) -> None:
+    """Write the figure as a PNG, whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format="png")
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(drawn.getvalue())
+        os.replace(temporary, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"plot={path!r}: it could not be written ({reason}); pass another file"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,295 @@
+"""A run as the command line describes it: its sampler, how often, and under which relation."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from dpflash._validate import one_of, positive_int, probability
+from dpflash.accounting import (
+    Accountant,
+    Event,
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+    create_accountant,
+    epochs_to_steps,
+)
+from dpflash.accounting.events import RELATIONS
+from dpflash.relations import DEFAULT_ACCOUNTANT, converted
+
+__all__ = ["Run", "accounting", "add_run_arguments", "run_of"]
+
+POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
+TRUNCATED_POISSON = "truncated_poisson"
+
+# Of each sampler: the arguments that it uses, besides the noise.
+_USES = {
+    POISSON: ("sample_rate", "batch_size", "num_samples", "steps"),
+    FIXED_SIZE: ("batch_size", "num_samples", "steps"),
+    SHUFFLED: ("epochs",),
+    TRUNCATED_POISSON: ("sample_rate", "batch_size", "num_samples", "max_batch_size", "steps"),
+}
+_RELATIONS = {
+    POISSON: PoissonGaussian.relation,
+    FIXED_SIZE: FixedSizeGaussian.relation,
+    SHUFFLED: ShuffledGaussian.relation,
+    TRUNCATED_POISSON: TruncatedPoissonGaussian.relation,
+}
+_COUNTS = ("batch_size", "num_samples", "max_batch_size", "steps", "epochs")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run; None for what it does not have or what is not known yet.
+
+    Attributes:
+        count: steps, or passes over the data of a shuffled loader.
+    """
+
+    sampler: str
+    neighboring_relation: str
+    count: int | None
+    sample_rate: float | None
+    batch_size: int | None
+    num_samples: int | None
+    max_batch_size: int | None
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether it is counted in passes instead of in steps."""
+        return self.sampler == SHUFFLED
+
+    @property
+    def lacks_rate(self) -> bool:
+        """Whether the batches' share of the data is what is not known."""
+        return self.sample_rate is None and not self.is_shuffled
+
+    def event(self, noise_multiplier: float) -> Event:
+        """One step, or one pass of a shuffled loader, with that noise."""
+        return converted(self._event(noise_multiplier), self.neighboring_relation)
+
+    def _event(self, noise_multiplier: float) -> Event:
+        if self.sampler == SHUFFLED:
+            return ShuffledGaussian(noise_multiplier=noise_multiplier)
+        if self.sampler == FIXED_SIZE:
+            assert self.batch_size is not None and self.num_samples is not None
+            return FixedSizeGaussian(
+                noise_multiplier=noise_multiplier,
+                batch_size=self.batch_size,
+                num_samples=self.num_samples,
+            )
+        assert self.sample_rate is not None
+        if self.sampler == POISSON:
+            return PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate)
+        assert self.max_batch_size is not None and self.num_samples is not None
+        return TruncatedPoissonGaussian(
+            noise_multiplier=noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_batch_size=self.max_batch_size,
+            num_samples=self.num_samples,
+        )
+
+    def spills(self, delta: float) -> bool:
+        """Whether batches are cut too often for any finite epsilon at delta."""
+        return self.count is not None and self.event(1.0).failure() * self.count >= delta
+
+    def epoch(self) -> int:
+        """How many events one more pass over the data is, in expectation."""
+        if self.is_shuffled:
+            return 1
+        assert self.sample_rate is not None
+        return epochs_to_steps(epochs=1, sample_rate=self.sample_rate)
+
+    def accountant(self, name: str) -> Accountant:
+        """An empty accountant under the run's relation."""
+        accountant = create_accountant(name)
+        accountant.convert(self.neighboring_relation)
+        return accountant
+
+    def spent(self, name: str, noise_multiplier: float, count: int | None = None) -> Accountant:
+        """An accountant of the whole run, or of `count` of its events."""
+        accountant = self.accountant(name)
+        count = self.count if count is None else count
+        assert count is not None
+        accountant.compose(self.event(noise_multiplier), count)
+        return accountant
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both subcommands ask about the run."""
+    parser.add_argument(
+        "--delta",
+        type=float,
+        required=True,
+        metavar="D",
+        help="delta of the guarantee, well below 1 / data set size, e.g. 1e-6",
+    )
+    parser.add_argument(
+        "--sampler",
+        default=POISSON,
+        metavar="SAMPLER",
+        help="how batches are drawn: poisson (default; each sample enters each batch "
+        "independently), fixed_size (a set of so many, drawn anew for each step), shuffled "
+        "(passes over the data in disjoint batches, no amplification) or truncated_poisson "
+        "(poisson, cut at --max-batch-size)",
+    )
+    parser.add_argument(
+        "--sample-rate",
+        type=float,
+        metavar="Q",
+        help="chance of one sample to be in one batch: expected batch size / data set size; or "
+        "pass these two as --batch-size and --num-samples",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="B", help="the (expected) number of samples of a batch"
+    )
+    parser.add_argument(
+        "--num-samples", type=int, metavar="M", help="number of samples of the data set"
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        metavar="K",
+        help="the cap of truncated_poisson: at most so many samples of a batch are kept",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="number of optimizer steps; of a shuffled loader give --epochs instead",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="number of passes over the data of a shuffled loader, each of which costs one full "
+        "step however many batches it has; only with --sampler shuffled",
+    )
+    parser.add_argument(
+        "--neighboring-relation",
+        metavar="R",
+        help="which data sets are neighbors: add_remove (one sample more or less), zero_out (one "
+        "replaced by nothing) or replace_one (one replaced by any other); default: add_remove for "
+        "poisson and truncated_poisson, zero_out for shuffled, replace_one for fixed_size",
+    )
+    parser.add_argument(
+        "--accountant",
+        default=DEFAULT_ACCOUNTANT,
+        metavar="A",
+        help="contour, pld, rdp, gaussian (sample rate 1 alone), prv (that of Opacus), or gdp, "
+        f"which is no bound (default: {DEFAULT_ACCOUNTANT})",
+    )
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """The run that the arguments describe.
+
+    Its `count` or `sample_rate` is None where nothing tells it; the caller says whether that may
+    be.
+
+    Raises:
+        ValueError: an argument is out of its range, contradicts another, is of no use to the
+            sampler, or is missing.
+    """
+    one_of(sampler=(args.sampler, tuple(_USES)))
+    one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))
+    probability(delta=args.delta)
+    create_accountant(args.accountant)
+    for name in _COUNTS:
+        if getattr(args, name) is not None:
+            positive_int(**{name: getattr(args, name)})
+    _refuse_unused(args)
+    run = Run(
+        sampler=args.sampler,
+        neighboring_relation=args.neighboring_relation or _RELATIONS[args.sampler],
+        count=args.epochs if args.sampler == SHUFFLED else args.steps,
+        sample_rate=_sample_rate(args),
+        batch_size=args.batch_size,
+        num_samples=args.num_samples,
+        max_batch_size=args.max_batch_size,
+    )
+    if run.lacks_rate and run.sampler != POISSON:
+        raise ValueError(
+            f"batch_size=None: the {run.sampler} sampler needs it; pass --batch-size B"
+            + ("" if run.sampler == FIXED_SIZE else ", or --sample-rate Q")
+        )
+    # Whatever the sampler refuses, it refuses before anything is searched for.
+    (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
+    return run
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    for name in ("sample_rate", *_COUNTS):
+        value = getattr(args, name)
+        if value is None or name in _USES[args.sampler]:
+            continue
+        instead = "leave it out"
+        if name == "steps":
+            instead = "pass the number of passes over the data as --epochs"
+        elif name == "epochs":
+            instead = "pass --steps, or --sampler shuffled"
+        elif name == "max_batch_size":
+            instead = "leave it out, or pass --sampler truncated_poisson"
+        elif name == "sample_rate" and args.sampler == FIXED_SIZE:
+            instead = "pass --batch-size and --num-samples"
+        raise ValueError(
+            f"{name}={value!r}: the {args.sampler} sampler does not use it; {instead}"
+        )
+
+
+def _sample_rate(args: argparse.Namespace) -> float | None:
+    """The rate, given as itself or as two numbers of samples; None where neither is given."""
+    rate, batch_size, num_samples = args.sample_rate, args.batch_size, args.num_samples
+    if rate is not None:
+        PoissonGaussian(noise_multiplier=1.0, sample_rate=rate)
+        if batch_size is not None:
+            raise ValueError(
+                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of them; leave "
+                "--sample-rate or --batch-size out"
+            )
+    is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON)
+    if args.sampler == TRUNCATED_POISSON and args.max_batch_size is None:
+        raise ValueError(
+            "max_batch_size=None: the truncated_poisson sampler needs it; pass --max-batch-size K"
+        )
+    if num_samples is None and (is_counted or batch_size is not None):
+        raise ValueError(
+            f"num_samples=None: the {args.sampler} sampler needs it"
+            f"{'' if is_counted else ' with --batch-size'}; pass --num-samples M"
+        )
+    if rate is not None:
+        if num_samples is not None and not is_counted:
+            raise ValueError(
+                f"sample_rate={rate!r}, num_samples={num_samples!r}: the rate says all; leave "
+                "--num-samples out, or pass --batch-size instead of --sample-rate"
+            )
+        return float(rate)
+    if batch_size is None:
+        if num_samples is not None and not is_counted:
+            raise ValueError(
+                f"num_samples={num_samples!r}: without --batch-size it tells no sample rate; "
+                "pass that too, or leave it out"
+            )
+        return None
+    if batch_size > num_samples:
+        raise ValueError(
+            f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
+            "smaller batch"
+        )
+    return float(batch_size / num_samples)
+
+
+@contextmanager
+def accounting() -> Iterator[None]:
+    """While an accountant answers: what a table says itself is no warning, and errors are ours."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="accountant='gdp'")
+        try:
+            yield
+        except ImportError as error:
+            raise ValueError(str(error)) from error
