@@ -269,7 +269,7 @@ class Accountant(ABC):
             **state,
             "neighboring_relation": self.neighboring_relation,
             "steps": list(self.history),
-            "events": [{**event.as_dict(), "count": count} for event, count in self.events],
+            "events": [{"event": event.as_dict(), "count": count} for event, count in self.events],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -312,11 +312,20 @@ class Accountant(ABC):
         if not whole:
             relation = state_dict["neighboring_relation"]
             _validate.one_of(neighboring_relation=(relation, RELATIONS))
-            for entry in state_dict["events"]:
-                values = dict(entry)
-                count = values.pop("count", 1)
-                _validate.whole(0, count=count)
-                events.append((event_from_dict(values), count))
+            saved_events = state_dict["events"]
+            if not isinstance(saved_events, tuple | list):
+                raise ValueError(
+                    f"state_dict['events']={saved_events!r}: expected a list of events; pass what "
+                    "state_dict() returned"
+                )
+            for entry in saved_events:
+                event, count = _saved_event(entry)
+                if event.relation != relation:
+                    raise ValueError(
+                        f"state_dict has an event under {event.relation!r} beside "
+                        f"neighboring_relation={relation!r}; pass what state_dict() returned"
+                    )
+                events.append((event, count))
         self.history, self.neighboring_relation, self.events = phases, relation, events
 
     def _pairs(self) -> Pairs:
@@ -346,6 +355,17 @@ class Accountant(ABC):
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
+
+
+def _saved_event(entry: Any) -> tuple[Event, int]:
+    """What `state_dict` made of an event and its count."""
+    if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
+        raise ValueError(
+            f"state_dict['events'] has the entry {entry!r}: expected the keys 'event' and "
+            "'count'; pass what state_dict() returned"
+        )
+    _validate.whole(0, count=entry["count"])
+    return event_from_dict(entry["event"]), entry["count"]
 
 
 def _is_open(pairs: Pairs) -> bool:

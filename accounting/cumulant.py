@@ -40,7 +40,7 @@ _ANGLE_STEP = 0.15
 _MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
 _SPLIT = 1e-14  # error of M from which fewer orders are evaluated together
 _TOGETHER = 32  # orders of one evaluation
-_MOST_NODES = 40_000
+_MOST_NODES = 6_000
 _SMALL = 0.1
 _SERIES = [1 / math.factorial(k) for k in range(2, 11)]
 
@@ -52,7 +52,7 @@ def log_mgf(
 
     Args:
         pair: any but those without noise.
-        orders: a, with Im a >= 0, neighbours side by side.
+        orders: a, with Im a >= 0, neighbours side by side; Re a >= 1 for a symmetric pair.
         cut: M without the outputs beyond 1 + cut standard deviations; None for all of M.
         enough: error of M with which the real line will do; 0 for what is possible, also where
             log M is small.
@@ -282,8 +282,10 @@ def _half(
 
 
 def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
-    count = max(2, min(_MOST_NODES, math.ceil((high - low) / step) + 1))
-    x, step = np.linspace(low, high, count, retstep=True)
+    """Nodes at most a step apart; NaN where that would be too many."""
+    if not (high - low) / step < _MOST_NODES:
+        return np.array([math.nan]), math.nan
+    x, step = np.linspace(low, high, max(2, math.ceil((high - low) / step) + 1), retstep=True)
     return x, float(step)
 
 

@@ -156,7 +156,7 @@ class TruncatedPoissonGaussian(PoissonGaussian):
         num_samples: samples of the data set, >= 1.
 
     Guarantees:
-        Beyond the Poisson event it may differ by `failure()`; see `truncated_poisson_epsilon`.
+        Beyond the Poisson event it may differ by `failure()`; see `with_failure`.
     """
 
     max_batch_size: int
@@ -295,17 +295,19 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
     Raises:
         ValueError: they are not those of an event.
     """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"event={values!r}: expected a mapping; pass what as_dict() returned")
     arguments = dict(values)
     name = arguments.pop("event", None)
     if name not in _KINDS:
         raise ValueError(f"event={name!r}: expected one of {', '.join(map(repr, _KINDS))}")
-    if name == "SelfComposed":
-        arguments["event"] = event_from_dict(arguments.pop("of"))
-    if name == "Composed":
-        arguments["events"] = tuple(event_from_dict(event) for event in arguments["events"])
     try:
+        if name == "SelfComposed":
+            arguments["event"] = event_from_dict(arguments.pop("of"))
+        if name == "Composed":
+            arguments["events"] = tuple(event_from_dict(event) for event in arguments["events"])
         return _KINDS[name](**arguments)
-    except TypeError as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{name} cannot be made of {sorted(arguments)}: {error}") from error
 
 

@@ -22,13 +22,17 @@ def one_step_delta(pair: Pair, epsilon: float) -> float:
     profile of the former.
     """
     q, s = pair.rate, pair.noise
-    inner = math.log1p(math.expm1(epsilon) / q) if epsilon < 700 else epsilon - math.log(q)
+    if epsilon < 1:
+        inner = math.log1p(math.expm1(epsilon) / q)
+    else:
+        inner = epsilon - math.log(q) + math.log1p(-(1 - q) * math.exp(-epsilon))
     removed = q * gaussian_delta(epsilon=inner, noise_multiplier=s)
     odds = math.expm1(-epsilon) + q
     if pair.symmetric or odds <= 0:
         return removed
     x = s * s * (math.log(odds) - math.log(q)) + 0.5
     told = float(ndtr(x / s))
+    # odds > 0 bounds e^epsilon by 1 / (1 - q).
     untold = math.exp(epsilon) * ((1 - q) * told + q * float(ndtr((x - 1) / s)))
     return max(removed, told - untold + _ROUNDING * told)
 

@@ -440,11 +440,6 @@ def test_an_accountant_is_converted_as_a_whole_or_not_at_all() -> None:
     assert accountant.state_dict() == before
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="state_dict writes the accountant's count over that of a SelfComposed, and nobody can "
-    "load it then",
-)
 def test_a_state_keeps_the_count_of_an_event_beside_the_accountants() -> None:
     event = SelfComposed(event=Gaussian(noise_multiplier=3.0), count=5)
     accountant = RDPAccountant()

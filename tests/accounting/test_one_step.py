@@ -125,9 +125,6 @@ def test_one_step_is_in_range_at_any_epsilon(epsilon: float) -> None:
                 assert 0 <= one_step_delta(Pair(noise, rate, symmetric), epsilon) <= 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="expm1(epsilon) / rate overflows below epsilon 700, and is refused"
-)
 @pytest.mark.parametrize(("noise", "rate", "delta"), [(0.02, 1e-9, None), (0.0267, 1e-9, 5e-10)])
 def test_one_step_of_tiny_rate_is_in_range_near_epsilon_700(
     noise: float, rate: float, delta: float | None
