@@ -57,6 +57,15 @@ def rate(**values: object) -> None:
             )
 
 
+def error_rate(**values: object) -> None:
+    """Refuses what is not a test's error of the first kind, in [0, 1]."""
+    for name, value in values.items():
+        if not 0 <= _real(name, value) <= 1:
+            raise ValueError(
+                f"{name}={value!r}: expected 0 <= {name} <= 1; pass the chance of a false alarm"
+            )
+
+
 def whole(least: int, **values: object) -> None:
     """Refuses what is not an integer of at least `least`."""
     for name, value in values.items():

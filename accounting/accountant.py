@@ -90,11 +90,12 @@ class Accountant(ABC):
             )
         _validate.whole(0, count=count)
         if event.relation != self.neighboring_relation:
+            way = f"make the accountant with neighboring_relation={event.relation!r}"
+            if self.neighboring_relation in event.relations:
+                way = f"compose event.convert({self.neighboring_relation!r}), or {way}"
             raise ValueError(
                 f"event.relation={event.relation!r}: this accountant's epsilon is for "
-                f"{self.neighboring_relation!r}; compose event.convert("
-                f"{self.neighboring_relation!r}), or make the accountant with "
-                f"neighboring_relation={event.relation!r}"
+                f"{self.neighboring_relation!r}; {way}"
             )
         if self.events and self.events[-1][0] == event:
             count += self.events.pop()[1]
@@ -167,7 +168,7 @@ class Accountant(ABC):
             beta = max over epsilon of 1 - delta - e^epsilon alpha and e^-epsilon (1 - delta -
             alpha). Any epsilon gives a bound, so that a search cannot err to the wrong side.
         """
-        _validate.rate(alpha=alpha)
+        _validate.error_rate(alpha=alpha)
 
         def beta(epsilon: float) -> float:
             kept = 1 - self._delta_interval(epsilon).upper
@@ -297,10 +298,12 @@ class Accountant(ABC):
                     "pass what an accountant's state_dict() returned"
                 )
         saved = state_dict["mechanism"]
-        if saved != self.mechanism():
+        # In Opacus' registry ours have this prefix.
+        if not isinstance(saved, str) or saved.removeprefix("dpflash_") != self.mechanism():
             raise ValueError(
                 f"state_dict of mechanism {saved!r} cannot be loaded into an accountant of "
-                f"mechanism {self.mechanism()!r}; create the accountant that was saved"
+                f"mechanism {self.mechanism()!r}; create the accountant that was saved, or assign "
+                "its history to this one's"
             )
         history = state_dict[keys[0]]
         if not isinstance(history, tuple | list):

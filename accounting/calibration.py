@@ -7,7 +7,7 @@ from . import _validate
 from ._search import least_that_passes
 from .accountant import Accountant, Phase
 from .contour import ContourAccountant
-from .events import REPLACE_ONE, Event, Gaussian, PoissonGaussian
+from .events import ADD_REMOVE, REPLACE_ONE, Event, Gaussian, PoissonGaussian
 from .gaussian_accountant import GaussianAccountant
 from .gdp import GDPAccountant
 from .pld import PLDAccountant
@@ -39,20 +39,22 @@ _SMALLEST_SAMPLE_RATE = 1e-12
 _MOST_STEPS = 10**12
 
 
-def create_accountant(name: str) -> Accountant:
+def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> Accountant:
     """A new accountant with an empty history.
 
     Args:
         name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound),
             `"gaussian"` (sample rate 1 alone) or `"prv"` (Opacus').
 
+        neighboring_relation: "add_remove", "zero_out" or "replace_one": what epsilon is for.
+
     Raises:
-        ValueError: there is no accountant of this name.
+        ValueError: there is no accountant of this name, or no such relation.
     """
     if name not in ACCOUNTANTS:
         available = ", ".join(map(repr, ACCOUNTANTS))
         raise ValueError(f"accountant={name!r}: expected one of {available}; pass one of these")
-    return ACCOUNTANTS[name]()
+    return ACCOUNTANTS[name](neighboring_relation=neighboring_relation)
 
 
 def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
@@ -299,7 +301,7 @@ def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float
     if (steps is None) == (epochs is None):
         raise ValueError(
             f"steps={steps!r}, epochs={epochs!r}: expected exactly one of them; "
-            "leave the other out"
+            + ("pass one of them" if steps is None else "leave the other out")
         )
     if epochs is not None:
         return epochs_to_steps(epochs=epochs, sample_rate=sample_rate)

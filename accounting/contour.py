@@ -33,6 +33,7 @@ from .gaussian import gaussian_delta, gaussian_epsilon
 from .interval import Interval
 from .one_step import one_step_delta, one_step_epsilon
 from .pairs import Pairs, joint_noise
+from .pld import pld_delta, pld_epsilon
 
 __all__ = ["ContourAccountant"]
 
@@ -40,6 +41,9 @@ _ROUNDS = 60
 _GOOD = 1e-6  # width of an interval over its lower end with which no other contour is tried
 _LEAST_FLOAT = 5e-324
 _LEAST_NOISE, _MOST_NOISE = 0.01, 1e9
+_LATTICE_NOISE = 0.2
+_LOOSE = 1e-3  # width of an interval over its upper end from which PLD is asked too
+_LEAST_PLD_DELTA = 1e-280
 _EXACT = 1e-9  # what a closed form may lie above the truth, relatively
 
 
@@ -79,11 +83,12 @@ class ContourAccountant(Accountant):
             return Interval(once * (1 - _EXACT), once)
         if not _is_within_reach(pairs):
             return Interval(0.0, whole)
-        found = _epsilon_of(pairs, REMOVE, delta)
-        if not all(pair.symmetric for pair, _ in pairs):
-            if _delta_of(pairs, ADD, found.upper, enough=delta).upper > delta:
-                other = _epsilon_of(pairs, ADD, delta)
-                found = _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+        if _is_lattice(pairs):
+            found = _Ends(0.0, _chernoff_epsilon(pairs, delta))
+        else:
+            found = _both_epsilons(pairs, delta)
+        if found.lower < (1 - _LOOSE) * found.upper:
+            found = _together(found, pld_epsilon(pairs, delta))
         return Interval(min(found.lower, whole), min(found.upper, whole))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
@@ -95,16 +100,64 @@ class ContourAccountant(Accountant):
             return Interval(once * (1 - _EXACT), once)
         if not _is_within_reach(pairs):
             return Interval(0.0, whole)
-        found = _delta_of(pairs, REMOVE, epsilon)
-        if not all(pair.symmetric for pair, _ in pairs):
-            other = _delta_of(pairs, ADD, epsilon, enough=found.upper)
-            found = _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+        if _is_lattice(pairs):
+            found = _Ends(0.0, _chernoff_delta(pairs, epsilon))
+        else:
+            found = _both_deltas(pairs, epsilon)
+        if found.lower < (1 - _LOOSE) * found.upper and found.upper > _LEAST_PLD_DELTA:
+            found = _together(found, pld_delta(pairs, epsilon))
         return Interval(min(found.lower, whole), min(found.upper, whole))
+
+
+def _both_epsilons(pairs: Pairs, delta: float) -> _Ends:
+    """The greater of the two directions."""
+    found = _epsilon_of(pairs, REMOVE, delta)
+    if all(pair.symmetric for pair, _ in pairs):
+        return found
+    if _delta_of(pairs, ADD, found.upper, enough=delta).upper <= delta:
+        return found
+    other = _epsilon_of(pairs, ADD, delta)
+    return _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+
+
+def _both_deltas(pairs: Pairs, epsilon: float) -> _Ends:
+    """The greater of the two directions."""
+    found = _delta_of(pairs, REMOVE, epsilon)
+    if all(pair.symmetric for pair, _ in pairs):
+        return found
+    other = _delta_of(pairs, ADD, epsilon, enough=found.upper)
+    return _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+
+
+def _chernoff_epsilon(pairs: Pairs, delta: float) -> float:
+    few = representatives(pairs)
+    return max(Axis(few, side, delta).certain_epsilon(pairs, delta) for side in (REMOVE, ADD))
+
+
+def _chernoff_delta(pairs: Pairs, epsilon: float) -> float:
+    few = representatives(pairs)
+    return max(Axis(few, side, WANTED).certain_delta(pairs, epsilon) for side in (REMOVE, ADD))
+
+
+def _together(mine: _Ends, other: Interval) -> _Ends:
+    """What two accountants know; the safe ends where they contradict each other."""
+    other_lower = other.lower or 0.0
+    if max(mine.lower, other_lower) > min(mine.upper, other.upper):
+        return _Ends(min(mine.lower, other_lower), max(mine.upper, other.upper))
+    return _Ends(max(mine.lower, other_lower), min(mine.upper, other.upper))
 
 
 def _is_within_reach(pairs: Pairs) -> bool:
     """Whether the noises are such that squares of them and their inverses are harmless."""
     return all(_LEAST_NOISE <= pair.noise <= _MOST_NOISE for pair, _ in pairs)
+
+
+def _is_lattice(pairs: Pairs) -> bool:
+    """Whether a step's loss has almost two values only, and its transform no end.
+
+    Then the integrand along a contour falls below rounding and rises again.
+    """
+    return any(pair.rate < 1 and pair.noise < _LATTICE_NOISE for pair, _ in pairs)
 
 
 def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
@@ -142,6 +195,10 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
     found = _Ends(0.0, math.inf)
     for contour in axis.contours(epsilon):
         other = _around(line_of(pairs, contour, True), epsilon, delta)
+        if other.lower > found.upper or other.upper < found.lower:
+            # One of the two is not what it claims.
+            found = _Ends(0.0, math.inf)
+            break
         found = _Ends(max(found.lower, other.lower), min(found.upper, other.upper))
         if found.upper - found.lower <= _GOOD * found.lower:
             break
@@ -209,9 +266,14 @@ def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None =
     found = _Ends(0.0, bound)
     for contour in Axis(few, side, bound * WANTED).contours(epsilon):
         value, error, _ = line_of(pairs, contour, True).delta(epsilon)
-        if math.isfinite(value + error):
-            upper = min(found.upper, max(value + error, _LEAST_FLOAT))
-            found = _Ends(min(upper, max(found.lower, value - error)), upper)
+        if not math.isfinite(value + error) or value + error < 0:
+            continue
+        if value - error > found.upper or value + error < found.lower:
+            # One of the two is not what it claims.
+            found = _Ends(0.0, bound)
+            break
+        upper = min(found.upper, max(value + error, _LEAST_FLOAT))
+        found = _Ends(min(upper, max(found.lower, value - error)), upper)
         if found.upper - found.lower <= _GOOD * found.lower:
             break
     return found

@@ -19,6 +19,7 @@ _LEAST_K, _MOST_K = -60 * OCTAVE, 80 * OCTAVE
 _LOG = math.log(2) / OCTAVE
 _MOST_WIDTH = 7  # a narrower contour bends into where K is large
 _CUT_FROM = 1.5  # noise from which it may help to leave outputs out
+_TRIES = 24
 _ENOUGH = 1e-12  # error of M on the real line that needs no ray
 
 
@@ -57,7 +58,7 @@ class Axis:
     def certain_epsilon(self, pairs: Pairs, delta: float) -> float:
         """Chernoff's bound of epsilon for all of the pairs, rounding included."""
         _, k, cut = self.chernoff(delta)
-        cumulant = _upper_cumulant(pairs, self.side, k, cut)
+        k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
         rest = delta - left_out(pairs, cut)
         return max(0.0, _chernoff_epsilon(cumulant, k, rest)) if rest > 0 else math.inf
 
@@ -72,7 +73,8 @@ class Axis:
             k = self._lowest(log_delta, self._start)
             found.append((log_delta(k), k, cut))
         _, k, cut = min(found, key=lambda bound: bound[0])
-        log = _chernoff_log_delta(_upper_cumulant(pairs, self.side, k, cut), k, epsilon)
+        k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
+        log = _chernoff_log_delta(cumulant, k, epsilon)
         chernoff = math.exp(min(0.0, log)) + left_out(pairs, cut)
         return min(chernoff, math.fsum(count * pair.rate for pair, count in pairs))
 
@@ -153,13 +155,17 @@ def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
     return cumulant - c * epsilon - _entropy(c)
 
 
-def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> float:
-    """K at an apex with its rounding error; inf where it is beyond reach."""
-    total, order = 0.0, np.array([apex_of(side, k) + 0j])
-    for pair, count in pairs:
-        value, error = log_mgf(pair, order, cut=cut, enough=_ENOUGH)
-        total += count * float(value[0].real + error[0])
-    return total if total == total else math.inf
+def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
+    """The nearest smaller apex at which K is known, and K there with its rounding error."""
+    for _ in range(_TRIES):
+        total, order = 0.0, np.array([apex_of(side, k) + 0j])
+        for pair, count in pairs:
+            value, error = log_mgf(pair, order, cut=cut, enough=_ENOUGH)
+            total += count * float(value[0].real + error[0])
+        if math.isfinite(total):
+            return k, total
+        k -= OCTAVE // 2
+    return k, math.inf
 
 
 def _entropy(c: float) -> float:

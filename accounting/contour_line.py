@@ -44,6 +44,7 @@ _FAR = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  
 _ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M on the real line that need no ray
 _FEW = 16
 _ROUNDING = 2.0**-52
+_UNKNOWN = 1e300  # an error of a step that a finer one may have not
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,14 @@ class Line:
             value, slope, rounding, strip = self._sum(epsilon, level)
             error = rounding + strip
             before, best = best[1], min(best, (value, error, slope), key=lambda found: found[1])
-            if error <= 10 * WANTED * abs(value) or error > before / 2:
+            if error <= 10 * WANTED * abs(value) or error > before / 2 > 0 or before == error:
                 break
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
         """Delta, its derivative, and what rounding and the end, and the step, may err by."""
         step = self.contour.step(level)
-        value = slope = rounding = strip = tail = largest = 0.0
+        value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
         for piece in range(math.ceil(_LAST / _PIECE)):
             t = _nodes(piece, step)
@@ -176,6 +177,7 @@ class Line:
             size = np.abs(terms)
             end = _known(size, noise)
             value += step * float(terms[:end].imag.sum())
+            coarser += 2 * step * float(terms[:end:2].imag.sum())
             slope += step * float(moments[:end].imag.sum())
             rounding += step * float(noise[:end].sum())
             largest = max(largest, float(size[:end].max(initial=0.0)))
@@ -196,8 +198,13 @@ class Line:
         # Noise this great spreads the loss on one scale only, and nothing comes back.
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
             tail += self._far(epsilon, t[min(end, len(t) - 1)])
-        strip /= math.expm1(min(700.0, 2 * math.pi * self.contour.shift / step))
-        return value, slope, rounding + tail + self._left_out, 2 * strip
+        # With twice the step the rule errs by the theorem too; more, and the strip is not known.
+        wide = 2 * math.pi * self.contour.shift / step
+        if self.edges and not abs(value - coarser) <= 2 * (
+            2 * strip / math.expm1(min(700.0, wide / 2)) + rounding + tail
+        ):
+            return value, slope, rounding + tail, _UNKNOWN
+        return value, slope, rounding + tail + self._left_out, 2 * strip / math.expm1(wide)
 
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real

@@ -229,7 +229,7 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
     # From x = -60 s to 1 + 60 s, or to the cut
     low = -_FARTHEST - 0.5 / s
     high = (_FARTHEST if cut is None else cut) + 0.5 / s
-    y = np.linspace(low, high, math.ceil(4 * (high - low))) / s
+    y = np.linspace(low, high, math.ceil(3 * (high - low))) / s
     if pair.symmetric:
         y = y[y > 0]
     return y, *_path(pair, y, angle)

@@ -20,7 +20,7 @@ from .pairs import Pairs, joint_noise
 from .pld_composition import Composition, compose
 from .pld_plan import TOLERANCE, Question, plan_of, spacing_of
 
-__all__ = ["PLDAccountant"]
+__all__ = ["PLDAccountant", "pld_delta", "pld_epsilon"]
 
 _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only the closed bounds
@@ -48,15 +48,25 @@ class PLDAccountant(Accountant):
         return "pld"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        if _total_variation(pairs) <= delta:
-            return Interval(0.0, 0.0)
-        closed = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
-        return _both_directions(pairs, Question(delta=delta), closed)
+        return pld_epsilon(pairs, delta)
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        closed = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
-        closed = min(1.0, _total_variation(pairs), closed * (1 + 1e-9) + 1e-300)
-        return _both_directions(pairs, Question(epsilon=epsilon), closed)
+        return pld_delta(pairs, epsilon)
+
+
+def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
+    """Both ends of epsilon at delta."""
+    if _total_variation(pairs) <= delta:
+        return Interval(0.0, 0.0)
+    closed = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
+    return _both_directions(pairs, Question(delta=delta), closed)
+
+
+def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
+    """Both ends of delta at epsilon."""
+    closed = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
+    closed = min(1.0, _total_variation(pairs), closed * (1 + 1e-9) + 1e-300)
+    return _both_directions(pairs, Question(epsilon=epsilon), closed)
 
 
 def _total_variation(pairs: Pairs) -> float:

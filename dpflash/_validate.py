@@ -17,7 +17,10 @@ def _real(name: str, value: object) -> float:
         )
     if math.isnan(value):
         raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
 
 
 def positive(**values: object) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpflash.accounting import Event, event_from_dict
+from dpflash.accounting import Event, Gaussian, ShuffledGaussian, event_from_dict
 
+# Far above any number of steps or samples, and exact as a float.
+_GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
 
 
@@ -61,6 +63,9 @@ class Ledger:
         self.path = Path(path)
         content = self._content()
         self.lines = self._read(content)
+        self._payer: str | None = None
+        for line in self.lines:
+            self._payer = _payer_after(self._payer, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._size = len(content)
 
@@ -77,6 +82,7 @@ class Ledger:
         """Write the next `count` steps, and return when they are on the disk.
 
         Raises:
+            ValueError: the line could not be read again.
             RuntimeError: the file is not as this object left it.
             OSError: the line could not be written; the file is as before.
         """
@@ -89,6 +95,8 @@ class Ledger:
             "accountant": accountant,
         }
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        # What the next opening would refuse must not get in.
+        payer = _payer_after(self._payer, _parse(line))
         # Only a ledger without lines may be made: one that is missing was spent.
         new = self._size == 0 and not self.path.exists()
         try:
@@ -106,6 +114,7 @@ class Ledger:
             os.close(handle)
         self._size += len(line)
         self.releases += count
+        self._payer = payer
 
     def digest(self, releases: int | None = None) -> str | None:
         """Digest of the lines of the first steps (all by default); None where there are fewer."""
@@ -135,6 +144,7 @@ class Ledger:
     def _read(self, content: bytes) -> list[LedgerLine]:
         *whole, rest = content.split(b"\n")
         lines: list[LedgerLine] = []
+        payer: str | None = None
         for number, raw in enumerate(whole, start=1):
             try:
                 line = _parse(raw)
@@ -144,7 +154,8 @@ class Ledger:
                         f"it begins with step {line.first} where step {expected} is next: a line "
                         "is missing, doubled or out of order"
                     )
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                payer = _payer_after(payer, line)
+            except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                 raise ValueError(
                     f"ledger {self.path} is damaged at line {number} ({error}): the privacy spent "
                     "so far is unknown. Restore the file from a copy; do not delete the line"
@@ -188,6 +199,7 @@ def _parse(raw: bytes) -> LedgerLine:
     record = json.loads(
         raw.decode("utf-8"),
         object_pairs_hook=_object,
+        parse_int=_bounded,
         parse_float=_finite,
         parse_constant=_finite,
     )
@@ -218,19 +230,47 @@ def _parse(raw: bytes) -> LedgerLine:
     event = record["event"]
     if event is not None and not isinstance(event, dict):
         raise ValueError(f"event={event!r}: expected null or an object")
+    done = None if event is None else event_from_dict(event)
+    if done is not None and not any(count for _, count in done.pairs()):
+        raise ValueError(f"event={event!r} costs nothing, and no release does")
     return LedgerLine(
         first=steps[0],
         last=steps[1],
         run=record["run"],
-        event=None if event is None else event_from_dict(event),
+        event=done,
         epsilon=epsilon,
         delta=delta,
         accountant=record["accountant"],
     )
 
 
+def _payer_after(payer: str | None, line: LedgerLine) -> str | None:
+    """The run whose pass over the data is paid for after a line, given that before it.
+
+    Raises:
+        ValueError: the line has no event, and its run has paid for no pass.
+    """
+    if line.event is None:
+        if payer != line.run:
+            raise ValueError(
+                "event=null is for the later steps of a pass over shuffled data, and the lines "
+                "before it are not of one that the same run has paid for"
+            )
+        return payer
+    if isinstance(line.event, ShuffledGaussian):
+        return line.run
+    # A step on a batch of unknown origin comes between the steps of a pass.
+    return payer if type(line.event) is Gaussian and payer == line.run else None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bounded(text: str) -> int:
+    if len(text) > 17 or abs(int(text)) > _GREATEST:
+        raise ValueError(f"a whole number of {len(text)} digits is above {_GREATEST:.0e}")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -32,7 +32,7 @@ from dpflash.accounting import (
 
 from ._validate import positive_int
 from .streams import uniform_words
-from .tracker import BatchMark, BatchTracker
+from .tracker import EARLIER_PASS, BatchMark, BatchTracker
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
@@ -261,10 +261,7 @@ class _PassBatchSampler(BatchSampler):
         try:
             for number, batch in enumerate(super().__iter__()):
                 if own != self._passes:
-                    raise RuntimeError(
-                        "an earlier pass over the loader goes on beside a newer one, so a sample "
-                        "could be released twice for one payment; finish or leave a pass first"
-                    )
+                    raise RuntimeError(EARLIER_PASS)
                 if number and not tracker.may_begin(False):
                     return
                 tracker.emitted.append(len(batch))
@@ -335,6 +332,8 @@ class PrivateDataLoader(DataLoader):
         num_samples, batch_size = check_loader(loader, sampling=sampling)
         batch_size = min(batch_size, num_samples)
         self._tracker = tracker
+        # Draws at rate 1 are too, but each of them is the whole data set.
+        tracker.equal_sizes = sampling != "poisson"
         self.steps_per_epoch = -(-num_samples // batch_size)
         self.sample_rate = batch_size / num_samples if sampling == "poisson" else None
         self.expected_batch_size = float(batch_size)
@@ -403,9 +402,10 @@ class PrivateDataLoader(DataLoader):
         assert self._draws is not None
         marks = None
         for batch in batches:
-            marks = self._draws.marks if marks is None else marks
+            if marks is None:
+                marks, own = self._draws.marks, self._tracker.passes
             mark = marks.popleft()
-            self._tracker.begin_batch(mark)
+            self._tracker.begin_batch(mark, own)
             yield batch, mark.last
 
     def _marked_pass(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -414,7 +414,9 @@ class PrivateDataLoader(DataLoader):
         for number, batch in enumerate(batches):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
-            self._tracker.begin_batch(BatchMark(number, size, True))
+            if not number:
+                own = self._tracker.passes
+            self._tracker.begin_batch(BatchMark(number, size, True), own)
             self._tracker.still_to_come(self.steps_per_epoch - number - 1)
             yield batch, True
 

@@ -29,6 +29,9 @@ from .calibrate import noise_for
 from .ledger import Ledger
 from .relations import DEFAULT_ACCOUNTANT, as_step, class_name, common_relation, converted
 
+# Accountants whose epsilon is an upper bound and quick to compute.
+_RECOMPUTED = ("contour", "rdp")
+
 
 @dataclass
 class _Room:
@@ -102,9 +105,11 @@ class Spending:
         if relation is not None:
             self._convert(relation)
         self.ledger = None if ledger is None else Ledger(ledger)
-        for line in () if self.ledger is None else self.ledger.lines:
-            if line.event is not None:
-                self.add(line.event, line.steps)
+        if self.ledger is not None:
+            self._check_epsilon(self.ledger)
+            for line in self.ledger.lines:
+                if line.event is not None:
+                    self.add(line.event, line.steps)
 
     # What was spent
 
@@ -182,7 +187,7 @@ class Spending:
                 event=event,
                 epsilon=self._epsilon_with(event),
                 delta=self.delta,
-                accountant=self.accountant.mechanism(),
+                accountant=self._mechanism(),
             )
         if event is None:
             return
@@ -244,6 +249,11 @@ class Spending:
                     f"budget={budget!r} with noise_multiplier=0: steps without noise have no "
                     "epsilon; pass a noise_multiplier > 0, or leave budget out"
                 )
+            if budget is not None and self.is_ours and not self.accountant.is_bound:
+                raise ValueError(
+                    f"budget={budget!r} with accountant={self.accountant.mechanism()!r}, whose "
+                    "epsilon is an estimate and bounds nothing; use accountant='contour'"
+                )
             if budget is not None and self.remaining(event) == 0:
                 raise ValueError(f"budget={budget!r}: {self._refusal(event)}")
         except BaseException:
@@ -288,6 +298,47 @@ class Spending:
         self.noiseless |= state["noiseless"]
 
     # Inside
+
+    def _mechanism(self) -> str:
+        """What a ledger line calls the accountant; those of Opacus have names of ours."""
+        return self.accountant.mechanism() if self.is_ours else class_name(self.accountant)
+
+    def _check_epsilon(self, ledger: Ledger) -> None:
+        """Refuse a ledger whose events cost less than its last line with an epsilon tells."""
+        lines = list(ledger.lines)
+        while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
+            lines.pop()
+        if not lines:
+            return
+        last = lines[-1]
+        counts: dict[Event, int] = {}
+        for line in lines:
+            if line.event is not None:
+                counts[line.event] = counts.get(line.event, 0) + line.steps
+                relation = line.event.relation
+        if any(map(_is_noiseless, counts)):
+            return
+        # The accountant's own history may be in the epsilon, and is in no line.
+        meter = create_accountant(last.accountant)
+        meter.history = list(self.accountant.history)
+        if self.is_ours:
+            meter.events = list(self.accountant.events)
+            meter.neighboring_relation = self.accountant.neighboring_relation
+        assert last.epsilon is not None and last.delta is not None
+        try:
+            _convert_all(meter, relation)
+            for event, count in counts.items():
+                meter.compose(converted(event, relation), count)
+            found = float(meter.get_epsilon(last.delta))
+        except (ValueError, ArithmeticError):
+            return
+        if found < last.epsilon * (1 - 1e-6):
+            raise ValueError(
+                f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon "
+                f"{found!r}, the line says {last.epsilon!r}: the file was changed, or the "
+                "engine's accountant had a history that is not in it. Restore it from a copy, "
+                "or pass the accountant with that history"
+            )
 
     def _joined(self, loaded: Accountant, relation: str) -> str:
         """The relation of a loaded history and of what this engine will add to it."""
@@ -367,6 +418,12 @@ class Spending:
         spent, after = self.epsilon(delta).upper, self._after(event, delta)
         names = {"shuffled": "pass over the data", "none": "step on a batch of unknown origin"}
         what = names.get(event.sampler, f"{event.sampler} step")
+        if after == math.inf and event.failure() > 0:
+            return (
+                f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: draws "
+                f"exceed max_batch_size with a chance of {event.failure():.3g}, against which "
+                "delta is too small. Pass a greater max_batch_size, or none"
+            )
         return (
             f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
             f"{spent:.6g} is spent and one more {what} would reach {after:.6g}. "

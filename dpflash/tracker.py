@@ -7,6 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+EARLIER_PASS = (
+    "an earlier pass over the loader goes on beside a newer one, so a sample could be released "
+    "twice for one payment; finish or leave a pass first"
+)
+
 
 @dataclass(frozen=True)
 class BatchMark:
@@ -29,6 +34,7 @@ class BatchTracker:
             no signalled release has used.
         unstepped: how many signals of another loader no step has taken yet.
         fetched_ahead: whether signals may be of batches that the loop does not have yet.
+        equal_sizes: whether the private sampler's logical batches are all of one size.
         signalled: whether a release was told by the signal of another loader, such as that of
             Opacus' BatchMemoryManager, which calls step() for each physical batch.
         may_begin: whether a further logical batch may be drawn, told whether it begins a pass.
@@ -46,6 +52,7 @@ class BatchTracker:
         self._refused: BatchMark | None = None
         self.unstepped: Callable[[], int] = lambda: 0
         self.fetched_ahead = False
+        self.equal_sizes = False
         self.has_sums: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = lambda: None
         self.on_batch: Callable[[int], None] = lambda size: None
@@ -86,7 +93,11 @@ class BatchTracker:
         at_hand = len(self.emitted) if by_signal else int(self.current is not None)
         return self._still_to_come + at_hand
 
-    def begin_batch(self, mark: BatchMark) -> None:
+    def begin_batch(self, mark: BatchMark, number_of_pass: int) -> None:
+        """The loop gets a batch of the pass that was begun as the so-manieth."""
+        if number_of_pass != self.passes:
+            # Workers may have fetched the older pass to its end, so its sampler cannot tell.
+            raise RuntimeError(EARLIER_PASS)
         previous = self.current
         if previous is not None and previous.draw != mark.draw:
             if self.has_sums():
@@ -111,6 +122,12 @@ class BatchTracker:
                 "give one loss for each sample that was drawn"
             )
         signals = self.unstepped() if mark is None else 0
+        if signals and self._hides_repeats:
+            raise RuntimeError(
+                "BatchMemoryManager over a loader with workers whose batches are all of one size: "
+                "a second step on one batch could not be told from a step on the next, so nothing "
+                "was released. Use num_workers=0, or physical_batch_size= without the manager"
+            )
         if signals > 1 and not self.fetched_ahead:
             raise RuntimeError(
                 f"{signals} batches were drawn and not stepped: optimizer.step() must "
@@ -156,7 +173,14 @@ class BatchTracker:
         if not signalled:
             return self.current is not None
         self.signalled = True
+        if self._hides_repeats:
+            return False
         return bool(self.emitted) and self.emitted.popleft() == self._seen
+
+    @property
+    def _hides_repeats(self) -> bool:
+        """Whether sizes cannot tell the batch at hand from those that workers fetched ahead."""
+        return self.fetched_ahead and self.equal_sizes
 
     def released(self) -> None:
         self.dropped()

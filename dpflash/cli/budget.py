@@ -165,7 +165,8 @@ def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -
     if lower is not None:
         summary.append(("epsilon (lower bound)", rounded_down(lower)))
     if remaining is not None:
-        summary.append(("remaining steps", str(remaining)))
+        passes = report["runs"][-1]["sampler"] == "shuffled"
+        summary.append((f"remaining {'passes' if passes else 'steps'}", str(remaining)))
     header = list(_COLUMNS.values())
     return f"{table(runs, style=style, header=header)}\n\n{table(summary, style=style)}"
 

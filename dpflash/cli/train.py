@@ -153,6 +153,11 @@ def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
         return TrainingRun.resume(resumed, given)
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
+    elif given.get("max_epsilon") is not None:
+        # A default target beyond the limit would stop the job before its first step.
+        default = TrainingConfig.target_epsilon
+        assert default is not None
+        given.setdefault("target_epsilon", min(default, given["max_epsilon"]))
     folder = _DEFAULT_OUT if out is None else Path(out)
     number = 1
     while out is None and holds_a_run(folder):

@@ -139,7 +139,8 @@ def test_contour_and_pld_agree(history: list, delta: float, replaced: bool) -> N
     slack = 1 + 1e-9
     assert theirs.lower <= ours.upper * slack
     assert ours.lower <= theirs.upper * slack
-    assert ours.upper - ours.lower <= 1e-6 * ours.upper
+    # replace_one halves the noise; near 0.2 it is PLD that answers.
+    assert ours.upper - ours.lower <= (1e-3 if replaced else 1e-6) * ours.upper
 
 
 @given(phases, powers(-2, 1), st.booleans())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine
+from dpflash import PrivacyBudget, PrivacyEngine
 from dpflash.accounting import (
     FixedSizeGaussian,
     Gaussian,
@@ -144,6 +144,78 @@ def test_a_cap_below_the_expected_batch_size_is_warned_about(private):
         made = private(nn.Linear(3, 2), DATA, noise_multiplier=1.0, max_batch_size=3)
     train(*made)
     assert made[0].get_epsilon(DELTA) == float("inf")
+
+
+# Passes and workers
+
+
+def step(engine, model, optimizer, x):
+    engine.backward(model(x).square().mean(1))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+def test_an_older_pass_gives_nothing_beside_a_newer_one_also_from_workers(
+    sampling, workers, private
+):
+    budget = {} if sampling == "poisson" else {"budget": PrivacyBudget(50.0, DELTA)}
+    engine, model, optimizer, loader = private(
+        nn.Linear(3, 2),
+        torch.randn(64, 3),
+        batch_size=16,
+        noise_multiplier=1.0,
+        sampling=sampling,
+        workers=workers,
+        **budget,
+    )
+    older = iter(loader)
+    next(older)
+    for (x,) in loader:
+        step(engine, model, optimizer, x)
+    with pytest.raises(RuntimeError, match="an earlier pass"):
+        next(older)
+    assert engine._tracker.current is None and optimizer.releases == 4
+    # Nothing is stranded: the next pass is a pass.
+    for (x,) in loader:
+        step(engine, model, optimizer, x)
+    events = [(KINDS["shuffled"][1](1.0), 2)]
+    assert optimizer.releases == 8
+    assert sampling != "shuffled" or engine.accountant.events == events
+
+
+@needs_opacus
+@pytest.mark.parametrize("sampling", ["fixed_size", "shuffled"])
+def test_a_managed_loop_whose_workers_hide_repeated_batches_is_refused(sampling, private):
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    engine, model, optimizer, loader = private(
+        nn.Linear(3, 2),
+        torch.randn(512, 3),
+        batch_size=16,
+        noise_multiplier=1.0,
+        sampling=sampling,
+        workers=2,
+    )
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=16, optimizer=optimizer
+        ) as batches,
+        pytest.raises(RuntimeError, match="nothing was released. Use num_workers=0"),
+    ):
+        for (x,) in batches:
+            for _ in range(2):
+                step(engine, model, optimizer, x)
+    assert optimizer.releases == 0 and engine.get_epsilon(DELTA) == 0
+    assert not engine._backward.sums
+    # A step without a backward cannot claim the draw either.
+    optimizer.step()
+    assert engine.accountant.events == [(Gaussian(relation="zero_out", noise_multiplier=1.0), 1)]
+    optimizer.zero_grad()
+    for (x,) in loader:
+        step(engine, model, optimizer, x)
+    assert optimizer.releases == 1 + 32
 
 
 # Relations

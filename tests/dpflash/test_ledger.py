@@ -11,21 +11,30 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import PrivacyEngine
 from dpflash.accounting import (
+    Composed,
     FixedSizeGaussian,
     Gaussian,
     PoissonGaussian,
     RDPAccountant,
+    SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    create_accountant,
 )
 from dpflash.ledger import Ledger
 
 DELTA = 1e-5
 STEP = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)
+PASS = ShuffledGaussian(noise_multiplier=1.0)
+FOREIGN = Gaussian(relation="zero_out", noise_multiplier=1.0)
+TRUNCATED = TruncatedPoissonGaussian(
+    noise_multiplier=1.0, sample_rate=0.1, max_batch_size=40, num_samples=100
+)
 pytestmark = pytest.mark.filterwarnings("ignore:a step was made on a batch that did not")
 
 
@@ -122,6 +131,29 @@ DAMAGE = {
     "relation_unknown": (event_of(relation="both"), "line 2 .*'both'"),
     "older_format": ('{"release": 2, "noise_multiplier": 1.0}\n', "line 2 .*older version"),
     "latin_1": (line(2, run="\u00e9").replace("\\u00e9", "\udce9"), "line 2 .*utf-8"),
+    "null_after_a_poisson_step": (line(2, event=None), "line 2 .*event=null"),
+    "null_after_another_run_s_pass": (
+        line(2, event=PASS) + line(3, event=None, run="b"),
+        "line 3 .*event=null",
+    ),
+    "null_after_another_run_s_foreign_batch": (
+        line(2, event=PASS) + line(3, event=FOREIGN, run="b") + line(4, event=None),
+        "line 4 .*event=null",
+    ),
+    "rate_0": (event_of(sample_rate=0), "line 2 .*costs nothing"),
+    "count_0": (line(2, event=SelfComposed(event=STEP, count=0)), "line 2 .*costs nothing"),
+    "composed_of_none": (line(2, event=Composed(events=())), "line 2 .*costs nothing"),
+    "noise_too_long": (event_of(noise_multiplier=10**400), "line 2 .*401 digits"),
+    "steps_too_long": (line(2, 10**400), "line 2 .*401 digits"),
+    "steps_too_many": (line(2, 10**15 + 1), "line 2 .*digits"),
+    "num_samples_too_long": (
+        line(2, event=TRUNCATED).replace("100,", f"{10**400},").replace("100}", f"{10**400}}}"),
+        "line 2 .*401 digits",
+    ),
+    "max_batch_size_too_long": (
+        line(2, event=TRUNCATED).replace("40,", f"{10**400},"),
+        "line 2 .*401 digits",
+    ),
     "deep": ("[" * 100_000 + "\n", "line 2"),
 }
 
@@ -151,19 +183,20 @@ def test_a_folder_or_a_path_through_a_file_is_refused_by_name(tmp_path):
         Gaussian(relation="zero_out", noise_multiplier=2.0),
         ShuffledGaussian(noise_multiplier=2.0),
         FixedSizeGaussian(noise_multiplier=2.0, batch_size=3, num_samples=30),
-        TruncatedPoissonGaussian(
-            noise_multiplier=1.0, sample_rate=0.1, max_batch_size=40, num_samples=100
-        ),
+        TRUNCATED,
     ],
     ids=lambda event: event.sampler,
 )
 def test_a_range_counts_its_event_once_for_each_step(event, tmp_path):
-    (tmp_path / "ranges").write_text(line(1, 7, event) + line(8, 8, event) + line(9, 30, None))
+    ranges = line(1, 7, event) + line(8, 8, event)
+    if event.sampler == "shuffled":
+        ranges += line(9, 30, None)
+    (tmp_path / "ranges").write_text(ranges)
     (tmp_path / "lines").write_text("".join(line(n, n, event) for n in range(1, 9)))
     engines = [
         PrivacyEngine(accountant="rdp", ledger=tmp_path / name) for name in ("ranges", "lines")
     ]
-    assert engines[0]._ledger.releases == 30
+    assert engines[0]._ledger.releases == (30 if event.sampler == "shuffled" else 8)
     epsilons = [engine.get_epsilon(DELTA) for engine in engines]
     assert epsilons[0] == epsilons[1] == epsilon_of((event, 8), relation=event.relation)
     assert {engine.neighboring_relation for engine in engines} == {event.relation}
@@ -309,10 +342,113 @@ def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_fil
 
     monkeypatch.setattr(os, "fsync", fsync)
     ledger = Ledger(tmp_path / "l")
-    ledger.append(run="a", event=STEP, accountant="rdp")
+    ledger.append(run="a", event=PASS, accountant="rdp")
     ledger.append(run="a", event=None, accountant="rdp", count=5)
     assert seen == [str(tmp_path), str(tmp_path / "l"), str(tmp_path / "l")]
     assert Ledger(tmp_path / "l").releases == ledger.releases == 6
+
+
+def test_a_first_line_without_an_event_is_refused(tmp_path):
+    (tmp_path / "l").write_text(line(event=None))
+    with pytest.raises(ValueError, match="damaged at line 1 .*event=null"):
+        PrivacyEngine(ledger=tmp_path / "l")
+
+
+def test_a_line_that_the_next_opening_would_refuse_is_not_written(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    free = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.0)
+    for event in (None, free):
+        with pytest.raises(ValueError, match="event=null|costs nothing"):
+            ledger.append(run="a", event=event, accountant="rdp")
+    assert not ledger.path.exists() and ledger.releases == 0
+    ledger.append(run="a", event=PASS, accountant="rdp")
+    with pytest.raises(ValueError, match="event=null"):
+        ledger.append(run="b", event=None, accountant="rdp")
+    assert Ledger(ledger.path).releases == ledger.releases == 1
+
+
+def test_a_foreign_batch_within_a_paid_pass_leaves_a_ledger_that_can_be_read(private, tmp_path):
+    made = private(
+        nn.Linear(3, 2),
+        torch.randn(16, 3),
+        noise_multiplier=1.0,
+        poisson_sampling=False,
+        ledger=tmp_path / "l",
+    )
+    engine, model, optimizer, loader = made
+    for (x,) in loader:
+        for _ in range(2):
+            optimizer.zero_grad()
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+    events = [entry.event for entry in Ledger(tmp_path / "l").lines]
+    assert events == [PASS, FOREIGN, None, FOREIGN, None, FOREIGN, None, FOREIGN]
+    again = PrivacyEngine(ledger=tmp_path / "l")
+    assert again.accountant.events == engine.accountant.events
+
+
+@pytest.mark.parametrize("accountant", ["contour", "rdp"])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+@pytest.mark.parametrize("relation", [None, "replace_one"])
+def test_a_digit_that_makes_the_events_cheaper_is_found(
+    accountant, sampling, relation, private, tmp_path
+):
+    path = tmp_path / "l"
+    model = nn.Linear(3, 2)
+    engine = PrivacyEngine(accountant=accountant, ledger=path, neighboring_relation=relation)
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(16, 3)), batch_size=4),
+        noise_multiplier=1.5,
+        max_grad_norm=1.0,
+        sampling=sampling,
+        budget=dpflash.PrivacyBudget(500.0, DELTA),
+    )
+    train(engine, *made, 6)
+    for name in ("contour", "rdp"):
+        opened = PrivacyEngine(accountant=name, ledger=path)
+        assert opened.neighboring_relation == engine.neighboring_relation
+    text = path.read_text()
+    path.write_text(text.replace('"noise_multiplier": 1.5', '"noise_multiplier": 2.5', 1))
+    with pytest.raises(ValueError, match="up to line 6 give epsilon .*the file was changed"):
+        PrivacyEngine(accountant="rdp", ledger=path)
+
+
+def test_a_history_that_is_not_in_the_ledger_is_asked_for(private, tmp_path):
+    def accountant():
+        found = create_accountant("rdp")
+        found.step(noise_multiplier=1.0, sample_rate=0.5)
+        return found
+
+    made = private(
+        nn.Linear(3, 2),
+        torch.randn(16, 3),
+        noise_multiplier=1.0,
+        accountant=accountant(),
+        ledger=tmp_path / "l",
+        budget=dpflash.PrivacyBudget(500.0, DELTA),
+    )
+    train(*made, 2)
+    with pytest.raises(ValueError, match="pass the accountant with that history"):
+        PrivacyEngine(ledger=tmp_path / "l")
+    again = PrivacyEngine(accountant=accountant(), ledger=tmp_path / "l")
+    assert again.get_epsilon(DELTA) == made[0].get_epsilon(DELTA)
+
+
+def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(private, tmp_path):
+    accountants = pytest.importorskip("opacus.accountants")
+    made = private(
+        nn.Linear(3, 2),
+        torch.randn(16, 3),
+        noise_multiplier=1.0,
+        accountant=accountants.RDPAccountant(),
+        ledger=tmp_path / "l",
+        budget=dpflash.PrivacyBudget(500.0, DELTA),
+    )
+    train(*made, 2)
+    assert "opacus" in Ledger(tmp_path / "l").lines[-1].accountant
+    assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "l").get_epsilon(DELTA) > 0
 
 
 def test_a_digest_covers_whole_lines_and_is_none_for_more_steps_than_there_are(tmp_path):
