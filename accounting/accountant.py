@@ -299,7 +299,8 @@ class Accountant(ABC):
                 )
         saved = state_dict["mechanism"]
         # In Opacus' registry ours have this prefix.
-        if not isinstance(saved, str) or saved.removeprefix("dpflash_") != self.mechanism():
+        own = self.mechanism().removeprefix("dpflash_")
+        if not isinstance(saved, str) or saved.removeprefix("dpflash_") != own:
             raise ValueError(
                 f"state_dict of mechanism {saved!r} cannot be loaded into an accountant of "
                 f"mechanism {self.mechanism()!r}; create the accountant that was saved, or assign "

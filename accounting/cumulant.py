@@ -229,7 +229,7 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
     # From x = -60 s to 1 + 60 s, or to the cut
     low = -_FARTHEST - 0.5 / s
     high = (_FARTHEST if cut is None else cut) + 0.5 / s
-    y = np.linspace(low, high, math.ceil(3 * (high - low))) / s
+    y = np.linspace(low, high, math.ceil(4 * (high - low))) / s
     if pair.symmetric:
         y = y[y > 0]
     return y, *_path(pair, y, angle)
@@ -291,7 +291,7 @@ def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
 
 def _total(terms: _Complex, exponents: _Real) -> tuple[_Complex, _Real]:
     """The sum of the terms, and its rounding error: an exponential errs with its exponent."""
-    return terms.sum(axis=1), _ROUNDING * (np.abs(terms) * (32 + exponents)).sum(axis=1)
+    return terms.sum(axis=1), _ROUNDING * (np.abs(terms) * (48 + exponents)).sum(axis=1)
 
 
 def _loss(q: float, y: _Real) -> _Real:
@@ -332,7 +332,10 @@ def _real_g(w: _Real, log_weight: _Real) -> _Real:
 
 def _log1p(x: _Complex) -> _Complex:
     """log(1 + x), with its digits kept near 0 (numpy's is log(1 + x) itself)."""
-    real = 0.5 * np.log1p(2 * x.real + x.real**2 + x.imag**2)
+    modulus = np.abs(1 + x)
+    near = np.where(modulus < 2, x, 0)
+    real = 0.5 * np.log1p(2 * near.real + near.real**2 + near.imag**2)
+    real = np.where(modulus < 2, real, np.log(np.maximum(modulus, 1)))
     return np.asarray(real + 1j * np.arctan2(x.imag, 1 + x.real))
 
 

@@ -153,7 +153,7 @@ def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
         return TrainingRun.resume(resumed, given)
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
-    elif given.get("max_epsilon") is not None:
+    elif (given.get("max_epsilon") or 0) > 0:
         # A default target beyond the limit would stop the job before its first step.
         default = TrainingConfig.target_epsilon
         assert default is not None

@@ -113,7 +113,7 @@ def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, 
     assert report_of(capsys, ledger, "--epsilon", repr(spent / 2))["remaining_steps"] == 0
     assert main(["budget", str(ledger), *RDP, "--epsilon", repr(limit)]) == 0
     shown = capsys.readouterr().out.splitlines()[-1].split()
-    assert shown == ["remaining", "steps", "7"]
+    assert shown == ["remaining", "passes", "7"]
 
 
 def test_fixed_size_runs_have_their_sample_rate_and_relation(tmp_path, capsys):

@@ -520,19 +520,20 @@ def test_opacus_calibrates_and_reports_by_the_registered_accountant(monkeypatch)
 @pytest.mark.filterwarnings("ignore:accountant=.*approximation")
 @pytest.mark.parametrize("name", ACCOUNTANTS)
 def test_every_accountant_is_registered_and_tells_both_ends(name):
+    rate = 1.0 if name == "gaussian" else 0.1
     registered = registry.create_accountant(f"dpflash_{name}")
     plain = create_accountant(name)
     assert type(registered).mechanism() == f"dpflash_{name}"
     for accountant in (registered, plain):
         for _ in range(3):
-            accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+            accountant.step(noise_multiplier=1.0, sample_rate=rate)
     # Opacus hands all accountants the keywords of its optimizers.
     assert registered.get_epsilon(1e-5, eps_error=0.1) == plain.get_epsilon(1e-5)
     both = registered.get_epsilon(delta=1e-5, interval=True, max_clipbound=1.0)
     assert both == plain.get_epsilon(1e-5, interval=True)
     resumed = registry.create_accountant(f"dpflash_{name}")
     resumed.load_state_dict(registered.state_dict())
-    assert resumed.history == registered.history == [(1.0, 0.1, 3)]
+    assert resumed.history == registered.history == [(1.0, rate, 3)]
 
 
 @pytest.mark.usefixtures("registered")
