@@ -7,6 +7,7 @@ from .calibration import (
     get_noise_multiplier,
     get_sample_rate,
     get_steps,
+    noise_multiplier_for,
     remaining_steps,
 )
 from .contour import ContourAccountant
@@ -58,6 +59,7 @@ __all__ = [
     "get_sample_rate",
     "get_steps",
     "joint_noise_multiplier",
+    "noise_multiplier_for",
     "remaining_steps",
     "truncation_probability",
 ]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 from . import _validate
 from ._search import least_that_passes
@@ -15,11 +16,13 @@ from .prv import PRVAccountant
 from .rdp import RDPAccountant
 
 __all__ = [
+    "as_phase",
     "create_accountant",
     "epochs_to_steps",
     "get_noise_multiplier",
     "get_sample_rate",
     "get_steps",
+    "noise_multiplier_for",
     "remaining_steps",
 ]
 
@@ -45,7 +48,6 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
     Args:
         name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound),
             `"gaussian"` (sample rate 1 alone) or `"prv"` (Opacus').
-
         neighboring_relation: "add_remove", "zero_out" or "replace_one": what epsilon is for.
 
     Raises:
@@ -120,21 +122,67 @@ def get_noise_multiplier(
     _validate.probability(target_delta=target_delta)
     _validate.rate(sample_rate=sample_rate)
     steps = _number_of_steps(steps, epochs, sample_rate)
+    relation = ADD_REMOVE
+    if isinstance(accountant, Accountant):
+        relation = accountant.neighboring_relation
+    return noise_multiplier_for(
+        lambda noise_multiplier: PoissonGaussian(
+            noise_multiplier=noise_multiplier, sample_rate=sample_rate, relation=relation
+        ),
+        steps,
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        accountant=accountant,
+    )
+
+
+def noise_multiplier_for(
+    event: Callable[[float], Event],
+    count: int,
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    accountant: str | Accountant = "contour",
+) -> float:
+    """The least noise at which `count` events of any kind stay within a target.
+
+    Args:
+        event: the event with a noise multiplier, all else fixed.
+        count: how often it happens, >= 1.
+        target_epsilon, target_delta, accountant: as in `get_noise_multiplier`; the epsilon is for
+            the event's neighbouring relation.
+
+    Returns:
+        As `get_noise_multiplier`.
+
+    Raises:
+        ValueError: no noise up to 1e8 meets the target, or the accountant does not know such
+            events.
+    """
+    _validate.whole(1, count=count)
     meter = _meter(accountant)
 
     def passes(noise_multiplier: float) -> bool:
-        meter.history = [(noise_multiplier, sample_rate, steps)]
-        return meter.get_epsilon(target_delta) <= target_epsilon
+        step = event(noise_multiplier)
+        if isinstance(meter, Accountant):
+            meter.history, meter.events = [], []
+            meter.neighboring_relation = step.relation
+            meter.compose(step, count)
+        else:
+            meter.history = [(*as_phase(meter, step), count)]
+        return bool(meter.get_epsilon(target_delta) <= target_epsilon)
 
     high = 1.0
     while not passes(high):
         high *= 2
         if high > _LARGEST_NOISE_MULTIPLIER:
+            cap = ", or raise max_batch_size" if event(high).failure() else ""
             raise ValueError(
                 f"target_epsilon={target_epsilon!r}: no noise_multiplier up to "
-                f"{_LARGEST_NOISE_MULTIPLIER:g} reaches it at target_delta={target_delta!r}, "
-                f"sample_rate={sample_rate!r}, steps={steps!r} with accountant="
-                f"{meter.mechanism()!r}; raise target_epsilon or target_delta, or take fewer steps"
+                f"{_LARGEST_NOISE_MULTIPLIER:g} reaches it at target_delta={target_delta!r} in "
+                f"{count} steps of the {event(high).sampler} sampler with accountant="
+                f"{meter.mechanism()!r}; raise target_epsilon or target_delta, take fewer steps"
+                f"{cap}"
             )
     return least_that_passes(
         passes,
@@ -251,7 +299,7 @@ def remaining_steps(
             meter.events = list(accountant.events)
             meter.compose(event, count)
         else:
-            _append(meter.history, *_as_phase(event), count)
+            _append(meter.history, *as_phase(meter, event), count)
         return meter.get_epsilon(target_delta) <= target_epsilon
 
     if not passes(1):
@@ -275,14 +323,20 @@ def _append(history: list[Phase], noise_multiplier: float, rate: float, count: i
     history.append((noise_multiplier, rate, count))
 
 
-def _as_phase(event: Event) -> tuple[float, float]:
-    if type(event) is PoissonGaussian:
+def as_phase(accountant: object, event: Event) -> tuple[float, float]:
+    """(noise_multiplier, sample_rate) for an accountant that knows nothing else.
+
+    Raises:
+        ValueError: the event is of another kind.
+    """
+    if type(event) is PoissonGaussian and event.relation != REPLACE_ONE:
         return event.noise_multiplier, event.sample_rate
     if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:
         return event.noise_multiplier, 1.0
+    name = f"{type(accountant).__module__}.{type(accountant).__qualname__}"
     raise ValueError(
-        f"event={event!r}: the accountant knows steps with Poisson sampling only; use one of "
-        "dpflash.accounting"
+        f"accountant={name}: it knows Poisson sampling only, not the {event.sampler} sampler "
+        f"under {event.relation!r}; use accountant='contour'"
     )
 
 

@@ -182,16 +182,20 @@ class Line:
             rounding += step * float(noise[:end].sum())
             largest = max(largest, float(size[:end].max(initial=0.0)))
             tail = _rest(size[:end], largest, end < len(t), tail)
+            behind = size[end:][size[end:] > 2 * noise[end:]]
+            if behind.size and not float(behind.max()) < 1e-3 * largest:
+                # It was a gap, not the end.
+                tail = math.inf
             if self.edges:
                 sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])
-                for index, (size, known) in enumerate(sides):
+                for index, (edge, known) in enumerate(sides):
                     if edge_open[index]:
-                        strip += _EDGE_STEP * float(size[:known].sum())
-                        peaks[index] = max(peaks[index], float(size[:known].max(initial=0.0)))
+                        strip += _EDGE_STEP * float(edge[:known].sum())
+                        peaks[index] = max(peaks[index], float(edge[:known].max(initial=0.0)))
                         edge_tails[index] = _rest(
-                            size[:known], peaks[index], known < len(size), edge_tails[index]
+                            edge[:known], peaks[index], known < len(edge), edge_tails[index]
                         )
-                        edge_open[index] = known == len(size)
+                        edge_open[index] = known == len(edge)
             if end < len(t) or tail <= max(WANTED * abs(value), 0.01 * rounding):
                 break
         strip += sum(edge_tails)
@@ -199,12 +203,11 @@ class Line:
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
             tail += self._far(epsilon, t[min(end, len(t) - 1)])
         # With twice the step the rule errs by the theorem too; more, and the strip is not known.
-        wide = 2 * math.pi * self.contour.shift / step
-        if self.edges and not abs(value - coarser) <= 2 * (
-            2 * strip / math.expm1(min(700.0, wide / 2)) + rounding + tail
-        ):
+        exponent = 2 * math.pi * self.contour.shift / step
+        allowed = 2 * strip / math.expm1(exponent / 2) + rounding + tail
+        if self.edges and not abs(value - coarser) <= 2 * allowed:
             return value, slope, rounding + tail, _UNKNOWN
-        return value, slope, rounding + tail + self._left_out, 2 * strip / math.expm1(wide)
+        return value, slope, rounding + tail + self._left_out, 2 * strip / math.expm1(exponent)
 
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
@@ -243,15 +246,12 @@ class Line:
         with np.errstate(all="ignore"):
             factor = speed / (math.pi * a * (a - 1))
             whole = np.exp(cumulant - epsilon * m) * factor
-            noise = np.abs(whole) * (error + _ROUNDING * (4 + 2 * np.abs(epsilon * m)))
+            terms = whole
             if self.contour.small:
                 less = np.exp(-epsilon * m) * factor
                 terms = np.where(cumulant.real < 1, np.expm1(cumulant) * less, whole - less)
-                noise += _ROUNDING * (4 + 2 * np.abs(epsilon * m)) * np.abs(terms)
-                noise -= np.abs(whole) * _ROUNDING * (4 + 2 * np.abs(epsilon * m))
-            else:
-                terms = whole
-            return terms, -m * terms, noise
+            rounding = _ROUNDING * (4 + 2 * np.abs(epsilon * m))
+            return terms, -m * terms, np.abs(whole) * error + np.abs(terms) * rounding
 
     def _composed(self, piece: int, level: int, decades: int) -> tuple[_Complex, _Real]:
         """The pairs' cumulants, added up, and the error of the sum."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpflash.accounting import Event, Gaussian, PoissonGaussian
-from dpflash.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+from dpflash.accounting import Event, Gaussian
+from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 DEFAULT_ACCOUNTANT = "contour"
 
@@ -42,19 +42,6 @@ def converted(event: Event, relation: str) -> Event:
             f"neighboring_relation={relation!r}: the {event.sampler} sampler has no guarantee "
             f"for it ({error})"
         ) from error
-
-
-def as_step(accountant: object, event: Event) -> tuple[float, float]:
-    """(noise_multiplier, sample_rate) for an accountant that knows nothing else."""
-    if type(event) is PoissonGaussian:
-        return event.noise_multiplier, event.sample_rate
-    if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:
-        return event.noise_multiplier, 1.0
-    raise ValueError(
-        f"accountant={class_name(accountant)}: it knows Poisson sampling only, not the "
-        f"{event.sampler} sampler under {event.relation!r}; use "
-        f"accountant={DEFAULT_ACCOUNTANT!r}"
-    )
 
 
 def class_name(accountant: object) -> str:

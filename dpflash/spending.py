@@ -19,15 +19,16 @@ from dpflash.accounting import (
     Interval,
     PoissonGaussian,
     create_accountant,
+    noise_multiplier_for,
     remaining_steps,
 )
+from dpflash.accounting.calibration import as_phase
 from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE
 
 from ._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .calibrate import noise_for
 from .ledger import Ledger
-from .relations import DEFAULT_ACCOUNTANT, as_step, class_name, common_relation, converted
+from .relations import DEFAULT_ACCOUNTANT, class_name, common_relation, converted
 
 # Accountants whose epsilon is an upper bound and quick to compute.
 _RECOMPUTED = ("contour", "rdp")
@@ -40,25 +41,6 @@ class _Room:
     event: Event
     count: int
     state: tuple[Any, ...]
-
-
-class _Phases:
-    """An accountant of Opacus whose last phases are one where they are equal.
-
-    One of them looks at its last phase only, and the others round anew for each.
-    """
-
-    def __init__(self, accountant: Accountant):
-        self._accountant = accountant
-        self.history = accountant.history
-
-    def get_epsilon(self, delta: float) -> float:
-        *before, last = self.history
-        if before and before[-1][:2] == last[:2]:
-            last = (*last[:2], before.pop()[2] + last[2])
-        meter = copy.copy(self._accountant)
-        meter.history = [*before, last]
-        return float(meter.get_epsilon(delta))
 
 
 class Spending:
@@ -150,7 +132,7 @@ class Spending:
         relation = self._relation_with(event)
         event = converted(event, relation)
         if not self.is_ours:
-            as_step(self.accountant, event)
+            as_phase(self.accountant, event)
         if relation != self.relation:
             self._convert(relation)
         return event
@@ -159,7 +141,7 @@ class Spending:
         """Refuse, without changing anything, what `adopt` would refuse."""
         event = converted(event, self._relation_with(event))
         if not self.is_ours:
-            as_step(self.accountant, event)
+            as_phase(self.accountant, event)
 
     def admit(self, event: Event | None) -> None:
         """Refuse, without changing anything, an event that must not happen.
@@ -226,7 +208,7 @@ class Spending:
             if self.is_ours:
                 _convert_all(meter, event.relation)
             count = remaining_steps(
-                meter if self.is_ours else _Phases(meter),  # type: ignore[arg-type]
+                meter,
                 event,
                 target_epsilon=self.budget.epsilon,
                 target_delta=self.budget.delta,
@@ -267,12 +249,12 @@ class Spending:
     ) -> float:
         """The noise at which `count` events alone stay within (epsilon, delta)."""
         relation = self._relation_with(event(1.0))
-        return noise_for(
-            self.accountant,
+        return noise_multiplier_for(
             lambda noise_multiplier: converted(event(noise_multiplier), relation),
             count,
-            epsilon=epsilon,
-            delta=delta,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            accountant=self.accountant,
         )
 
     # Checkpoints
@@ -376,10 +358,13 @@ class Spending:
         return meter
 
     def _compose(self, accountant: Accountant, event: Event, count: int) -> None:
-        if self.is_ours and type(event) is not PoissonGaussian:
+        if not self.is_ours:
+            noise_multiplier, sample_rate = as_phase(accountant, event)
+        elif type(event) is PoissonGaussian:
+            noise_multiplier, sample_rate = event.noise_multiplier, event.sample_rate
+        else:
             accountant.compose(event, count)
             return
-        noise_multiplier, sample_rate = as_step(accountant, event)
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
         if count > 1:
             *before, (noise_multiplier, sample_rate, steps) = accountant.history

@@ -34,7 +34,6 @@ FLOORS = {
     "gate": 2,
     "integrations": 2,
     "sampling": 2,
-    "calibrate": 2,
     "spending": 3,
     "training_config": 2,
     "explain": 3,

@@ -9,8 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from dpflash._validate import finite, non_negative, positive
-from dpflash.accounting import Accountant, get_sample_rate, remaining_steps
-from dpflash.calibrate import noise_for
+from dpflash.accounting import (
+    Accountant,
+    get_sample_rate,
+    noise_multiplier_for,
+    remaining_steps,
+)
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
 from ._runs import POISSON, Run, accounting, add_run_arguments, run_of
@@ -175,12 +179,12 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
 
 def _noise(args: argparse.Namespace, run: Run) -> float:
     assert run.count is not None
-    exact = noise_for(
-        run.accountant(args.accountant),
+    exact = noise_multiplier_for(
         run.event,
         run.count,
-        epsilon=args.target_epsilon,
-        delta=args.delta,
+        target_epsilon=args.target_epsilon,
+        target_delta=args.delta,
+        accountant=run.accountant(args.accountant),
     )
     shown = float(rounded_up(exact))
     kept = run.spent(args.accountant, shown).get_epsilon(args.delta) <= args.target_epsilon

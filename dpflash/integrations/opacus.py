@@ -10,7 +10,7 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, E width of an emb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -235,11 +235,6 @@ def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountan
         def get_epsilon(self, delta: float, interval: bool = False, **_: object) -> Any:
             # make_private_with_epsilon hands it the keywords that are meant for the optimizer.
             return super().get_epsilon(delta, interval)
-
-        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            if state_dict and state_dict.get("mechanism") == plain.mechanism():
-                state_dict = {**state_dict, "mechanism": name}
-            super().load_state_dict(state_dict)
 
     ForOpacus.__name__ = ForOpacus.__qualname__ = plain.__name__
     ForOpacus.__doc__ = plain.__doc__
