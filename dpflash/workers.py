@@ -1,0 +1,139 @@
+"""What workers tell each other beside tensors, and what becomes of a worker whose peers are gone.
+
+A group is a `torch.distributed` process group; None stands for a process by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed them; both names take (output, input, group=...).
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class WorkerError(RuntimeError):
+    """An exchange between workers failed: one of them died, or did not come in time."""
+
+
+def world_size(group: ProcessGroup | None) -> int:
+    """Number of workers of a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This worker's number in a group, from 0."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+@contextmanager
+def exchanging(what: str, group: ProcessGroup | None) -> Iterator[None]:
+    """Turns what torch.distributed raises inside into a WorkerError that says what failed.
+
+    Args:
+        what: names the exchange in the message.
+        group: among whose workers it is.
+    """
+    try:
+        yield
+    except WorkerError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise WorkerError(
+            f"{what}: worker {rank_in(group)} of {world_size(group)} lost the others "
+            f"({reason[0]}). One of them died, or did not get here within the group's timeout. "
+            "End all workers, look for the first error among their outputs, and go on from the "
+            "last checkpoint"
+        ) from error
+
+
+def gather_rows(row: Sequence[int], group: ProcessGroup | None, what: str) -> list[list[int]]:
+    """Every worker's row of integers, by rank; rows have one length."""
+    if group is None or world_size(group) == 1:
+        return [list(row)]
+    device = control_device(group)
+    own = torch.tensor(row, dtype=torch.int64, device=device)
+    rows = torch.empty(world_size(group) * len(row), dtype=torch.int64, device=device)
+    with exchanging(what, group):
+        _all_gather(rows, own, group=group)
+        table: list[list[int]] = rows.view(-1, len(row)).tolist()
+    return table
+
+
+def agree(what: str, values: Mapping[str, object], group: ProcessGroup | None) -> None:
+    """Refuse to go on where workers differ in what must be the same for all of them.
+
+    Args:
+        what: what the values are of, for the message.
+        values: names and values with a repr that tells them apart; the same names everywhere.
+        group: whose workers must agree; all of them call this.
+
+    Raises:
+        ValueError: on all workers, naming the first value that differs, and each worker's.
+    """
+    if group is None or world_size(group) == 1:
+        return
+    rows = gather_rows([_digest(repr(value)) for value in values.values()], group, what)
+    for index, name in enumerate(values):
+        if len({row[index] for row in rows}) == 1:
+            continue
+        said: list[object] = [None] * len(rows)
+        with exchanging(what, group):
+            dist.all_gather_object(said, repr(values[name]), group=group)
+        listed = ", ".join(f"worker {rank} has {value}" for rank, value in enumerate(said))
+        raise ValueError(f"{what}: {name} differs between workers ({listed}); make it the same")
+
+
+def all_gather(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
+    """`[P, *x.shape]`: every worker's x, all of one shape and dtype."""
+    gathered = x.new_empty((world_size(group), *x.shape))
+    with exchanging(what, group):
+        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
+    """`x[rank]`, summed over the workers, for x `[P, ...]`."""
+    own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
+    with exchanging(what, group):
+        _reduce_scatter(own.view(-1), x.contiguous().view(-1), group=group)
+    return own
+
+
+def all_reduce_(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
+    """x, summed over the workers in place; the same bits on all of them. x is contiguous."""
+    with exchanging(what, group):
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:
+    """The first worker's value, on all of them."""
+    if group is None or world_size(group) == 1:
+        return value
+    held: list[object] = [value if rank_in(group) == 0 else None]
+    with exchanging(what, group):
+        dist.broadcast_object_list(held, group=group, group_src=0)
+    assert isinstance(held[0], bytes)
+    return held[0]
+
+
+def control_device(group: ProcessGroup) -> torch.device:
+    """Where small tensors of the group lie: on the CPU if its backends reach there."""
+    kinds = [torch.device(kind).type for kind in group._device_types]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def _digest(text: str) -> int:
+    word = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(word, "little", signed=True)
