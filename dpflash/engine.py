@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Event, Gaussian, Interval
@@ -23,8 +24,11 @@ from .arguments import make_groups, refuse_keywords, sampling_of, trained_parame
 from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
+from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .gate import PrivateBackward
+from .gate import Gate, PrivateBackward
+from .joining import check_module, join, open_ledger
+from .mesh import Workers
 from .optimizer import PrivateOptimizer
 from .planner import WAYS, default_memory_budget
 from .relations import DEFAULT_ACCOUNTANT
@@ -42,6 +46,8 @@ _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for engine in _engines:
+        # A child that was forked is none of the workers.
+        engine._workers = Workers()
         engine._leave_noise()
 
 
@@ -59,6 +65,10 @@ class PrivacyEngine:
             keys come from the operating system.
         ledger: path of a file that gets one line for each release, before it leaves. Its lines
             so far count: several runs on the same data compose in one ledger.
+        mesh: the workers that train one model together, as a `DeviceMesh` of all of them with
+            dimensions named "data" (other samples) and "context" (other tokens of the same
+            samples; the model went through `dpflash.distributed.context_parallel`), or one of
+            them; every worker makes the same calls. None for a process by itself.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling, "replace_one" for
             fixed-size batches, "zero_out" for shuffled ones, foreign ones and mixtures).
@@ -67,7 +77,8 @@ class PrivacyEngine:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
         epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
-        step, and a choice among several runs.
+        step, and a choice among several runs. With a mesh the guarantee is that of one process:
+        norms are of whole samples, noise is added once to the sum over all workers.
     """
 
     def __init__(
@@ -76,19 +87,29 @@ class PrivacyEngine:
         accountant: str | Accountant = DEFAULT_ACCOUNTANT,
         seed: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        mesh: DeviceMesh | None = None,
         neighboring_relation: str | None = None,
         **unknown: Any,
     ):
         if unknown:
             refuse_keywords(unknown, PrivacyEngine)
-        self._spending = Spending(accountant, relation=neighboring_relation, ledger=ledger)
+        self._workers = Workers.of(mesh)
+        self._spending = Spending(
+            accountant,
+            relation=neighboring_relation,
+            ledger=open_ledger(ledger, self._workers),
+        )
         self._ledger = self._spending.ledger
         self.seed = seed
-        self._key = master_key(seed)
+        self._workers.agree(
+            "PrivacyEngine",
+            {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
+        )
+        self._key = self._workers.from_first(master_key(seed), "the engine's key")
         self._incarnation = 0
         # Where nothing else tells two processes apart that go on from one state.
         self._branch = ""
-        self._run = secrets.token_hex(16)
+        self._run = self._new_token()
         self._number = next(_numbers)
         self._restored = False
         self._twin_warned = False
@@ -213,8 +234,10 @@ class PrivacyEngine:
             positive_int(memory_budget=memory_budget)
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
+        check_module(module, self._workers)
         check_model(module)
         trained = trained_parameters(module, optimizer)
+        self._check_joint(sampling, way)
         tracker = BatchTracker()
         loader = PrivateDataLoader(
             data_loader,
@@ -223,17 +246,37 @@ class PrivacyEngine:
             key=self._sampling_key(),
             physical_batch_size=physical_batch_size,
             max_batch_size=max_batch_size,
+            share=(self._workers.data_rank, self._workers.data_size),
         )
         groups = make_groups(module, trained, clipping)
+        expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
             way=way,
-            memory_budget=memory_budget or default_memory_budget(trained[0].device),
-            public_batch_size=physical_batch_size or math.ceil(loader.expected_batch_size),
+            memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
+            public_batch_size=physical_batch_size or expected,
             loss_reduction=loss_reduction,
             clip_function=clip_function,
             flat=clipping == "flat",
+            workers=self._workers,
+            gate_type=Gate if self._workers.context is None else ContextGate,
+        )
+        join(
+            module,
+            self._workers,
+            {
+                "noise_multiplier": float(noise_multiplier),
+                "max_grad_norm": float(max_grad_norm),
+                "clipping": clipping,
+                "clip_function": clip_function,
+                "way": way,
+                "sampling": self._sampling_of(loader),
+                "physical_batch_size": physical_batch_size,
+                "loss_reduction": loss_reduction,
+                "budget": budget,
+                "parameters": [(backward.names[p], tuple(p.shape), p.dtype) for p in trained],
+            },
         )
         self._spending.begin(loader.event(float(noise_multiplier)), budget)
         private_optimizer = PrivateOptimizer(
@@ -349,6 +392,9 @@ class PrivacyEngine:
             epsilon=target_epsilon,
             delta=target_delta,
         )
+        noise_multiplier = float(
+            self._workers.from_first(repr(noise_multiplier).encode(), "the noise multiplier")
+        )
         made = self.make_private(
             module=module,
             optimizer=optimizer,
@@ -399,7 +445,8 @@ class PrivacyEngine:
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
                 + ("" if losses.ndim else scalar)
             )
-        if losses.ndim == 1 and losses.shape[0] == 0:
+        if losses.ndim == 1 and losses.shape[0] == 0 and self._workers.everyone is None:
+            # Beside other workers an empty batch has its part in what they exchange.
             self._tracker.before_backward(0)
             return
         if not losses.requires_grad:
@@ -554,7 +601,7 @@ class PrivacyEngine:
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._key = derive_key(self._key, "next model")
-        self._run = secrets.token_hex(16)
+        self._run = self._new_token()
         self._spending.budget = None
         self._model = self._backward = None
         return model
@@ -709,7 +756,7 @@ class PrivacyEngine:
     def _leave_noise(self) -> None:
         """Noise of its own from now on, whoever else holds the key. A seed's noise stays."""
         if self.seed is None:
-            self._branch = f"-{secrets.token_hex(32)}"
+            self._branch = f"-{self._new_token()}"
         if self._optimizer is not None:
             self._optimizer._noise_key = self._noise_key()
 
@@ -718,12 +765,37 @@ class PrivacyEngine:
 
     def _sampling(self) -> dict[str, Any]:
         assert self._loader is not None
+        return self._sampling_of(self._loader)
+
+    @staticmethod
+    def _sampling_of(loader: PrivateDataLoader) -> dict[str, Any]:
         return {
-            "sampler": self._loader.sampler_name,
-            "num_samples": len(self._loader.dataset),  # type: ignore[arg-type]
-            "expected_batch_size": self._loader.expected_batch_size,
-            "max_batch_size": self._loader.max_batch_size,
+            "sampler": loader.sampler_name,
+            "num_samples": len(loader.dataset),  # type: ignore[arg-type]
+            "expected_batch_size": loader.expected_batch_size,
+            "max_batch_size": loader.max_batch_size,
         }
+
+    def _new_token(self) -> str:
+        """A name that no other run has, the same for all workers."""
+        return self._workers.from_first(secrets.token_bytes(32), "a run's name").hex()
+
+    def _common(self, number: int) -> int:
+        """The first worker's number."""
+        return int(self._workers.from_first(str(number).encode(), "the memory budget"))
+
+    def _check_joint(self, sampling: str, way: str) -> None:
+        """Refuse what several workers cannot do together."""
+        if self._workers.everyone is not None and sampling == "shuffled":
+            raise ValueError(
+                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
+                "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
+            )
+        if self._workers.context is not None and way == "book_keeping":
+            raise ValueError(
+                "way='book_keeping' with a context dimension: norms need the sum over a sample's "
+                "shards, so gradients are made; use way='auto', 'stored' or 'two_pass'"
+            )
 
     def _coming(self, noise_multiplier: float, *, new_pass: bool = False) -> Event | None:
         """What the next release of the loader's batches costs; None where it is paid for."""
@@ -769,9 +841,31 @@ class PrivacyEngine:
                 stacklevel=4,
             )
         self._unamplified |= not drawn
-        self._spending.charge(event, run=self._run)
+        self._pay(event)
         if drawn and event is not None:
             self._paid = (self._tracker.passes, noise_multiplier)
+
+    def _pay(self, event: Event | None) -> None:
+        """Charge a release on all workers, and on the first, which keeps the ledger, before."""
+        assert self._optimizer is not None
+        current = self._tracker.current
+        self._workers.agree(
+            "optimizer.step()",
+            {
+                "release": self._optimizer.releases,
+                "draw": None if current is None else current.draw,
+                "event": event,
+                "max_grad_norm": self._optimizer.max_grad_norm,
+            },
+        )
+
+        def charge() -> bytes:
+            self._spending.charge(event, run=self._run)
+            return b""
+
+        self._workers.first_does("the payment of a release", charge)
+        if not self._workers.is_first:
+            charge()
 
     def _claim(self, step: int) -> None:
         """Without a ledger only this process can tell whether noise is used twice."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dpflash.kernels import (
     NoiseStream,
@@ -32,8 +33,10 @@ from ._validate import positive
 from .ceilings import ceilings_for
 from .clipping import Group, clip_factors
 from .kept import KeptUses, TiledUse
+from .mesh import Workers
 from .planner import LinearShape, Plan, plan
 from .release import Release
+from .sharding import is_sharded, reduce_to_part
 
 
 class _ClipGate(torch.autograd.Function):
@@ -41,11 +44,22 @@ class _ClipGate(torch.autograd.Function):
     def forward(ctx: Any, gate: Gate, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        return tuple(p.expand(gate.batch_size, *p.shape) for p in parameters)
+        shapes = (p.shape for p in gate.group.parameters)
+        return tuple(
+            p.expand(gate.batch_size, *shape) for p, shape in zip(parameters, shapes, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *ctx.gate.finish(grads))
+
+
+def _source(parameter: nn.Parameter) -> Tensor:
+    """What a handle hangs on; of a sharded parameter, whose whole comes and goes, a stand-in."""
+    if not is_sharded(parameter):
+        return parameter
+    stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return stand_in.requires_grad_()
 
 
 class Gate:
@@ -64,7 +78,7 @@ class Gate:
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
-        self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *group.parameters)
+        self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, group.parameters))
 
     def register(self, position: int, shape: LinearShape) -> None:
         """Note a use of a matrix parameter, so that its way can be planned."""
@@ -169,19 +183,11 @@ class Gate:
 
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The backward of the gate: per-sample gradients in, clipped sums out."""
-        owner = self.owner
         self._enter()
-        owner.arrived(self)
+        self.owner.arrived(self)
         if self.group.tiled:
             return self._finish_tiles(grads[0])
-        if owner.mode == "sum":
-            factors = owner.factors
-        else:
-            scale = self.batch_size if owner.loss_reduction == "mean" else 1
-            squares = self.finish_norms(grads) * scale**2
-            factors = clip_factors(squares, self.bound, owner.clip_function)
-            owner.note(squares, factors)
-            factors = factors * scale
+        factors = self._factors(grads)
         results: list[Tensor | None] = []
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
@@ -189,6 +195,17 @@ class Gate:
             results.append(self._clipped(position, parameter, grad, factors))
         self.reset()
         return results
+
+    def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """What each sample's gradients are multiplied by, `[B]`."""
+        owner = self.owner
+        if owner.mode == "sum":
+            return owner.factors
+        scale = self.batch_size if owner.loss_reduction == "mean" else 1
+        squares = self.finish_norms(grads) * scale**2
+        factors = clip_factors(squares, self.bound, owner.clip_function)
+        owner.note(squares, factors)
+        return factors * scale
 
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
@@ -246,9 +263,11 @@ class PrivateBackward:
     Attributes:
         groups: the clipping groups.
         names: dotted name of each parameter.
-        sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider. Only
-            gates write here and only this is ever released, so that an ordinary gradient which
-            reached `parameter.grad` by another road cannot be.
+        sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider, over
+            the samples of this worker; of a sharded parameter this worker's rows, over those of
+            all. Only gates write here and only this is ever released, so that an ordinary
+            gradient which reached `parameter.grad` by another road cannot be.
+        workers: this process and its peers.
         public_batch_size: samples of a physical batch for which memory_budget shall last; never
             the drawn number, so that nobody's presence decides how the others are clipped.
         bound: max_grad_norm of the current logical batch.
@@ -269,8 +288,12 @@ class PrivateBackward:
         loss_reduction: str | None,
         clip_function: str,
         flat: bool,
+        workers: Workers | None = None,
+        gate_type: type[Gate] = Gate,
     ):
         self.groups = list(groups)
+        self.workers = workers or Workers()
+        self._gate_type = gate_type
         self.names = names
         self.way = way
         self.memory_budget = memory_budget
@@ -345,7 +368,7 @@ class PrivateBackward:
         self._used.add(name)
         gate = self._gates.get(group)
         if gate is None:
-            gate = Gate(self, self.groups[group], batch_size, self._generation)
+            gate = self._gate_type(self, self.groups[group], batch_size, self._generation)
             self._gates[group] = gate
         return gate
 
@@ -357,6 +380,7 @@ class PrivateBackward:
             memory_budget=self.memory_budget,
             batch_size=self.public_batch_size,
             two_pass_allowed=self.two_pass_allowed,
+            book_keeping_allowed=self.workers.context is None,
             ceilings=ceilings_for(self.groups[0].parameters[0].device),
         )
 
@@ -369,7 +393,9 @@ class PrivateBackward:
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model will read; an eager model makes its own."""
         self._generation += 1
-        gates = [Gate(self, group, batch_size, self._generation) for group in self.groups]
+        gates = [
+            self._gate_type(self, group, batch_size, self._generation) for group in self.groups
+        ]
         self._prepared = [gate.handles for gate in gates]
         for gate in gates:
             gate.handles = ()
@@ -501,9 +527,13 @@ class PrivateBackward:
                 self.release = self.begin_release()
         return None if self.release is None else self.release.noise_for(parameter)
 
-    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
         """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
-        grad = total.to(parameter.dtype)
+        if is_sharded(parameter):
+            assert isinstance(parameter, DTensor)
+            grad, total = None, reduce_to_part(total, parameter, self.workers.data)
+        else:
+            grad = total.to(parameter.dtype)
         held = self.sums.get(parameter)
         self.sums[parameter] = total if held is None else held + total
         # Last: what fails before leaves a sum that still lacks its noise, never one without.

@@ -97,6 +97,12 @@ class Ledger:
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         # What the next opening would refuse must not get in.
         payer = _payer_after(self._payer, _parse(line))
+        self._store(line)
+        self._size += len(line)
+        self.releases += count
+        self._payer = payer
+
+    def _store(self, line: bytes) -> None:
         # Only a ledger without lines may be made: one that is missing was spent.
         new = self._size == 0 and not self.path.exists()
         try:
@@ -112,9 +118,6 @@ class Ledger:
             self._write(handle, line)
         finally:
             os.close(handle)
-        self._size += len(line)
-        self.releases += count
-        self._payer = payer
 
     def digest(self, releases: int | None = None) -> str | None:
         """Digest of the lines of the first steps (all by default); None where there are fewer."""
@@ -129,6 +132,11 @@ class Ledger:
         while taken < len(lines) and lines[taken].first <= wanted:
             taken += 1
         return _digest(b"".join(raw[:taken]))
+
+    @property
+    def content(self) -> bytes:
+        """The whole file."""
+        return self._content()
 
     def _content(self) -> bytes:
         try:
@@ -192,6 +200,20 @@ class Ledger:
             "this one knows of the privacy spent is incomplete. Give each running engine a "
             "ledger of its own, or start anew from this one"
         )
+
+
+class LedgerCopy(Ledger):
+    """What a worker knows of a ledger that another one keeps."""
+
+    def __init__(self, path: str | os.PathLike[str], content: bytes):
+        self._held = content
+        super().__init__(path)
+
+    def _content(self) -> bytes:
+        return self._held
+
+    def _store(self, line: bytes) -> None:
+        self._held += line
 
 
 def _parse(raw: bytes) -> LedgerLine:

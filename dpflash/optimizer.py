@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from ._validate import finite, non_negative, positive
 from .gate import PrivateBackward
 from .release import Release
+from .sharding import as_grad, is_sharded, local_shape
 from .tracker import BatchTracker
+from .workers import all_reduce_all_
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -205,6 +207,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         mark = self._tracker.current
         if self._step_skip_queue or mark is None or not mark.last:
             return None
+        if self._backward.workers.data is not None or any(map(is_sharded, self.params)):
+            return None  # The noise is for the sum over all workers' samples.
         if self._is_noiseless():
             return None
         self._signalled = False
@@ -240,16 +244,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             backward.release = self._open_release()
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
         self._released = []
-        for parameter in parameters:
-            total = backward.sums.get(parameter)
-            if total is None:
-                total = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
-            # An interrupted release goes on with the sums as they were, and the same noise.
-            total = total.clone(memory_format=torch.contiguous_format)
+        # An interrupted release goes on with the sums as they were, and the same noise.
+        totals = [_total(parameter, backward.sums.get(parameter)) for parameter in parameters]
+        whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
+        all_reduce_all_(whole, backward.workers.data)
+        for parameter, total in zip(parameters, totals, strict=True):
             noise = backward.release.noise_for(parameter)
             if noise is not None:
                 noise.add_to_(total)
-            grad = total.div_(divisor).to(parameter.dtype)
+            grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
             parameter.grad = grad
             self._released.append(weakref.ref(grad))
         backward.clear()
@@ -279,7 +282,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             grad = parameter.grad
             if grad is None or (total is None and not bool(grad.any())):
                 continue
-            if total is not None and _same(grad, total):
+            if total is not None and not is_sharded(parameter) and _same(grad, total):
                 continue
             name = self._backward.names[parameter]
             stale = any(grad is released() for released in self._released)
@@ -298,8 +301,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
 
-def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+def _total(parameter: Tensor, clipped_sum: Tensor | None) -> Tensor:
+    """A copy of a parameter's sum, zeros where it got none; of a sharded one of its part."""
+    if clipped_sum is not None:
+        return clipped_sum.clone(memory_format=torch.contiguous_format)
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:

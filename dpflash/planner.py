@@ -273,6 +273,7 @@ def plan(
     memory_budget: int,
     batch_size: int,
     two_pass_allowed: bool,
+    book_keeping_allowed: bool = True,
     ceilings: Ceilings = CPU_RULE,
 ) -> Plan:
     """Choose a way for each parameter.
@@ -291,6 +292,7 @@ def plan(
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which the budget shall last.
         two_pass_allowed: whether per-sample losses are at hand.
+        book_keeping_allowed: whether norms may be taken without the gradients themselves.
         ceilings: of the device that computes.
 
     Returns:
@@ -299,10 +301,11 @@ def plan(
     """
     if way != "auto":
         return Plan((way,) * len(uses), ceilings)
+    choices = WAYS[:2] if book_keeping_allowed else ("stored",)
     singles = [tuple(replace(shape, batch=1) for shape in shapes) for shapes in uses]
     # Models repeat few shapes, and this runs in every step.
     faster = {
-        single: _least({way: cost(single, way, ceilings).seconds for way in WAYS[:2]})
+        single: _least({way: cost(single, way, ceilings).seconds for way in choices})
         for single in set(singles)
     }
     fastest = tuple(faster[single] for single in singles)
@@ -310,7 +313,7 @@ def plan(
         return Plan(fastest, ceilings)
     if two_pass_allowed:
         return Plan(("two_pass",) * len(uses), ceilings)
-    smallest = tuple(_least({way: _kept(single, way) for way in WAYS[:2]}) for single in singles)
+    smallest = tuple(_least({way: _kept(single, way) for way in choices}) for single in singles)
     return Plan(smallest, ceilings)
 
 

@@ -6,9 +6,14 @@ from torch import nn
 
 from dpflash.kernels import NoiseStream
 
+from .sharding import first_element
+
 
 class Release:
     """The noise of one logical batch, for each parameter's clipped sum exactly once.
+
+    An element's noise follows from its address in the whole parameter, so that a worker which
+    holds a part of it, or a copy, draws what the others draw for the same elements.
 
     Args:
         std: standard deviation of the noise, in the units of the clipped sum; 0 for none.
@@ -33,6 +38,7 @@ class Release:
             key=self._key,
             step=self._step,
             parameter_id=self._parameter_ids[parameter],
+            offset=first_element(parameter),
         )
 
     def noised(self, parameter: nn.Parameter) -> None:

@@ -45,6 +45,10 @@ class _DrawSampler(ABC):
         steps_per_epoch: logical batches of one pass.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Attributes:
+        share: (number of this worker, number of workers) among which each draw is dealt out, one
+            sample after another. All workers emit as many parts of a draw, some of them empty.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class _DrawSampler(ABC):
         self.physical_batch_size = physical_batch_size
         self.marks: deque[BatchMark] = deque()
         self.position = 0
+        self.share = (0, 1)
         self.pass_remainder: int | None = None
         self.on_pass: Callable[[], None] = lambda: None
         self.on_draw: Callable[[int], None] = lambda size: None
@@ -90,10 +95,12 @@ class _DrawSampler(ABC):
                 return
             draw = self.position
             self.position += 1
-            indices = self.draw(draw)
+            drawn = self.draw(draw)
+            number, count = self.share
+            indices, most = drawn[number::count], -(-len(drawn) // count)
             self.on_draw(len(indices))
-            size = self.physical_batch_size or max(len(indices), 1)
-            parts = [indices[i : i + size] for i in range(0, len(indices), size)] or [[]]
+            size = self.physical_batch_size or max(most, 1)
+            parts = [indices[i : i + size] for i in range(0, max(most, 1), size)]
             for number, part in enumerate(parts, start=1):
                 marks.append(BatchMark(draw, len(part), number == len(parts)))
                 yield part
@@ -311,6 +318,9 @@ def _emptied(value: Any) -> Any:
 class PrivateDataLoader(DataLoader):
     """A DataLoader whose batches carry marks.
 
+    Args:
+        share: (number of this worker, number of workers) that deal each draw out among them.
+
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
             over the data without amplification.
@@ -328,6 +338,7 @@ class PrivateDataLoader(DataLoader):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
         num_samples, batch_size = check_loader(loader, sampling=sampling)
         batch_size = min(batch_size, num_samples)
@@ -357,6 +368,7 @@ class PrivateDataLoader(DataLoader):
                     num_samples, batch_size / num_samples, max_batch_size=max_batch_size, **drawn
                 )
             )
+            self._draws.share = share
             self._draws.on_pass = tracker.begin_pass
             self._draws.on_draw = tracker.emitted.append
             self._draws.may_begin = lambda new_pass: tracker.may_begin(new_pass)

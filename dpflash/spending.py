@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,7 @@ class Spending:
     Args:
         accountant: a name, or an object; its history counts.
         relation: the neighbouring relation that was asked for; None for the events' own.
-        ledger: path of the ledger, whose lines count; None for none.
+        ledger: the ledger, whose lines count; None for none.
 
     Attributes:
         budget: the limit, or None.
@@ -62,7 +61,7 @@ class Spending:
         accountant: str | Accountant,
         *,
         relation: str | None = None,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Ledger | None = None,
     ):
         one_of(neighboring_relation=(relation, (None, *RELATIONS)))
         self.accountant: Accountant = (
@@ -86,7 +85,7 @@ class Spending:
         self._last: Event | None = None
         if relation is not None:
             self._convert(relation)
-        self.ledger = None if ledger is None else Ledger(ledger)
+        self.ledger = ledger
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
             for line in self.ledger.lines:

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 # torch 2.13 renamed them; both names take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# As in DDP: large enough for the links, small enough to be no burden.
+_BUCKET_BYTES = 25 * 2**20
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -108,11 +110,39 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
     return own
 
 
-def all_reduce_(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
-    """x, summed over the workers in place; the same bits on all of them. x is contiguous."""
+def all_reduce_(
+    x: Tensor, group: ProcessGroup, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """x, reduced over the workers in place; the same bits on all of them. x is contiguous."""
     with exchanging(what, group):
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, op=op, group=group)
     return x
+
+
+def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """All tensors, summed over the workers in place, some of them in each exchange."""
+    if group is None:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in [t for t in tensors if t.dtype == dtype]:
+            bucket.append(tensor)
+            size += tensor.nbytes
+            if size >= _BUCKET_BYTES:
+                _all_reduce_bucket(bucket, group)
+                bucket, size = [], 0
+        _all_reduce_bucket(bucket, group)
+
+
+def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
+    if not bucket:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    all_reduce_(flat, group, "sum of the clipped gradients over all samples")
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from dpflash._validate import probability
 from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
 from dpflash.budget import PrivacyBudget
-from dpflash.ledger import LedgerLine
+from dpflash.ledger import Ledger, LedgerLine
 from dpflash.relations import DEFAULT_ACCOUNTANT
 from dpflash.spending import Spending
 
@@ -88,7 +88,7 @@ def _run_budget(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        spending = Spending(args.accountant, ledger=args.ledger)
+        spending = Spending(args.accountant, ledger=Ledger(args.ledger))
         assert spending.ledger is not None
         lines = spending.ledger.lines
         report = _report(spending, lines, budget, args.delta)

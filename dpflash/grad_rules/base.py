@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..gate import Gate, PrivateBackward
 from ..planner import LinearShape
+from ..sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Handles:
         if parameter is None or not parameter.requires_grad:
             return None
         group, position = self._slots[name]
-        if parameter is not self._context.backward.groups[group].parameters[position]:
+        own = self._context.backward.groups[group].parameters[position]
+        if parameter is not own and not is_sharded(own):
             raise RuntimeError(
                 f"parameter '{self._context.name}.{name}' is not the one that was made "
                 "private: it was replaced or tied since. Call engine.detach(model), then "

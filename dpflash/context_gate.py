@@ -1,0 +1,194 @@
+"""The clipping gate where a sample's tokens lie on several workers.
+
+A sample's gradient is then the sum of what its shards give, and the norm of a sum does not follow
+from the norms of its terms. So per-sample gradients are summed over the context group, each worker
+getting a share of every parameter's elements (reduce-scatter); it norms its share, the squares of
+all shares make the norm (one all-reduce of B numbers), and each worker clips, sums and noises its
+share. The whole sum is put together from the shares (all-gather).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpflash.kernels import (
+    NoiseStream,
+    block_clip_reduce,
+    clip_reduce,
+    embedding_per_sample_grad,
+    per_sample_grad,
+    squared_norm,
+)
+from dpflash.kernels.block_reference import BLOCK
+
+from . import workers
+from .gate import Gate
+from .kept import TiledUse
+
+
+class ContextGate(Gate):
+    """A gate each of whose workers holds a share of the per-sample gradients' elements."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self.owner.workers.context is not None
+        self._group = self.owner.workers.context
+        self._shares: dict[int, Tensor] = {}
+
+    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
+        """See `Gate.take_linear`; what it returns has been taken already."""
+        self._enter()
+        self._take(position, per_sample_grad(x, dy))
+        return None
+
+    def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
+        """See `Gate.take_embedding`."""
+        self._enter()
+        self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
+        return None
+
+    def take_tiled(self, position: int, use: TiledUse) -> bool:
+        """See `Gate.take_tiled`: its gradient goes to the handle."""
+        self._enter()
+        return False
+
+    def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms [B] of the group, from all shares of all workers."""
+        self._take_all(grads)
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        if self.squares is not None:
+            squares += self.squares
+        for share in self._shares.values():
+            squares += squared_norm(share)
+        if self.batch_size:
+            workers.all_reduce_(squares, self._group, "norms of the samples' gradients")
+        return squares
+
+    def reset(self) -> None:
+        super().reset()
+        self._shares = {}
+
+    def _take(self, position: int, grad: Tensor) -> None:
+        """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
+        share = self._share(position, grad)
+        if self._single(position) and self.owner.mode == "norms":
+            squares = squared_norm(share)
+            self.squares = squares if self.squares is None else self.squares + squares
+        elif self._single(position) and self.owner.mode == "sum":
+            self._sums[position] = clip_reduce(share, self.owner.factors)
+        else:
+            held = self._shares.get(position)
+            self._shares[position] = share if held is None else held + share
+
+    def _take_all(self, grads: Sequence[Tensor | None]) -> None:
+        for position, grad in enumerate(grads):
+            self._take_grad(position, grad)
+
+    def _take_grad(self, position: int, grad: Tensor | None) -> None:
+        """What reached a handle by autograd."""
+        if grad is not None:
+            share = self._share(position, grad)
+            held = self._shares.get(position)
+            self._shares[position] = share if held is None else held + share
+
+    def _clipped(
+        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
+    ) -> Tensor | None:
+        if self.owner.mode == "sum":
+            self._take_grad(position, grad)
+        total, share = self._sums.get(position), self._shares.get(position)
+        if total is None and share is None:
+            return None
+        noise = self._noise(position, parameter)
+        if share is not None:
+            own = clip_reduce(share, factors, noise=noise)
+            total = own if total is None else total + own
+        elif noise is not None:
+            assert total is not None
+            noise.add_to_(total)
+        assert total is not None
+        return self.owner.deposit(parameter, self._whole(position, total))
+
+    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
+        owner = self.owner
+        (parameter,) = self.group.parameters
+        self._take_all([grad])
+        share = self._shares.get(0)
+        if share is None:
+            return [None]
+        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
+        width = parameter.shape[1]
+        matrix = share.view(self.batch_size, share.shape[1] // width, width)
+        total, factors = share.new_zeros(0), share.new_ones(self.batch_size, 0)
+        if matrix.shape[1]:
+            bound = self._tile_bound(matrix.shape[1]) / scale
+            total, factors = block_clip_reduce(matrix, bound, return_factors=True)
+        total = total.flatten() * scale
+        noise = self._noise(0, parameter)
+        if noise is not None:
+            noise.add_to_(total)
+        owner.note(None, self._least(factors))
+        whole = self._whole(0, total)
+        self.reset()
+        return [owner.deposit(parameter, whole)]
+
+    def _tile_bound(self, rows: int) -> float:
+        """The part of the bound that so many rows of the tiled parameter have."""
+        # Rounded down by more than the root and the product round.
+        return self.bound * math.sqrt(rows / self._rows(0)) * (1.0 - 2.0**-50)
+
+    def _cut(self, position: int) -> tuple[int, int, int]:
+        """Where this worker's share of a parameter begins and ends; the greatest share's size."""
+        parameter = self.group.parameters[position]
+        # Tiles are not cut.
+        unit = BLOCK[0] * parameter.shape[1] if self.group.tiled else 1
+        count = workers.world_size(self._group)
+        size = -(-parameter.numel() // (unit * count)) * unit
+        begin = min(size * workers.rank_in(self._group), parameter.numel())
+        return begin, min(begin + size, parameter.numel()), size
+
+    def _share(self, position: int, grad: Tensor) -> Tensor:
+        """This worker's share `[B, n]` of per-sample gradients `[B, ...]` summed over all."""
+        begin, end, size = self._cut(position)
+        batch = grad.shape[0]
+        grad = grad.flatten(1).to(torch.promote_types(grad.dtype, torch.float32))
+        if batch == 0:
+            return grad[:, begin:end]
+        count = workers.world_size(self._group)
+        padded = F.pad(grad, (0, size * count - grad.shape[1]))
+        by_worker = padded.unflatten(1, (count, size)).transpose(0, 1)
+        own = workers.reduce_scatter(
+            by_worker, self._group, "sum of the samples' gradients over their tokens"
+        )
+        return own[:, : end - begin]
+
+    def _whole(self, position: int, share: Tensor) -> Tensor:
+        """A parameter's total, put together from the shares of it."""
+        parameter = self.group.parameters[position]
+        size = self._cut(position)[2]
+        padded = F.pad(share.flatten(), (0, size - share.numel()))
+        whole = workers.all_gather(padded, self._group, "clipped sums of all workers' shares")
+        return whole.flatten()[: parameter.numel()].view(parameter.shape)
+
+    def _noise(self, position: int, parameter: nn.Parameter) -> NoiseStream | None:
+        """The noise of this worker's share."""
+        noise = self.owner.noise_for(parameter)
+        return None if noise is None else replace(noise, offset=self._cut(position)[0])
+
+    def _least(self, factors: Tensor) -> Tensor:
+        """`[B]`: the least factor of each sample over all workers' tiles `[B, tiles]`."""
+        # A worker may have no tile.
+        least = F.pad(factors, (0, 1), value=1.0).amin(1)
+        if len(least):
+            workers.all_reduce_(
+                least, self._group, "factors of the samples' tiles", dist.ReduceOp.MIN
+            )
+        return least

@@ -1,0 +1,122 @@
+"""What workers must have in common before they train one model together."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from . import workers as _workers
+from .ledger import Ledger, LedgerCopy
+from .mesh import Workers
+from .sharding import is_sharded, require_rows
+
+
+def open_ledger(path: str | os.PathLike[str] | None, workers: Workers) -> Ledger | None:
+    """The ledger at a path, which the first worker keeps and the others copy."""
+    if path is None:
+        return None
+    kept: list[Ledger] = []
+
+    def read() -> bytes:
+        kept.append(Ledger(path))
+        return kept[0].content
+
+    content = workers.first_does(f"ledger={os.fspath(path)!r}", read)
+    return kept[0] if kept else LedgerCopy(path, content)
+
+
+def check_module(module: nn.Module, workers: Workers) -> None:
+    """Refuse a model whose wrappers and shards do not belong to the engine's workers.
+
+    Raises:
+        ValueError: naming the module or parameter and the way out.
+    """
+    for name, child in module.named_modules():
+        where = f"module '{name}'" if name else "module"
+        if isinstance(child, FullyShardedDataParallel | DataParallel):
+            raise ValueError(
+                f"{where} is {type(child).__name__}, which private training does not know: use "
+                "torch.distributed.fsdp.fully_shard or DistributedDataParallel, and "
+                "PrivacyEngine(mesh=...)"
+            )
+        if isinstance(child, DistributedDataParallel) and child is not module:
+            raise ValueError(
+                f"{where} is wrapped in DistributedDataParallel: wrap the whole model"
+            )
+        if workers.everyone is None and isinstance(child, DistributedDataParallel | FSDPModule):
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"{where} is {type(child).__name__} over several workers, and the engine does "
+                    "not know of them: each would add noise and count steps by itself. Pass "
+                    "PrivacyEngine(mesh=init_device_mesh(..., mesh_dim_names=('data',)))"
+                )
+    for name, parameter in module.named_parameters():
+        require_rows(name, parameter)
+    _check_context(module, workers)
+    if isinstance(module, DistributedDataParallel):
+        _check_replicas(module, workers)
+
+
+def _check_context(module: nn.Module, workers: Workers) -> None:
+    """A model that sees a part of each sample needs a mesh that says so, and the reverse."""
+    split = False
+    for name, child in module.named_modules():
+        context = getattr(child, "context_parallel", None)
+        if context is None:
+            continue
+        group = context.group
+        if _workers.world_size(group) == 1:
+            continue
+        split = True
+        if workers.context is None or _ranks(group) != _ranks(workers.context):
+            raise ValueError(
+                f"module '{name}' is parallel over the context of {_workers.world_size(group)} "
+                "workers, and the engine's mesh has no such dimension: norms would be of parts "
+                "of samples. Pass PrivacyEngine(mesh=...) the mesh with its 'context' dimension"
+            )
+    if workers.context is not None and not split:
+        raise ValueError(
+            f"the mesh has a context of {_workers.world_size(workers.context)} workers, and the "
+            "model is not parallel over it: each worker would take its tokens for whole samples. "
+            "Call dpflash.distributed.context_parallel(model, mesh) before make_private"
+        )
+
+
+def _check_replicas(module: DistributedDataParallel, workers: Workers) -> None:
+    if _ranks(module.process_group) != _ranks(workers.data):
+        raise ValueError(
+            f"module is DistributedDataParallel over the workers {_ranks(module.process_group)}, "
+            f"and the data dimension of the engine's mesh holds {_ranks(workers.data)}; pass "
+            "process_group=mesh.get_group('data')"
+        )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [0] if group is None else list(dist.get_process_group_ranks(group))
+
+
+def join(module: nn.Module, workers: Workers, arguments: Mapping[str, Any]) -> None:
+    """Make sure of equal arguments, and of equal parameters and buffers where they are copies.
+
+    Raises:
+        ValueError: naming the argument that differs between workers.
+    """
+    workers.agree("make_private", arguments)
+    copies: list[Tensor] = [*module.parameters(), *module.buffers()]
+    workers.broadcast_(
+        [x.detach() for x in copies if not is_sharded(x)], "the first worker's parameters"
+    )
+    if isinstance(module, DistributedDataParallel):
+        module.register_comm_hook(None, _keep_own)
+
+
+def _keep_own(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Leaves gradients as they are: the optimizer's step sums what the clipping gates made."""
+    own: torch.futures.Future[Tensor] = torch.futures.Future()
+    own.set_result(bucket.buffer())
+    return own
