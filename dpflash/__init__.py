@@ -1,6 +1,6 @@
 """dpflash: differentially private training of long-context transformers."""
 
-from . import accounting, losses, nn, patterns, sampling
+from . import accounting, distributed, losses, nn, patterns, sampling
 from .boundary import Boundary, private_boundary
 from .budget import BudgetSpent, PrivacyBudget
 from .engine import PrivacyEngine
@@ -18,6 +18,7 @@ __all__ = [
     "__version__",
     "accounting",
     "attention",
+    "distributed",
     "losses",
     "nn",
     "patterns",

@@ -106,13 +106,13 @@ def attention(
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
         sinks and alibi_slopes) alone. Repeats bit for bit.
     """
-    _require_fitting(q, k, v)
+    require_fitting(q, k, v)
     pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
     if softmax_scale is not None:
         _validate.finite(softmax_scale=softmax_scale)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-    sinks = _per_head("sinks", sinks, q)
-    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, q)
+    sinks = per_head("sinks", sinks, q)
+    alibi_slopes = per_head("alibi_slopes", alibi_slopes, q)
     if key_padding_mask is not None:
         _require_padding(key_padding_mask, k)
     if boundary is not None:
@@ -182,7 +182,7 @@ def require_pattern(pattern: object) -> Pattern:
     return pattern
 
 
-def _per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+def per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
     """One number for each sample and head, `[B, H]`, from `[H]` or `[B, H]`."""
     if x is None:
         return None
@@ -219,7 +219,7 @@ def _require_padding(mask: object, k: Tensor) -> None:
         )
 
 
-def _require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses shapes, dtypes and devices that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):

@@ -10,20 +10,19 @@ from torch import Tensor
 _BASE = 10_000.0
 
 
-def rotary_angles(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
+def rotary_angles(positions: Tensor, head_dim: int) -> Tensor:
     """The angle of each position and coordinate pair.
 
     Args:
-        num_tokens: positions 0..num_tokens-1.
+        positions: `[T]`, integers.
         head_dim: D, even.
-        device: where the result lies.
 
     Returns:
         `[T, D / 2]`, float64: at position 10^6, float32 would be wrong by up to 0.06 rad.
     """
+    device = positions.device
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    positions = torch.arange(num_tokens, device=device, dtype=torch.float64)
-    return positions.unsqueeze(1) * _BASE**-exponents
+    return positions.double().unsqueeze(1) * _BASE**-exponents
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -27,11 +27,12 @@ def attention_forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     key_range: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`."""
     q, scale = _positive_scale(q, scale)
     return _house(q).attention_forward(
-        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range
+        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
     )
 
 
@@ -52,13 +53,22 @@ def attention_backward(
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
+    wide: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
 
     Args beyond those of the twin:
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
+
+    Raises:
+        ValueError: `out`, whose dtype decides, together with `wide`.
     """
+    if wide and out is not None:
+        raise ValueError(
+            "wide=True together with out: expected one of them, since the dtype of out decides; "
+            "pass out of the wanted dtype alone"
+        )
     if key_range is not None or graph.rows.leaves_rows_blind(q.shape[2]):
         # A row without key has gradient 0 whatever comes from above, NaN included.
         blind = lse == -math.inf
@@ -84,6 +94,7 @@ def attention_backward(
         token_sums=token_sums,
         run_grads=run_grads,
         squares=squares,
+        wide=wide,
         **where,
     )
     if scale <= 0:

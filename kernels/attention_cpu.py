@@ -20,6 +20,7 @@ from .attention_cpu_pieces import (
     Chunk,
     Grads,
     PlainGrads,
+    Slopes,
     Tokens,
     Upstream,
     Work,
@@ -45,6 +46,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     key_range: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
 
@@ -57,9 +59,11 @@ def attention_forward(
         graph: whose runs give m, the multiplicity of key j for query i in head h.
         scale: factor of q k.
         sinks: `[B, H]`, the score of one more key whose value is 0.
-        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409).
+        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
+            ``|i - j + graph.distance_shift|``.
         key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
             including, ``key_range[b, 1]``.
+        wide: give o in the dtype of lse, before it is rounded.
 
     Returns:
         o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
@@ -68,11 +72,11 @@ def attention_forward(
     dtype = torch.promote_types(q.dtype, torch.float32)
     work = Work.of(q, k, graph, key_range, plain=slopes is not None)
     tokens = Tokens(*_widen((q, k, v), dtype, work))
-    of_heads = None if slopes is None else slopes.to(dtype).flatten()
+    biases = None if slopes is None else Slopes(slopes.to(dtype).flatten(), graph.distance_shift)
 
     def run(chunk: Chunk) -> tuple[Tensor, Tensor]:
         if work.plain:
-            return plain_forward(tokens, chunk, scale, of_heads)
+            return plain_forward(tokens, chunk, scale, biases)
         return flash_forward(tokens, chunk, scale)
 
     whole = work.whole()
@@ -86,7 +90,7 @@ def attention_forward(
     if sinks is not None:
         before, lse = lse, torch.logaddexp(lse, sinks.to(dtype)[:, :, None, None])
         o = o * (before - _finite(lse)).exp()
-    return o.to(q.dtype), lse.squeeze(3)
+    return o if wide else o.to(q.dtype), lse.squeeze(3)
 
 
 def attention_backward(
@@ -106,17 +110,20 @@ def attention_backward(
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
+    wide: bool = False,
 ) -> AttentionGrads:
     """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
 
     Args:
-        do: gradient of o, shape of o.
+        do: gradient of o, shape of o; may be wider than q, as o may.
         dlse: gradient of lse, shape of lse; None means 0.
         q, k, v, graph, scale, sinks, slopes, key_range: as they went into `attention_forward`.
-        o, lse: as they came out of it.
+        o, lse: as they came out of it; or those over more keys than the graph has, of which the
+            gradients are then the part that goes through the graph's keys.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
         squares: also return the squared norms of (dq, dk, dv).
+        wide: give dq, dk and dv in the dtype of lse, before they are rounded.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
@@ -130,12 +137,12 @@ def attention_backward(
     upstream = Upstream(
         wide_do, wide_o, lse.unsqueeze(3).masked_fill(blind, math.inf).contiguous()
     )
-    of_heads = None if slopes is None else slopes.to(dtype).flatten()
+    biases = None if slopes is None else Slopes(slopes.to(dtype).flatten(), graph.distance_shift)
     sums = PlainGrads.zeros(q.shape[0] * q.shape[1], graph, dtype)
 
     def run(chunk: Chunk) -> Grads:
         if work.plain:
-            return plain_backward(tokens, upstream, chunk, scale, of_heads, sums)
+            return plain_backward(tokens, upstream, chunk, scale, biases, sums)
         return flash_backward(tokens, upstream, chunk, scale)
 
     dq, dk, dv = (x[..., : q.shape[3]] for x in _over_pieces(work, tokens, run))
@@ -143,16 +150,19 @@ def attention_backward(
     if sinks is not None:
         p = (sinks.to(dtype)[:, :, None, None] - upstream.lse).exp()
         dsinks = -(p * (wide_do * wide_o).sum(3, keepdim=True)).sum((2, 3))
-    narrow = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    if not wide:
+        results = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    else:
+        results = dq, dk, dv
     return AttentionGrads(
-        *narrow,
+        *results,
         dsinks,
         None if slopes is None else sums.slopes.view(slopes.shape),
         sums.log_multiplicity if run_grads else None,
         dq.sum(2) if token_sums else None,
         dk.sum(2) if token_sums else None,
         dv.sum(2) if token_sums else None,
-        squared_norms(*narrow) if squares else None,
+        squared_norms(*results) if squares else None,
     )
 
 

@@ -241,6 +241,13 @@ def _mask(chunk: Chunk, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros((), dtype=dtype).where(chunk.batch.seen(), -math.inf)
 
 
+class Slopes(NamedTuple):
+    """What grows with the distance |i - j + shift| is taken off the scores."""
+
+    of_heads: Tensor  # [B * H]
+    shift: int
+
+
 class PlainGrads(NamedTuple):
     """Sums that only `plain_backward` adds to."""
 
@@ -255,9 +262,9 @@ class PlainGrads(NamedTuple):
 
 
 def plain_forward(
-    tokens: Tokens, chunk: Chunk, scale: float, slopes: Tensor | None
+    tokens: Tokens, chunk: Chunk, scale: float, slopes: Slopes | None
 ) -> tuple[Tensor, Tensor]:
-    """As `flash_forward`, with slopes `[B * H]`."""
+    """As `flash_forward`, with slopes."""
     scores = _scores(tokens, chunk, scale, slopes)
     lse = scores.logsumexp(3, keepdim=True)
     p = (scores - lse.masked_fill(lse == -math.inf, math.inf)).exp()
@@ -269,7 +276,7 @@ def plain_backward(
     upstream: Upstream,
     chunk: Chunk,
     scale: float,
-    slopes: Tensor | None,
+    slopes: Slopes | None,
     sums: PlainGrads,
 ) -> Grads:
     """As `flash_backward`; also adds to the gradients of slopes and multiplicities."""
@@ -278,26 +285,29 @@ def plain_backward(
     p = (_scores(tokens, chunk, scale, slopes) - lse).exp()
     ds = p * (do @ v.transpose(2, 3) - (do * o).sum(3, keepdim=True))
     if slopes is not None:
-        sums.slopes.index_add_(0, chunk.heads, -(ds * _distances(tokens, chunk)).sum((1, 2, 3)))
+        distances = _distances(tokens, chunk, slopes.shift)
+        sums.slopes.index_add_(0, chunk.heads, -(ds * distances).sum((1, 2, 3)))
     runs = chunk.batch.run[chunk.pieces]
     of_runs = ds.sum((1, 2)).unflatten(1, (runs.shape[1], -1)).sum(2)
     sums.log_multiplicity.index_add_(0, runs.flatten(), of_runs.flatten())
     return scale * (ds @ k), scale * (ds.transpose(2, 3) @ q), p.transpose(2, 3) @ do
 
 
-def _scores(tokens: Tokens, chunk: Chunk, scale: float, slopes: Tensor | None) -> Tensor:
+def _scores(tokens: Tokens, chunk: Chunk, scale: float, slopes: Slopes | None) -> Tensor:
     """`[n, 1, L, k * C]`, with the log of their multiplicity."""
     q, k = take(tokens.q, chunk.rows), take(tokens.k, chunk.columns)
     scores = scale * (q @ k.transpose(2, 3)) + chunk.log_multiplicity.to(q.dtype)
     if slopes is not None:
-        scores -= slopes[chunk.heads].view(-1, 1, 1, 1) * _distances(tokens, chunk)
+        of_heads = slopes.of_heads[chunk.heads].view(-1, 1, 1, 1)
+        scores -= of_heads * _distances(tokens, chunk, slopes.shift)
     if chunk.batch.kind != FULL:
         scores.masked_fill_(~chunk.batch.seen(chunk.begin, chunk.end), -math.inf)
     return scores
 
 
-def _distances(tokens: Tokens, chunk: Chunk) -> Tensor:
-    """`[n, 1, L, k * C]`: |i - j|."""
+def _distances(tokens: Tokens, chunk: Chunk, shift: int) -> Tensor:
+    """`[n, 1, L, k * C]`: |i - j + shift|."""
     assert isinstance(chunk.rows, Tensor) and isinstance(chunk.columns, Tensor)
     rows, columns = chunk.rows % tokens.q.shape[2], chunk.columns % tokens.k.shape[2]
-    return (rows.unsqueeze(2) - columns.unsqueeze(1)).abs().unsqueeze(1).to(tokens.q.dtype)
+    distances = (rows.unsqueeze(2) - columns.unsqueeze(1) + shift).abs()
+    return distances.unsqueeze(1).to(tokens.q.dtype)

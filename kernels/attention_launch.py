@@ -33,12 +33,13 @@ def attention_forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     key_range: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`; scale > 0, and o lies in memory as q does."""
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     batch, heads, queries, head_dim = q.shape
     complete = graph.rows.is_complete(queries)
-    o = _result_like(q, complete)
+    o = _result_like(q, complete, wide)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not complete:
         lse.fill_(-math.inf)
@@ -53,7 +54,7 @@ def attention_forward(
             tiles, borders, *_tables(graph.rows, graph.row_variants),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
-            num_tiles, scale * _LOG2E,
+            num_tiles, _distance_shift(graph, slopes), scale * _LOG2E,
             **_head_dims(head_dim), **_options(q, sizes),
             HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
             HAS_KEY_RANGE=key_range is not None,
@@ -78,6 +79,7 @@ def attention_backward(
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
+    wide: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`; scale > 0.
@@ -85,14 +87,16 @@ def attention_backward(
     Args beyond those of the twin:
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
     """
-    do, q, k, v = (_unit_stride(x) for x in (do, q, k, v))
-    delta, pivot = _delta(o, do, lse, dlse)
+    do, o, q, k, v = (_unit_stride(x) for x in (do, o, q, k, v))
+    delta, pivot = _delta(o, do, lse.contiguous(), dlse)
+    # Products take both sides in one dtype; delta has seen the unrounded do.
+    do = do.to(q.dtype)
     if out is None:
         rows_complete = graph.rows.is_complete(q.shape[2])
         cols_complete = graph.cols.is_complete(k.shape[2])
-        dq = _result_like(q, rows_complete)
-        dk = _result_like(k, cols_complete)
-        dv = _result_like(v, cols_complete)
+        dq = _result_like(q, rows_complete, wide)
+        dk = _result_like(k, cols_complete, wide)
+        dv = _result_like(v, cols_complete, wide)
     else:
         dq, dk, dv = out
         for side, grads in ((graph.rows, (dq,)), (graph.cols, (dk, dv))):
@@ -166,7 +170,7 @@ def _launch_dq(
             tiles, borders, *_tables(side, graph.row_variants),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
             _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
-            num_tiles, num_runs, scale, scale * _LOG2E,
+            num_tiles, num_runs, _distance_shift(graph, slopes), scale, scale * _LOG2E,
             **_head_dims(head_dim), **_options(q, sizes),
             HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
             TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
@@ -228,7 +232,7 @@ def _launch_dkdv(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
             *dk.stride()[:3], *dv.stride()[:3],
             _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
-            queries, num_tiles, scale, scale * _LOG2E,
+            queries, num_tiles, _distance_shift(graph, slopes), scale, scale * _LOG2E,
             **_head_dims(head_dim), **_options(q, sizes),
             HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
             TOKEN_SUMS=token_sums, SQUARES=partial is not None,
@@ -259,6 +263,11 @@ def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
 def _tables(side: Side, variants: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a kernel reads of a side, beside its tiles."""
     return variants, side.groups, side.runs, side.float_log_multiplicity()
+
+
+def _distance_shift(graph: TileGraph, slopes: Tensor | None) -> int:
+    """What slopes add to query - key; kernels without slopes do not look at it."""
+    return 0 if slopes is None else graph.distance_shift
 
 
 def _sample_stride(variants: Tensor) -> int:
@@ -309,10 +318,11 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _result_like(x: Tensor, complete: bool) -> Tensor:
+def _result_like(x: Tensor, complete: bool, wide: bool) -> Tensor:
     """A tensor of x's shape that lies in memory as x does; zeros if not complete."""
+    dtype = torch.float32 if wide else x.dtype
     make = x.new_empty if complete else x.new_zeros
     if heads_outside(x):
-        return make(x.shape)
+        return make(x.shape, dtype=dtype)
     batch, heads, tokens, head_dim = x.shape
-    return make((batch, tokens, heads, head_dim)).transpose(1, 2)
+    return make((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)

@@ -18,7 +18,7 @@ class AttentionGrads(NamedTuple):
     """What the backward pass of attention gives.
 
     Attributes:
-        dq, dk, dv: shapes and dtypes of q, k and v.
+        dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.
         dsinks: `[B, H]`, or None without sinks.
         dslopes: `[B, H]`, or None without slopes.
         dlog_multiplicity: `[R]`, of the runs of `graph.rows`, or None if not asked for.
@@ -52,6 +52,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     key_range: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
 
@@ -62,9 +63,11 @@ def attention_forward(
         graph: whose runs give m, the multiplicity of key j for query i in head h.
         scale: factor of q k.
         sinks: `[B, H]`, the score of one more key whose value is 0.
-        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409).
+        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
+            ``|i - j + graph.distance_shift|``.
         key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
             including, ``key_range[b, 1]``.
+        wide: give o in the dtype of lse, before it is rounded.
 
     Returns:
         o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
@@ -79,7 +82,8 @@ def attention_forward(
         lse = scores.logsumexp(3)
     p = (scores - _finite(lse).unsqueeze(3)).exp()
     values = v.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (p @ values).to(q.dtype), lse
+    o = p @ values
+    return o if wide else o.to(q.dtype), lse
 
 
 def attention_backward(
@@ -99,17 +103,20 @@ def attention_backward(
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
+    wide: bool = False,
 ) -> AttentionGrads:
     """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
 
     Args:
-        do: gradient of o, shape of o.
+        do: gradient of o, shape of o; may be wider than q, as o may.
         dlse: gradient of lse, shape of lse; None means 0.
         q, k, v, graph, scale, sinks, slopes, key_range: as they went into `attention_forward`.
-        o, lse: as they came out of it.
+        o, lse: as they came out of it; or those over more keys than the graph has, of which the
+            gradients are then the part that goes through the graph's keys.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
         squares: also return the squared norms of (dq, dk, dv).
+        wide: give dq, dk and dv in the dtype of lse, before they are rounded.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
@@ -136,9 +143,10 @@ def attention_backward(
     if run_grads:
         dlog = _run_grads(ds, graph)
     sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
-    narrow = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    grads = AttentionGrads(*narrow, dsinks, dslopes, dlog, *sums)
-    return grads._replace(squares=squared_norms(*narrow)) if squares else grads
+    if not wide:
+        dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums)
+    return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
 
 
 def squared_norms(*grads: Tensor) -> Tensor:
@@ -171,10 +179,10 @@ def _scores(
 
 
 def _distances(graph: TileGraph, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[T, S]`: |i - j|."""
+    """`[T, S]`: |i - j|, of positions in the whole sequence."""
     queries = torch.arange(graph.num_queries, device=device)
     keys = torch.arange(graph.num_keys, device=device)
-    return (queries.unsqueeze(1) - keys).abs().to(dtype)
+    return (queries.unsqueeze(1) - keys + graph.distance_shift).abs().to(dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _clip(
 def _forward_step(
     acc0, acc1, m, total,
     q0, q1, k_ptr, v_ptr, stride_kt, stride_vt,
-    rows, columns, seen_columns, lo, hi, bias, slope, scale_log2,
+    rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,7 +132,7 @@ def _forward_step(
     distance = rows[:, None] - columns[None, :]
     factor = scale_log2
     if HAS_SLOPES:
-        s = s * scale_log2 - slope * tl.abs(distance).to(tl.float32)
+        s = s * scale_log2 - slope * tl.abs(distance + distance_shift).to(tl.float32)
         factor = 1.0
     if MASKED:
         seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
@@ -162,7 +162,7 @@ def _forward_step(
     return acc0, acc1, m_new, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["distance_shift"])
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     sinks_ptr, slopes_ptr, key_range_ptr,
@@ -171,7 +171,8 @@ def _attention_forward_kernel(
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    stride_variant_b, heads, heads_per_group, num_queries, num_keys, num_tiles, scale_log2,
+    stride_variant_b, heads, heads_per_group, num_queries, num_keys, num_tiles,
+    distance_shift, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
@@ -236,14 +237,16 @@ def _attention_forward_kernel(
             acc0, acc1, m, total = _forward_step(
                 acc0, acc1, m, total, q0, q1, k_ptr, v_ptr,
                 stride_kt, stride_vt, rows, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, scale_log2, D, D0, D1, False, HAS_SLOPES, UPCAST, PRECISION,
+                lo, hi, bias, slope, distance_shift, scale_log2,
+                D, D0, D1, False, HAS_SLOPES, UPCAST, PRECISION,
             )  # fmt: skip
         for n in range(begin, end - right + left, BLOCK_N):
             n += tl.where(n < left, 0, right - left)
             acc0, acc1, m, total = _forward_step(
                 acc0, acc1, m, total, q0, q1, k_ptr, v_ptr,
                 stride_kt, stride_vt, rows, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, scale_log2, D, D0, D1, True, HAS_SLOPES, UPCAST, PRECISION,
+                lo, hi, bias, slope, distance_shift, scale_log2,
+                D, D0, D1, True, HAS_SLOPES, UPCAST, PRECISION,
             )  # fmt: skip
 
     # Not "total > 0": a NaN must stay one.
@@ -292,7 +295,7 @@ def _attention_delta_kernel(
 def _dq_step(
     dq0, dq1, slope_sum, run_sum,
     q0, q1, do0, do1, pivot, delta, k_ptr, v_ptr, stride_kt, stride_vt,
-    rows, columns, seen_columns, lo, hi, bias, slope, scale_log2,
+    rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, RUN_GRADS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -314,14 +317,14 @@ def _dq_step(
     distance = rows[:, None] - columns[None, :]
     s = s * scale_log2
     if HAS_SLOPES:
-        s -= slope * tl.abs(distance).to(tl.float32)
+        s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
     p = tl.exp2(s - (pivot - bias)[:, None])
     if MASKED:
         seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
         p = tl.where(seen, p, 0.0)
     ds = p * (dp - delta[:, None])
     if HAS_SLOPES:
-        slope_sum += tl.sum(ds * tl.abs(distance).to(tl.float32), 1)
+        slope_sum += tl.sum(ds * tl.abs(distance + distance_shift).to(tl.float32), 1)
     if RUN_GRADS:
         run_sum += tl.sum(ds, 1)
     dq0 = tl.dot(ds.to(k_ptr.dtype.element_ty).to(k0.dtype), k0, dq0, input_precision=PRECISION)
@@ -332,7 +335,7 @@ def _dq_step(
     return dq0, dq1, slope_sum, run_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dq_ptr,
     slopes_ptr, key_range_ptr, q_sums_ptr, slope_sums_ptr, run_sums_ptr, squares_ptr,
@@ -343,7 +346,7 @@ def _attention_dq_kernel(
     stride_db, stride_dh, stride_dt,
     stride_dqb, stride_dqh, stride_dqt,
     stride_variant_b, heads, heads_per_group, num_queries, num_keys, num_tiles, num_runs,
-    scale, scale_log2,
+    distance_shift, scale, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
@@ -412,7 +415,8 @@ def _attention_dq_kernel(
             dq0, dq1, slope_sum, run_sum = _dq_step(
                 dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
                 k_ptr, v_ptr, stride_kt, stride_vt,
-                rows, columns + n * stride, n + offs_n < end, lo, hi, bias, slope, scale_log2,
+                rows, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                slope, distance_shift, scale_log2,
                 D, D0, D1, False, HAS_SLOPES, RUN_GRADS, UPCAST, PRECISION,
             )  # fmt: skip
         for n in range(begin, end - right + left, BLOCK_N):
@@ -420,7 +424,8 @@ def _attention_dq_kernel(
             dq0, dq1, slope_sum, run_sum = _dq_step(
                 dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
                 k_ptr, v_ptr, stride_kt, stride_vt,
-                rows, columns + n * stride, n + offs_n < end, lo, hi, bias, slope, scale_log2,
+                rows, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                slope, distance_shift, scale_log2,
                 D, D0, D1, True, HAS_SLOPES, RUN_GRADS, UPCAST, PRECISION,
             )  # fmt: skip
         if RUN_GRADS:
@@ -454,7 +459,7 @@ def _attention_dq_kernel(
 def _dkdv_step(
     dk0, dk1, dv0, dv1,
     k0, k1, v0, v1, q_ptr, do_ptr, pivot_ptr, delta_ptr, stride_qt, stride_dt,
-    rows, seen_rows, columns, seen_columns, lo, hi, bias, slope, scale_log2,
+    rows, seen_rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -478,7 +483,8 @@ def _dkdv_step(
     distance = rows[:, None] - columns[None, :]
     s = s * scale_log2
     if HAS_SLOPES:
-        s -= slope * tl.abs(distance).to(tl.float32)
+        # Keys are rows here: the shift is one of query - key, the distance is key - query.
+        s -= slope * tl.abs(distance - distance_shift).to(tl.float32)
     p = tl.exp2(s - (pivot - bias)[None, :])
     if MASKED:
         seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
@@ -503,7 +509,7 @@ def _dkdv_step(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dk_ptr, dv_ptr,
     slopes_ptr, key_range_ptr, k_sums_ptr, v_sums_ptr, squares_ptr,
@@ -515,7 +521,7 @@ def _attention_dkdv_kernel(
     stride_dkb, stride_dkh, stride_dkt,
     stride_dvb, stride_dvh, stride_dvt,
     stride_variant_b, heads, heads_per_group, heads_per_program, num_queries, num_tiles,
-    scale, scale_log2,
+    distance_shift, scale, scale_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
@@ -593,7 +599,7 @@ def _attention_dkdv_kernel(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1,
                     head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr,
                     stride_qt, stride_dt, rows, seen_rows, columns + n * stride,
-                    n + offs_n < end, lo, hi, bias, slope, scale_log2,
+                    n + offs_n < end, lo, hi, bias, slope, distance_shift, scale_log2,
                     D, D0, D1, False, HAS_SLOPES, HAS_KEY_RANGE, UPCAST, PRECISION,
                 )  # fmt: skip
             for n in range(begin, end - right + left, BLOCK_N):
@@ -602,7 +608,7 @@ def _attention_dkdv_kernel(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1,
                     head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr,
                     stride_qt, stride_dt, rows, seen_rows, columns + n * stride,
-                    n + offs_n < end, lo, hi, bias, slope, scale_log2,
+                    n + offs_n < end, lo, hi, bias, slope, distance_shift, scale_log2,
                     D, D0, D1, True, HAS_SLOPES, HAS_KEY_RANGE, UPCAST, PRECISION,
                 )  # fmt: skip
 

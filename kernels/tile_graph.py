@@ -47,6 +47,7 @@ class Side:
         max_groups: most groups in one variant.
         max_length: most rows in one group.
         runtime: the tables were built on the device and never seen by the host.
+        partial: of a run-time side: some rows may be in no group, and may see nothing.
     """
 
     groups: Tensor
@@ -56,10 +57,12 @@ class Side:
     max_groups: int
     max_length: int
     runtime: bool = False
+    partial: bool = False
     _tiles: dict[tuple[int, bool], tuple[Tensor, Tensor, int]] = field(
         default_factory=dict, repr=False
     )
     _complete: dict[int, bool] = field(default_factory=dict, repr=False)
+    _blind: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def tiles(self, block: int, last_first: bool) -> tuple[Tensor, Tensor, int]:
         """The rows in tiles of at most `block`.
@@ -84,9 +87,9 @@ class Side:
         return self._tiles[key]
 
     def is_complete(self, num_rows: int) -> bool:
-        """Whether every row is in a group of each variant, which run-time sides promise."""
+        """Whether every row is in a group of each variant; run-time sides promise it or not."""
         if self.runtime:
-            return True
+            return not self.partial
         if num_rows not in self._complete:
             self._complete[num_rows] = self._covers(num_rows)
         return self._complete[num_rows]
@@ -100,10 +103,10 @@ class Side:
     def leaves_rows_blind(self, num_rows: int) -> bool:
         """Whether some row may see no column at all; False only if that is certain."""
         if self.runtime:
-            return False  # a run-time side promises that every row sees itself
-        if -num_rows not in self._complete:
-            self._complete[-num_rows] = not (self.is_complete(num_rows) and self._all_see())
-        return self._complete[-num_rows]
+            return self.partial  # a whole run-time side promises that every row sees itself
+        if num_rows not in self._blind:
+            self._blind[num_rows] = not (self.is_complete(num_rows) and self._all_see())
+        return self._blind[num_rows]
 
     def _all_see(self) -> bool:
         """Whether each group has a run that all of its rows see, or that holds the row itself."""
@@ -165,6 +168,7 @@ class Side:
             self.max_groups,
             self.max_length,
             self.runtime,
+            self.partial,
         )
 
     @property
@@ -187,6 +191,8 @@ class TileGraph:
             variant of `rows` that each query head uses.
         col_variants: the same for `cols`.
         causal: no query sees a key behind its own position.
+        distance_shift: what is added to query - key where slopes want the distance of the two:
+            in a shard of a longer sequence, positions count from the shard's begin.
         plans: what an executor derived from the graph and wants to find again.
     """
 
@@ -197,6 +203,7 @@ class TileGraph:
     row_variants: Tensor
     col_variants: Tensor
     causal: bool
+    distance_shift: int = 0
     plans: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -213,6 +220,9 @@ class TileGraph:
             often each key counts for each query, 0 where it is not seen.
         """
         variants = self.row_variants
+        if variants.numel() == 0:
+            shape = (*variants.shape, self.num_queries, self.num_keys)
+            return torch.zeros(shape, dtype=torch.float64)
         matrices: dict[int, Tensor] = {}
         with real_cpu_tensors():
             for variant in variants.unique().tolist():
@@ -244,7 +254,15 @@ class TileGraph:
         """The graph with its tables on `device`."""
         rows, cols = self.rows.to(device), self.cols.to(device)
         variants = self.row_variants.to(device), self.col_variants.to(device)
-        return TileGraph(self.num_queries, self.num_keys, rows, cols, *variants, self.causal)
+        return TileGraph(
+            self.num_queries,
+            self.num_keys,
+            rows,
+            cols,
+            *variants,
+            self.causal,
+            self.distance_shift,
+        )
 
 
 def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Tensor:

@@ -50,7 +50,8 @@ class _Heads:
     def turn_(self, q: Tensor, k: Tensor, sign: float) -> None:
         """Turn q and k by their positions, in place; sign -1 turns them back."""
         if self.rotary:
-            angles = sign * rotary_angles(q.shape[2], self.head_dim, q.device)
+            positions = torch.arange(q.shape[2], device=q.device)
+            angles = sign * rotary_angles(positions, self.head_dim)
             rotate_(q, angles)
             rotate_(k, angles)
 
@@ -164,11 +165,13 @@ class PrivateMultiheadAttention(PrivateModule):
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
-        # Masks of the scores, dropped weights and choices at run time go another way.
+        # Masks of the scores, tokens on other workers, dropped weights and choices at run time go
+        # another way.
         masked = attn_mask is not None or (plain and key_padding_mask is not None)
+        split = module.context_parallel is not None
         dropped = module.training and module.dropout > 0
         chosen = isinstance(module.pattern, Adaptive)
-        if masked or dropped or chosen or not _is_one_node(module):
+        if masked or split or dropped or chosen or not _is_one_node(module):
             return super()._output(  # type: ignore[misc]
                 query, key, value, key_padding_mask, attn_mask, is_causal
             )

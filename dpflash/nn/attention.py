@@ -8,9 +8,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _validate
-from ..functional import attention, require_pattern
+from ..distributed import ContextParallel
+from ..distributed.attention import attend
+from ..functional import attention, require_pattern, resolve_pattern
 from ..patterns import Pattern
 from ..rotary import rotary_angles, rotate
 from .per_head import PerHead
@@ -38,7 +41,10 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: G, which divides H; None means H.
         pattern: one of `dpflash.patterns`; None means dense attention. A pattern takes no
             attn_mask, no floating-point key_padding_mask and no dropout of weights.
-        context_parallel: must be None so far.
+        context_parallel: a DeviceMesh with a dimension "context", or a
+            `dpflash.distributed.ContextParallel`: the inputs are this worker's tokens, and
+            attention reaches those of the others. Needs self-attention, no masks, no dropout of
+            weights; all workers call the module together.
         self_attention: whether query, key and value are always the same tensor.
         rotary: turn queries and keys by their positions; needs self-attention.
         attention_sinks: learn the score of one more key for each head, whose value is 0.
@@ -51,6 +57,8 @@ class MultiheadAttention(nn.Module):
     Guarantees:
         Sample i of the output depends on sample i of the inputs alone (and on a shared attn_mask).
     """
+
+    takes_context_parallel = True
 
     def __init__(
         self,
@@ -68,7 +76,7 @@ class MultiheadAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         pattern: Pattern | None = None,
-        context_parallel: object = None,
+        context_parallel: DeviceMesh | ContextParallel | None = None,
         self_attention: bool = True,
         rotary: bool = False,
         attention_sinks: bool = False,
@@ -78,7 +86,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
-        _require_supported(add_bias_kv, add_zero_attn, batch_first, context_parallel)
+        _require_supported(add_bias_kv, add_zero_attn, batch_first)
         _validate.positive_int(
             embed_dim=embed_dim,
             num_heads=num_heads,
@@ -120,6 +128,14 @@ class MultiheadAttention(nn.Module):
         self.vdim = vdim
         self.self_attention = self_attention
         self.rotary = rotary
+        self.context_parallel: ContextParallel | None = None
+        if context_parallel is not None:
+            reason = self.refuse_context_parallel()
+            if reason is not None:
+                raise ValueError(f"context_parallel={context_parallel!r}: {reason}")
+            if not isinstance(context_parallel, ContextParallel):
+                context_parallel = ContextParallel.of(context_parallel)
+            self.context_parallel = context_parallel
         if rotary and (not self_attention or self.head_dim % 2 != 0):
             raise ValueError(
                 f"rotary=True with self_attention={self_attention} and "
@@ -211,16 +227,74 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
     ) -> Tensor:
         """The output `[B, T, E]`; private training makes this one node of autograd."""
+        if self.context_parallel is not None:
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            o = self._attend_across(query, masks, is_causal)
+            return self._merged(o)
         q, k, v = self._project(query, key, value)
         if self.rotary:
-            angles = rotary_angles(q.shape[2], self.head_dim, q.device)
-            q, k = rotate(q, angles), rotate(k, angles)
+            q, k = self._rotated(q, k, torch.arange(q.shape[2], device=q.device))
         if self.pattern is None and self.sinks is None and self.alibi_slopes is None:
             o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
         else:
             o = self._attend(query, q, k, v, key_padding_mask, attn_mask, is_causal)
+        return self._merged(o)
+
+    def _merged(self, o: Tensor) -> Tensor:
+        """The output projection of all heads `[B, H, T, D]` together."""
         out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
         return out
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by their positions `[T]`."""
+        angles = rotary_angles(positions, self.head_dim)
+        return rotate(q, angles), rotate(k, angles)
+
+    def _attend_across(
+        self, query: Tensor, masks: dict[str, Tensor | None], is_causal: bool
+    ) -> Tensor:
+        """Attention `[B, H, T, D]` of this worker's tokens to those of all workers."""
+        assert self.context_parallel is not None
+        given = [name for name, mask in masks.items() if mask is not None]
+        reason = self.refuse_context_parallel() if self.training else None
+        if given:
+            reason = (
+                f"{given[0]} with context_parallel: a mask over other workers' tokens is not "
+                "known here; say what is seen with pattern=, and mark padding in the targets"
+            )
+        pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
+        context = self.context_parallel.agreed(
+            query.shape[1],
+            refused=None if reason is None else ValueError(reason),
+            samples=query.shape[0],
+            dtype=query.dtype,
+            pattern=pattern.key,
+        )
+        q, k, v = self._project(query, query, query)
+        if self.rotary:
+            q, k = self._rotated(q, k, context.positions(q.device))
+        o, _ = attend(
+            q,
+            k,
+            v,
+            pattern=pattern,
+            scale=1 / math.sqrt(self.head_dim),
+            context=context,
+            sinks=None if self.sinks is None else self.sinks(query),
+            slopes=None if self.alibi_slopes is None else self.alibi_slopes(query),
+        )
+        return o
+
+    def refuse_context_parallel(self) -> str | None:
+        """Why the module cannot reach other workers' tokens; None where it can."""
+        if not self.self_attention:
+            return "keys of another source are not shared out; pass self_attention=True"
+        if self.dropout > 0:
+            return (
+                f"dropout={self.dropout} of attention weights: workers do not know of each "
+                "other's; pass dropout=0"
+            )
+        return None
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuses inputs that do not fit the module or each other."""
@@ -330,9 +404,7 @@ def require_dropout(dropout: float) -> None:
         raise ValueError(f"dropout={dropout}: expected 0 <= dropout < 1; 0 switches it off")
 
 
-def _require_supported(
-    add_bias_kv: bool, add_zero_attn: bool, batch_first: bool, context_parallel: object
-) -> None:
+def _require_supported(add_bias_kv: bool, add_zero_attn: bool, batch_first: bool) -> None:
     """Refuses those arguments of torch's module that private training has no place for."""
     if add_bias_kv:
         raise ValueError(
@@ -345,11 +417,6 @@ def _require_supported(
         raise ValueError(
             "batch_first=False: per-sample clipping needs the samples in dimension 0; pass True "
             "and inputs of shape [batch, tokens, embed_dim]"
-        )
-    if context_parallel is not None:
-        raise ValueError(
-            f"context_parallel={context_parallel!r}: not supported so far; pass None and keep a "
-            "sequence on one device"
         )
 
 

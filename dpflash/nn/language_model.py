@@ -5,11 +5,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate, losses
+from ..distributed import ContextParallel, loss_weights
 from ..patterns import Pattern
-from .attention import require_dropout
+from .attention import MultiheadAttention, require_dropout
 from .linear_cross_entropy import LinearCrossEntropy
 from .transformer import TransformerBlock, make_norm
 
@@ -40,12 +42,17 @@ class LongContextLM(nn.Module):
         positions: "rotary", which has no parameters, "learned", one embedding for each of
             max_seq_len positions, or "alibi", one slope for each head of each block.
         attention_sinks: learn the score of one more key for each head, whose value is 0.
+        context_parallel: a DeviceMesh with a dimension "context", or a
+            `dpflash.distributed.ContextParallel`: tokens and targets are this worker's, as
+            `dpflash.distributed.shard_sequence` cuts them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
             holds the logits; its parameters are those of `torch.nn.Linear`.
 
     Raises:
         ValueError: for a value outside of what is written above.
     """
+
+    takes_context_parallel = True
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class LongContextLM(nn.Module):
         positions: Literal["rotary", "learned", "alibi"] = "rotary",
         attention_sinks: bool = False,
         chunked_loss: bool = False,
+        context_parallel: DeviceMesh | ContextParallel | None = None,
     ) -> None:
         super().__init__()
         _validate.positive_int(
@@ -106,6 +114,13 @@ class LongContextLM(nn.Module):
         if tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         self.reset_parameters()
+        self.context_parallel: ContextParallel | None = None
+        if context_parallel is not None:
+            if not isinstance(context_parallel, ContextParallel):
+                context_parallel = ContextParallel.of(context_parallel)
+            for module in self.modules():
+                if isinstance(module, MultiheadAttention | LongContextLM):
+                    module.context_parallel = context_parallel
 
     def reset_parameters(self) -> None:
         """Draws all weights anew and sets all biases to 0."""
@@ -126,12 +141,14 @@ class LongContextLM(nn.Module):
         """Scores the next token at each position, or the targets that are given.
 
         Args:
-            tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len.
+            tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
+                this worker's.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
-            With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`.
+            With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`; with
+            context_parallel this worker's part of it, whose sum over the workers is the whole.
 
         Raises:
             ValueError: for another shape or dtype, or a T above max_seq_len.
@@ -142,15 +159,19 @@ class LongContextLM(nn.Module):
                 "[batch, tokens] of torch.int64; use tokens.unsqueeze(0) for one sequence and "
                 "tokens.long() for other integers"
             )
-        if tokens.shape[1] > self.max_seq_len:
+        length, positions = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
+        if self.context_parallel is not None:
+            context = self.context_parallel.agreed(length, samples=tokens.shape[0])
+            length, positions = context.length, context.positions(tokens.device)
+        if length > self.max_seq_len:
             raise ValueError(
-                f"tokens have {tokens.shape[1]} positions: expected at most "
+                f"tokens have {length} positions: expected at most "
                 f"max_seq_len={self.max_seq_len}; shorten them or build the model for longer ones"
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            position_ids = positions.unsqueeze(0)
             if torch.compiler.is_compiling():
                 # A compiled private layer cannot ask for the size of the batch.
                 position_ids = position_ids.expand_as(tokens)
@@ -165,5 +186,9 @@ class LongContextLM(nn.Module):
         if targets is None:
             return self.lm_head(x)
         if isinstance(self.lm_head, LinearCrossEntropy):
-            return self.lm_head(x, targets)
-        return losses.cross_entropy(self.lm_head(x), targets)
+            sample_losses = self.lm_head(x, targets)
+        else:
+            sample_losses = losses.cross_entropy(self.lm_head(x), targets)
+        if self.context_parallel is None:
+            return sample_losses
+        return sample_losses * loss_weights(targets, self.context_parallel.group)

@@ -97,14 +97,20 @@ class Adaptive(Pattern):
         """
         q_means = _block_means(q, self.block_size)
         k_means = _block_means(k, self.block_size)
-        k_means = k_means.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return self.choose_from_means(q_means, k_means, softmax_scale)
+
+    def choose_from_means(
+        self, q_means: Tensor, k_means: Tensor, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`choose`, given the means `[B, H, n, D]` and `[B, G, n, D]` of the blocks of q and k."""
+        k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
             # The block before: a mean over the own block would tell of later tokens.
             q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
         n = q_means.shape[2]
-        own = torch.arange(n, device=q.device).expand(*q_means.shape[:3]).unsqueeze(3)
+        own = torch.arange(n, device=q_means.device).expand(*q_means.shape[:3]).unsqueeze(3)
         if n == 0 or min(self.keep, n) == 1:
-            return own.int(), torch.zeros(own.shape, dtype=torch.float32, device=q.device)
+            return own.int(), torch.zeros(own.shape, dtype=torch.float32, device=own.device)
         others = self._top(q_means.detach(), k_means.detach(), softmax_scale)
         index = others.clamp(min=0).flatten(2).unsqueeze(3).expand(-1, -1, -1, k_means.shape[3])
         chosen = k_means.gather(2, index).unflatten(2, others.shape[2:])
@@ -138,9 +144,13 @@ def _block_means(x: Tensor, block_size: int) -> Tensor:
     padded = F.pad(x, (0, 0, 0, blocks * block_size - tokens))
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = padded.unflatten(2, (blocks, block_size)).sum(3, dtype=dtype)
-    index = torch.arange(blocks, device=x.device)
-    counts = (tokens - index * block_size).clamp(max=block_size)
-    return sums / counts.unsqueeze(1)
+    return sums / block_counts(tokens, block_size, x.device).unsqueeze(1)
+
+
+def block_counts(num_tokens: int, block_size: int, device: torch.device) -> Tensor:
+    """`[n]`, int64: the tokens of each block."""
+    index = torch.arange(-(-num_tokens // block_size), device=device)
+    return (num_tokens - index * block_size).clamp(max=block_size)
 
 
 def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:

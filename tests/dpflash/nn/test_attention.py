@@ -218,7 +218,7 @@ def test_all_parameters_belong_to_linear_layers():
         ({"add_bias_kv": True}, "add_bias_kv=True"),
         ({"add_zero_attn": True}, "add_zero_attn=True"),
         ({"pattern": "dilated"}, "pattern='dilated'"),
-        ({"context_parallel": "mesh"}, "context_parallel="),
+        ({"context_parallel": "mesh"}, "mesh="),
         ({"num_heads": 5}, "num_heads=5.*divisor of embed_dim=12"),
         ({"num_heads": 0}, "num_heads=0"),
         ({"num_kv_heads": 2}, "num_kv_heads=2"),

@@ -1,0 +1,27 @@
+"""Sequences whose tokens lie on several workers.
+
+`shard_sequence` cuts a sequence, `ring_attention` attends over all of it, `unshard_sequence` puts
+results together; `context_parallel` does this for a whole model. All of it works for every pattern
+of `dpflash.patterns`, gives what one worker alone would give, and never moves what no query sees.
+Workers agree on every call before they exchange tensors, so that a mistake is an error on all of
+them and not a hang.
+"""
+
+from .attention import ring_attention
+from .context import ContextParallel, context_parallel, loss_weights
+from .layout import Layout
+from .shards import shard_sequence, unshard_sequence
+from .traffic import count_traffic, edges_per_rank, sent_bytes
+
+__all__ = [
+    "ContextParallel",
+    "Layout",
+    "context_parallel",
+    "count_traffic",
+    "edges_per_rank",
+    "loss_weights",
+    "ring_attention",
+    "sent_bytes",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,280 @@
+"""Attention over a sequence whose tokens lie on several workers.
+
+Letters: B samples, H query heads, G key/value heads, T tokens, T_p those of worker p, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dpflash import _validate
+from dpflash.functional import attention, per_head, require_fitting, resolve_pattern
+from dpflash.patterns import Pattern
+from dpflash.workers import world_size
+
+from .agreement import (
+    MODES,
+    Context,
+    Refusal,
+    layout_agreed,
+    length_within,
+    lengths_agreed,
+    resolve_group,
+)
+from .chosen import Choice
+from .gathered import GatheredAttention, Gathering
+from .layout import SHARDINGS
+from .plan import Spread
+from .ring import Ring, RingAttention
+from .traffic import cheapest_mode, require_possible
+from .ulysses import ulysses_attention
+
+_WHAT = "ring_attention"
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None,
+    group: ProcessGroup | None = None,
+    mode: str = "ring",
+    sharding: str = "contiguous",
+    return_lse: Literal[False] = False,
+    softmax_scale: float | None = None,
+    length: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None,
+    group: ProcessGroup | None = None,
+    mode: str = "ring",
+    sharding: str = "contiguous",
+    return_lse: Literal[True],
+    softmax_scale: float | None = None,
+    length: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None,
+    group: ProcessGroup | None = None,
+    mode: str = "ring",
+    sharding: str = "contiguous",
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    length: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dpflash.attention` over a sequence that is sharded over workers, for every pattern.
+
+    All workers of the group call it together, each with its own tokens as
+    `dpflash.distributed.shard_sequence` cuts them, and all of them go backward, or none.
+
+    - "ring": keys and values come from each worker in turn, only those that some query sees, and
+      their gradients go straight back (Liu et al., arXiv:2310.01889). Keeps q, k, v, o and lse of
+      this worker; the passing shard of another comes on top.
+    - "all_gather": one all-gather of all keys and values in each pass, which takes memory for the
+      keys and values of the whole sequence while the call runs, and one reduce-scatter of their
+      gradients.
+    - "ulysses": all-to-all over heads, all tokens of some heads on each worker (Jacobs et al.,
+      arXiv:2309.14509); needs H of at least the number of workers, and keeps q, k and v of its
+      heads. With fewer key/value heads than workers k and v are repeated to H heads first.
+    - "auto": of those that are possible the one whose busiest worker sends the fewest bytes
+      forward and backward, see `sent_bytes`; at equality ring, then ulysses, then all_gather.
+
+    Args:
+        q: `[B, H, T_p, D]`, this worker's tokens; dtypes as in `dpflash.attention`.
+        k: `[B, G, T_p, D]`, dtype and device of `q`; G divides H.
+        v: `[B, G, T_p, D]`, dtype and device of `q`.
+        pattern: one of `dpflash.patterns`, over the whole sequence; None means dense attention
+            that is not causal.
+        group: the workers that share the sequence; None means the default group, or without
+            torch.distributed this process by itself.
+        mode: how keys and values travel, see above.
+        sharding: "contiguous" or "zigzag", see `Layout`.
+        return_lse: also return the log-sum-exp of each query's scores.
+        softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
+        length: positions from this one on are padding: neither seen nor computed.
+        sinks: `[H]` or `[B, H]`, the same on all workers: the score of one more key, of value 0.
+        alibi_slopes: `[H]` or `[B, H]`, the same on all workers: ``slope * |i - j|`` is taken from
+            the scores, of positions in the whole sequence.
+
+    Returns:
+        o: `[B, H, T_p, D]`, dtype of `q`, this worker's rows of what `dpflash.attention` gives for
+        the whole sequence; with `return_lse` the pair (o, lse), lse `[B, H, T_p]`, float32
+        (float64 for float64 inputs). A query without key or sink, or of padding, has o = 0,
+        lse = -inf and gradient 0.
+
+    Raises:
+        ValueError: on all workers, for arguments that `dpflash.attention` refuses, that differ
+            between workers, or a shard that is not the one of this worker.
+        dpflash.workers.WorkerError: a worker died, or did not come within the group's timeout.
+
+    Guarantees:
+        Differentiable once in q, k, v, sinks and alibi_slopes, through o and lse. Gradients of
+        sinks and alibi_slopes are this worker's part: their sum over the workers is the whole.
+        Partial results merge, and gradients are summed over workers, in float32 (float64 for
+        float64 inputs), in a fixed order; they are rounded to the inputs' dtype once, except that
+        repeated heads of "ulysses" are rounded before their gradients are summed. Repeats bit for
+        bit in "ring", and in the others as far as the backend's collectives do.
+    """
+    refusal = Refusal()
+    with refusal.held():
+        group = resolve_group(group)
+    if refusal.error is not None:
+        raise refusal.error
+    values: dict[str, Any] = {}
+    scale = 1.0
+    with refusal.held():
+        require_fitting(q, k, v)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"q has {q.shape[2]} tokens and k {k.shape[2]}: expected the same tokens of one "
+                "sequence; cut both with shard_sequence"
+            )
+        _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
+        if softmax_scale is not None:
+            _validate.finite(softmax_scale=softmax_scale)
+        scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+        pattern = resolve_pattern(pattern, False, q.shape[2], q.shape[2])
+        sinks = per_head("sinks", sinks, q)
+        alibi_slopes = per_head("alibi_slopes", alibi_slopes, q)
+        if length is not None:
+            _validate.positive_int(length=length)
+        values = {
+            "shape of q [B, H, tokens, D]": (*q.shape[:2], ..., q.shape[3]),
+            "shape of k [B, G, tokens, D]": (*k.shape[:2], ..., k.shape[3]),
+            "dtype of q": q.dtype,
+            "device type of q": q.device.type,
+            "pattern": pattern.key,
+            "mode": mode,
+            "sharding": sharding,
+            "softmax_scale": scale,
+            "length": None if length is None else int(length),
+            "dtype of sinks": None if sinks is None else sinks.dtype,
+            "dtype of alibi_slopes": None if alibi_slopes is None else alibi_slopes.dtype,
+            "which of q, k, v, sinks, alibi_slopes need gradients": _need_gradients(
+                q, k, v, sinks, alibi_slopes
+            ),
+        }
+    own = q.shape[2] if values else 0
+    lengths = lengths_agreed(_WHAT, values, own, group, refusal.error)
+    layout = layout_agreed(_WHAT, lengths, sharding)
+    context = Context(group, layout, mode, length_within(length, layout.num_tokens))
+    assert pattern is not None
+    o, lse = attend(
+        q,
+        k,
+        v,
+        pattern=pattern,
+        scale=scale,
+        context=context,
+        sinks=sinks,
+        slopes=alibi_slopes,
+    )
+    return (o, lse) if return_lse else o
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    scale: float,
+    context: Context,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ring_attention` among workers that agreed already: on all of its arguments but the tensors.
+
+    Args:
+        q: `[B, H, T_p, D]`, checked by `require_fitting`, as k and v.
+        k: `[B, G, T_p, D]`.
+        v: `[B, G, T_p, D]`.
+        pattern: over the whole sequence.
+        scale: factor of the scores.
+        context: what the workers agreed on; T_p is its layout's.
+        sinks: `[B, H]`.
+        slopes: `[B, H]`.
+
+    Returns:
+        ``(o, lse)``, see `ring_attention`.
+
+    Raises:
+        ValueError: on all workers, for a mode, T or H that is not possible.
+    """
+    own, padding = context.local_length, q.shape[2] - context.local_length
+    if padding:
+        q, k, v = (x[:, :, :own] for x in (q, k, v))
+    o, lse = _attend(q, k, v, pattern, scale, context, sinks, slopes)
+    if padding:
+        o = F.pad(o, (0, 0, 0, padding))
+        lse = F.pad(lse, (0, padding), value=-math.inf)
+    return o, lse
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    scale: float,
+    context: Context,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    group = context.group
+    spread = Spread(pattern, context.length, q.shape[1], k.shape[1], context.layout)
+    spread.static.graph(spread.length, spread.num_heads)  # refuses a T or H it does not take
+    mode = context.mode
+    if mode == "auto":
+        mode = cheapest_mode(spread, q.shape[3], q.dtype, q.shape[0])
+    require_possible(spread, mode)
+    if group is None or world_size(group) == 1:
+        return attention(
+            q,
+            k,
+            v,
+            pattern=pattern,
+            softmax_scale=scale,
+            return_lse=True,
+            sinks=sinks,
+            alibi_slopes=slopes,
+        )
+    if q.shape[0] == 0:
+        o = q + (k.sum() + v.sum())  # nothing, but what autograd knows to depend on q, k and v
+        return o, o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
+    if mode == "ulysses":
+        return ulysses_attention(q, k, v, sinks, slopes, spread, group, scale)
+    choice = Choice.of(q, k, spread, group, scale)
+    by_chunk = slopes is not None
+    if mode == "ring":
+        ring = Ring(spread, group, scale, by_chunk)
+        return RingAttention.apply(q, k, v, sinks, slopes, *choice, ring)
+    gathering = Gathering(spread, group, scale, by_chunk)
+    return GatheredAttention.apply(q, k, v, sinks, slopes, *choice, gathering)
+
+
+def _need_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
+    return tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors)

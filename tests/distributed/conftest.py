@@ -1,0 +1,58 @@
+"""Four processes for all tests of this folder."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location(
+    "distributed_world", Path(__file__).with_name("world.py")
+)
+world_module = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = world_module
+_SPEC.loader.exec_module(world_module)
+
+
+class Worlds:
+    """Hands out a world that lives, and starts another after one that hung."""
+
+    def __init__(self) -> None:
+        self._world = None
+
+    def get(self):
+        if self._world is None or self._world.dead:
+            self._world = world_module.World(4)
+        return self._world
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    held = Worlds()
+    yield held
+    held.close()
+
+
+@pytest.fixture
+def world(worlds):
+    """Four processes, and groups of 1, 2 and 3 of them: see `world.World`."""
+    return worlds.get()
+
+
+@pytest.fixture
+def new_world():
+    """new_world(size, timeout): processes of a test's own, ended behind it."""
+    made = []
+
+    def make(size, timeout=30.0):
+        made.append(world_module.World(size, timeout))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

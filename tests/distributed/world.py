@@ -1,0 +1,153 @@
+"""A world of processes that is started once and then given one case after another.
+
+    with World(4) as world:
+        world.run(cases_file, "name of a function", size=3, argument=...)
+
+Each member of a group calls ``function(group, **arguments)`` of the file; what they return comes
+back by rank. Groups smaller than the world leave other ranks out than the last ones, so that ranks
+in a group and ranks in the world differ.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+MEMBERS = {1: [1], 2: [1, 3], 3: [0, 2, 3]}
+
+
+@dataclass
+class Failure:
+    """What a case raised on one rank."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class World:
+    """Processes with a gloo group.
+
+    Args:
+        size: number of processes.
+        timeout: of the group's exchanges, in seconds.
+    """
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self.dead = False
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(port), str(timeout)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            for rank in range(size)
+        ]
+        self._answers: queue.Queue = queue.Queue()
+        for rank, process in enumerate(self._processes):
+            threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
+
+    def _listen(self, rank: int, process: subprocess.Popen) -> None:
+        try:
+            while True:
+                self._answers.put((rank, pickle.load(process.stdout)))
+        except (EOFError, pickle.UnpicklingError, OSError, ValueError):
+            self._answers.put((rank, Failure("Died", f"rank {rank} ended", "")))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.dead = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def gather(self, file: str, name: str, size: int, seconds: float = 120.0, **arguments):
+        """What each rank of the group of `size` returned or, as a `Failure`, raised."""
+        ranks = list(range(self.size)) if size == self.size else MEMBERS[size]
+        for rank in ranks:
+            pickle.dump((file, name, size, arguments), self._processes[rank].stdin)
+            self._processes[rank].stdin.flush()
+        answers = {}
+        try:
+            while len(answers) < len(ranks):
+                rank, answer = self._answers.get(timeout=seconds)
+                if rank in ranks:
+                    answers[rank] = answer
+        except queue.Empty:
+            self.close()
+            missing = [rank for rank in ranks if rank not in answers]
+            raise TimeoutError(f"{name}: ranks {missing} hang, others: {answers}") from None
+        return [answers[rank] for rank in ranks]
+
+    def run(self, file: str, name: str, size: int, seconds: float = 120.0, **arguments):
+        """As `gather`, but a failure is raised here."""
+        answers = self.gather(file, name, size, seconds, **arguments)
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
+        if failures:
+            raise AssertionError("\n".join(f.trace or f.message for f in failures))
+        return answers
+
+
+def load(file: str) -> ModuleType:
+    """A Python file as a module, the same one for the same file."""
+    name = f"distributed_{Path(file).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _work(rank: int, size: int, port: int, timeout: float) -> None:
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a case prints must not come between the answers
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    groups = {size: None}
+    for smaller, members in MEMBERS.items():
+        if smaller < size:
+            groups[smaller] = dist.new_group(members, timeout=wait) if max(members) < size else 0
+    while True:
+        try:
+            file, name, group_size, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = getattr(load(file), name)(groups[group_size], **arguments)
+        except BaseException as error:
+            answer = Failure(type(error).__name__, str(error), traceback.format_exc())
+        pickle.dump(answer, channel)
+        channel.flush()
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
