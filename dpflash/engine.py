@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Event, Gaussian, Interval
 
-from . import checkpoint
+from . import checkpoint, sharded_checkpoint
 from ._validate import finite, non_negative, one_of, positive, positive_int, probability
 from .arguments import make_groups, refuse_keywords, sampling_of, trained_parameters
 from .attach import attach, check_model, detach
@@ -27,7 +27,7 @@ from .check import CheckReport, run_check
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import Gate, PrivateBackward
-from .joining import check_module, join, open_ledger
+from .joining import check_module, join, open_ledger, part
 from .mesh import Workers
 from .optimizer import PrivateOptimizer
 from .planner import WAYS, default_memory_budget
@@ -94,6 +94,8 @@ class PrivacyEngine:
         if unknown:
             refuse_keywords(unknown, PrivacyEngine)
         self._workers = Workers.of(mesh)
+        # One worker of a mesh writes what several would, so that more of them can go on from it.
+        self._has_mesh = mesh is not None
         self._spending = Spending(
             accountant,
             relation=neighboring_relation,
@@ -161,7 +163,7 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size.
+                privacy unit, batch_size the expected batch size, of all workers together.
             noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
             max_grad_norm: L2 bound C of one sample's gradient over all parameters.
             clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
@@ -175,8 +177,8 @@ class PrivacyEngine:
                 anew) or "shuffled" (the loader's own passes); None for what poisson_sampling
                 says. Epsilon is that of the sampler: a shuffled pass costs one Gaussian step,
                 an upper bound without amplification.
-            physical_batch_size: upper bound of a batch that the loader yields; logical batches
-                above it come in parts and step() waits for the last.
+            physical_batch_size: upper bound of a batch that the loader yields to a worker;
+                logical batches above it come in parts and step() waits for the last.
             max_batch_size: of a Poisson draw with more samples only so many are kept. What that
                 costs is accounted for; well above batch_size it is next to nothing.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
@@ -262,9 +264,8 @@ class PrivacyEngine:
             workers=self._workers,
             gate_type=Gate if self._workers.context is None else ContextGate,
         )
-        join(
-            module,
-            self._workers,
+        self._workers.agree(
+            "make_private",
             {
                 "noise_multiplier": float(noise_multiplier),
                 "max_grad_norm": float(max_grad_norm),
@@ -314,6 +315,7 @@ class PrivacyEngine:
             )
         for parameter in trained:
             parameter.grad = None
+        join(module, self._workers)
         attach(module, backward)
         self._model, self._backward, self._tracker = module, backward, tracker
         self._clipping = clipping
@@ -597,6 +599,7 @@ class PrivacyEngine:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
         detach(model)
+        part(model)
         assert self._optimizer is not None
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
@@ -609,51 +612,67 @@ class PrivacyEngine:
     def save_checkpoint(
         self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write everything a later process needs to go on.
+        """Write everything a later process needs to go on, with whatever number of workers.
 
-        Parameters, optimizer, spent privacy, noise counter and the loader's position, in one
-        atomic write. The clipped sum of an unfinished logical batch is left out: the batch is
-        drawn again.
+        Parameters, optimizer, spent privacy, noise counter and the loader's position, so that the
+        checkpoint is at any moment the old one or the new one. The clipped sum of an unfinished
+        logical batch is left out: the batch is drawn again.
 
         Args:
-            path: the file. It holds the noise key: keep it as secret as the data, and release
-                model.state_dict() instead.
-            extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns.
+            path: the file; with a mesh a folder, on a file system that all workers share: all of
+                them call this together, each writes its part of the model, the first one the
+                rest. It holds the noise key and can be read by its owner only: keep it as secret
+                as the data, and release model.state_dict() instead.
+            extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
+                with a mesh, those of the first worker.
 
         Raises:
-            ValueError: extra holds what could not be read again.
+            ValueError: extra holds what could not be read again; path is a folder where a file
+                is to be written, or the reverse.
+            RuntimeError: another worker failed, as its message says; the checkpoint before this
+                one is as it was.
         """
-        backward = self._attached()
+        self._attached()
         assert self._model is not None and self._optimizer is not None
-        assert self._loader is not None
-        checkpoint.check_extra(extra)
-        checkpoint.write(
+        sharded_checkpoint.save(
             path,
-            {
-                "module": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "spending": self._spending.state_dict(),
-                "key": self._key,
-                "incarnation": self._incarnation,
-                "run": self._run,
-                "branch": self._branch,
-                "releases": self._optimizer.releases,
-                "ledger_releases": None if self._ledger is None else self._ledger.releases,
-                "ledger_digest": None if self._ledger is None else self._ledger.digest(),
-                "noise_multiplier": self._optimizer.noise_multiplier,
-                "max_grad_norm": self._optimizer.max_grad_norm,
-                "loader": self._loader.state_dict(),
-                "sampling": self._sampling(),
-                "clipping": self._clipping,
-                "clip_function": backward.clip_function,
-                "unamplified": self._unamplified,
-                "seed": self.seed,
-                "extra": extra or {},
-            },
+            lambda: self._own_state(extra),
+            model=self._model,
+            optimizer=self._optimizer.original_optimizer,
+            workers=self._workers,
+            as_folder=self._has_mesh,
         )
+
+    def _own_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint holds beside model and optimizer; the same on all workers."""
+        assert self._optimizer is not None and self._loader is not None
+        checkpoint.check_extra(extra)
+        return {
+            "spending": self._spending.state_dict(),
+            "key": self._key,
+            "incarnation": self._incarnation,
+            "run": self._run,
+            "branch": self._branch,
+            "releases": self._optimizer.releases,
+            "ledger_releases": None if self._ledger is None else self._ledger.releases,
+            "ledger_digest": None if self._ledger is None else self._ledger.digest(),
+            "noise_multiplier": self._optimizer.noise_multiplier,
+            "max_grad_norm": self._optimizer.max_grad_norm,
+            "loader": self._loader.state_dict(),
+            "sampling": self._sampling(),
+            "clipping": self._clipping,
+            "clip_function": self._attached().clip_function,
+            "unamplified": self._unamplified,
+            "seed": self.seed,
+            "extra": extra or {},
+        }
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
+
+        A file or a folder, of an engine with or without a mesh: the number of workers and how the
+        model lies on them may differ from the run that wrote it. With a mesh all workers call
+        this together, and each reads what it needs.
 
         With a seed or a ledger the run goes on bit for bit as if it had not stopped; else it draws
         the same batches with noise under a new key, since the run that wrote the checkpoint may
@@ -664,22 +683,33 @@ class PrivacyEngine:
             What save_checkpoint got as `extra`.
 
         Raises:
-            FileNotFoundError, ValueError: for a missing, damaged or mismatched file; nothing is
-                changed then.
-            RuntimeError: where steps were released already and no ledger remembers them.
+            FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
+                nothing is changed then.
+            RuntimeError: where steps were released already and no ledger remembers them, or
+                another worker could not read the checkpoint.
         """
         backward = self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
-        state = checkpoint.read(path)
-        checkpoint.check_fits(
+
+        def check(state: dict[str, Any]) -> None:
+            assert self._model is not None and self._optimizer is not None
+            checkpoint.check_fits(
+                path,
+                state,
+                shapes=sharded_checkpoint.shapes(self._model),
+                optimizer=self._optimizer,
+                sampling=self._sampling(),
+                mechanism=type(self.accountant).mechanism(),
+                ledger=self._ledger,
+            )
+
+        state = sharded_checkpoint.load(
             path,
-            state,
             model=self._model,
-            optimizer=self._optimizer,
-            sampling=self._sampling(),
-            mechanism=type(self.accountant).mechanism(),
-            ledger=self._ledger,
+            optimizer=self._optimizer.original_optimizer,
+            workers=self._workers,
+            check=check,
         )
         here = (self._key, self._incarnation, self._optimizer.releases)
         there = (state["key"], state["incarnation"], state["releases"])
@@ -691,22 +721,15 @@ class PrivacyEngine:
                 "within a run use PrivacyEngine(ledger=...)"
             )
         self._spending.load_state_dict(state["spending"])
-        for name in ("noise_multiplier", "max_grad_norm"):
-            if getattr(self._optimizer, name) != state[name]:
-                warnings.warn(
-                    f"{name} is {state[name]!r} from the checkpoint now, not "
-                    f"{getattr(self._optimizer, name)!r}; set optimizer.{name} to change it",
-                    stacklevel=2,
-                )
-        here_clips = {"clipping": self._clipping, "clip_function": backward.clip_function}
-        for name, value in here_clips.items():
-            if value != state[name]:
-                warnings.warn(
-                    f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
-                    "make_private was told",
-                    stacklevel=2,
-                )
-        self._model.load_state_dict(state["module"])
+        checkpoint.warn_of_changes(
+            state,
+            restored={
+                "noise_multiplier": self._optimizer.noise_multiplier,
+                "max_grad_norm": self._optimizer.max_grad_norm,
+            },
+            kept={"clipping": self._clipping, "clip_function": backward.clip_function},
+        )
+        sharded_checkpoint.put(self._model, state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._key = state["key"]
         self._incarnation = state["incarnation"]

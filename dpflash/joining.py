@@ -1,12 +1,12 @@
 """What workers must have in common before they train one model together."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -100,23 +100,43 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [0] if group is None else list(dist.get_process_group_ranks(group))
 
 
-def join(module: nn.Module, workers: Workers, arguments: Mapping[str, Any]) -> None:
-    """Make sure of equal arguments, and of equal parameters and buffers where they are copies.
-
-    Raises:
-        ValueError: naming the argument that differs between workers.
-    """
-    workers.agree("make_private", arguments)
+def join(module: nn.Module, workers: Workers) -> None:
+    """Make copies of parameters and buffers equal, and gradients the clipping gates' business."""
     copies: list[Tensor] = [*module.parameters(), *module.buffers()]
     workers.broadcast_(
         [x.detach() for x in copies if not is_sharded(x)], "the first worker's parameters"
     )
     if isinstance(module, DistributedDataParallel):
-        module.register_comm_hook(None, _keep_own)
+        held = module.__dict__.get(_REDUCTION)
+        if held is None:
+            held = module.__dict__[_REDUCTION] = _Reduction(module.process_group)
+            module.register_comm_hook(held, _reduce)
+        held.is_private = True
 
 
-def _keep_own(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Leaves gradients as they are: the optimizer's step sums what the clipping gates made."""
+def part(module: nn.Module) -> None:
+    """Undo what `join` did to the gradients of a wrapped module."""
+    held = module.__dict__.get(_REDUCTION)
+    if held is not None:
+        held.is_private = False
+
+
+# A module takes one hook, for good.
+_REDUCTION = "_dpflash_reduction"
+
+
+@dataclass
+class _Reduction:
+    """Who reduces the gradients of a DistributedDataParallel module over its workers."""
+
+    group: dist.ProcessGroup
+    is_private: bool = True
+
+
+def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Private gradients stay as they are: the optimizer's step sums what the gates made."""
+    if not reduction.is_private:
+        return allreduce_hook(reduction.group, bucket)
     own: torch.futures.Future[Tensor] = torch.futures.Future()
     own.set_result(bucket.buffer())
     return own

@@ -91,6 +91,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Say whether the next `step` call ends a physical batch only."""
+        if self._backward.workers.everyone is not None:
+            raise RuntimeError(
+                "signal_skip_step (BatchMemoryManager) with a mesh: workers would split their "
+                "shares of a draw into unequal numbers of parts. Pass physical_batch_size= to "
+                "make_private instead"
+            )
         self._step_skip_queue.append(do_skip)
 
     def attach_step_hook(self, fn: Callable[[PrivateOptimizer], None]) -> None:

@@ -162,8 +162,8 @@ def ring_attention(
         if length is not None:
             _validate.positive_int(length=length)
         values = {
-            "shape of q [B, H, tokens, D]": (*q.shape[:2], ..., q.shape[3]),
-            "shape of k [B, G, tokens, D]": (*k.shape[:2], ..., k.shape[3]),
+            "[B, H, D] of q": [*q.shape[:2], q.shape[3]],
+            "[B, G, D] of k": [*k.shape[:2], k.shape[3]],
             "dtype of q": q.dtype,
             "device type of q": q.device.type,
             "pattern": pattern.key,

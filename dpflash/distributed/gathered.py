@@ -94,8 +94,10 @@ class GatheredAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Gathering = ctx.call
-        _, k, v, _, lse, *_ = ctx.saved_tensors
-        differentiating = Differentiating(ctx.saved_tensors, do, dlse, call.scale)
+        # Once: activation checkpointing hands them out a single time.
+        saved = ctx.saved_tensors
+        _, k, v, _, lse, *_ = saved
+        differentiating = Differentiating(saved, do, dlse, call.scale)
         runtime = differentiating.runtime_graph(call.spread)
         kv = call.gather(k, v, "backward")
         dkv = torch.zeros_like(kv, dtype=lse.dtype)

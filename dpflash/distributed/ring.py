@@ -159,8 +159,10 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         ring: Ring = ctx.ring
-        _, k, v, _, lse, *_ = ctx.saved_tensors
-        differentiating = Differentiating(ctx.saved_tensors, do, dlse, ring.scale)
+        # Once: activation checkpointing hands them out a single time.
+        saved = ctx.saved_tensors
+        _, k, v, _, lse, *_ = saved
+        differentiating = Differentiating(saved, do, dlse, ring.scale)
         runtime = differentiating.runtime_graph(ring.spread)
         own = k.new_zeros((2, *k.shape), dtype=lse.dtype)
         pending = ring.fetch(1, k, v, "backward")

@@ -98,7 +98,7 @@ def unshard_sequence(
             _validate.positive_int(length=length)
         own = x.shape[dim]
         values = {
-            "shape of x, tokens aside": (*x.shape[:dim], ..., *x.shape[dim + 1 :]),
+            "shape of x, tokens aside": [*x.shape[:dim], *x.shape[dim + 1 :]],
             "dtype of x": x.dtype,
             "dim": dim,
             "sharding": sharding,

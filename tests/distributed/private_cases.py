@@ -1,0 +1,504 @@
+"""What each worker runs for test_private_training.py, and what one process runs to compare."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+from dpflash.distributed import context_parallel, shard_sequence
+from dpflash.nn import LongContextLM
+from dpflash.patterns import Adaptive, Dilated
+
+TOKENS, VOCAB, SAMPLES, BATCH = 23, 40, 30, 6
+STEPS = 5
+
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def mesh_of(context: int) -> DeviceMesh:
+    """All workers, `context` of them sharing each sample."""
+    if context not in _meshes:
+        shape = (dist.get_world_size() // context, context)
+        _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+    return _meshes[context]
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(0, VOCAB, (samples, TOKENS + 1), generator=generator)
+    return TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+
+PATTERNS = {
+    "dilated": Dilated(segment_lengths=(4, 16), dilation_rates=(1, 2), causal=True),
+    "adaptive": Adaptive(block_size=16, keep=1, causal=True),
+}
+
+
+def build(**options: Any) -> LongContextLM:
+    torch.manual_seed(0)
+    if "pattern" in options:
+        options["pattern"] = PATTERNS[options["pattern"]]
+    return LongContextLM(VOCAB, 32, 2, 2, max_seq_len=TOKENS, **options)
+
+
+def wrap(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
+    """The model as it is, or in one of torch's wrappers."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group("data"))
+    if wrapper.startswith("fsdp"):
+        over = mesh["data"] if wrapper == "fsdp" else mesh["data", "context"]._flatten("all")
+        for block in model.blocks:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+    return model
+
+
+def whole(model: nn.Module) -> np.ndarray:
+    """All parameters one after another."""
+    parts = []
+    for parameter in model.parameters():
+        x = parameter.detach()
+        parts.append((x.full_tensor() if hasattr(x, "full_tensor") else x).flatten())
+    return torch.cat(parts).numpy()
+
+
+def train(
+    group: object = None,
+    *,
+    context: int = 0,
+    wrapper: str = "plain",
+    mode: str = "ring",
+    sharding: str = "contiguous",
+    clipping: str = "flat",
+    way: str = "auto",
+    physical_batch_size: int | None = None,
+    sampling: str = "poisson",
+    sigma: float = 0.5,
+    batch_size: int = BATCH,
+    steps: int = STEPS,
+    no_sync: bool = False,
+    model: dict[str, Any] | None = None,
+    ledger: str | None = None,
+    clip_function: str = "hard",
+) -> dict[str, Any]:
+    """Some private steps; context=0 is one process that has everything."""
+    mesh = mesh_of(context) if context else None
+    plain = made = build(**dict(model or {}))
+    if mesh is not None:
+        if context > 1:
+            context_parallel(plain, mesh, mode=mode, sharding=sharding)
+        made = wrap(plain, wrapper, mesh)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh, ledger=ledger)
+    made, optimizer, loader = engine.make_private(
+        module=made,
+        optimizer=torch.optim.Adam(made.parameters(), lr=1e-2),
+        data_loader=DataLoader(dataset(), batch_size=batch_size),
+        noise_multiplier=sigma,
+        max_grad_norm=0.5,
+        clipping=clipping,
+        way=way,
+        clip_function=clip_function,
+        physical_batch_size=physical_batch_size,
+        sampling=sampling,
+    )
+    sizes: list[int] = []
+    while optimizer.releases < steps:
+        for x, y in loader:
+            if context > 1:
+                group_of_context = mesh.get_group("context")
+                x, y = (shard_sequence(t, 1, group_of_context, sharding) for t in (x, y))
+            mark = engine._tracker.current
+            if no_sync and not mark.last:
+                with made.no_sync():
+                    engine.backward(made(x, y))
+            else:
+                engine.backward(made(x, y))
+            sizes.append(len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.releases == steps:
+                break
+    return {
+        "parameters": whole(plain),
+        "epsilon": engine.get_epsilon(1e-5),
+        "sizes": sizes,
+        "ways": sorted({use.way for use in engine.plan()}),
+    }
+
+
+def clipped_sums(
+    group: object = None,
+    *,
+    context: int,
+    clipping: str = "flat",
+    way: str = "auto",
+    drop: int | None = None,
+    broken: bool = False,
+    bound: float = 1.0,
+    scale: float = 1.0,
+) -> np.ndarray:
+    """The clipped sum of a fixed batch without noise, over all workers.
+
+    Args:
+        drop: leaves one sample out.
+        broken: adds the squares of the parts' norms, as if they were norms of the sum.
+        scale: of the losses, so that gradients are far above the bound.
+    """
+    mesh = mesh_of(context) if context else None
+    model = build()
+    if context > 1:
+        context_parallel(model, mesh, mode="ring")
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    model, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        clipping=clipping,
+        way=way,
+    )
+    if broken:
+        break_norms()
+    x, y = (t[:4] for t in dataset().tensors)
+    if drop is not None:
+        kept = [i for i in range(4) if i != drop]
+        x, y = x[kept], y[kept]
+    if context > 1:
+        x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
+    try:
+        engine.backward(model(x, y) * scale)
+    finally:
+        if broken:
+            mend_norms()
+    sums = engine._backward.sums
+    return torch.cat([sums[p].flatten() for p in model.parameters()]).numpy()
+
+
+_held: list[Any] = []
+
+
+def break_norms() -> None:
+    """Norms from each worker's own part: its squares are added, never its gradients."""
+    from dpflash import context_gate, workers
+
+    _held.append(context_gate.ContextGate._share)
+    parts: dict[int, Tensor] = {}
+
+    def share(self: Any, position: int, grad: Tensor) -> Tensor:
+        own = _held[0](self, position, grad)
+        parts[id(self), position] = grad
+        return own
+
+    def norms(self: Any, grads: Any) -> Tensor:
+        self._take_all(grads)
+        squares = torch.zeros(self.batch_size, dtype=torch.float64)
+        for (gate, _), grad in parts.items():
+            if gate == id(self):
+                squares += grad.flatten(1).double().square().sum(1)
+        return workers.all_reduce_(squares, self._group, "norms")
+
+    _held.append(context_gate.ContextGate.finish_norms)
+    context_gate.ContextGate._share = share
+    context_gate.ContextGate.finish_norms = norms
+
+
+def mend_norms() -> None:
+    from dpflash import context_gate
+
+    context_gate.ContextGate._share, context_gate.ContextGate.finish_norms = _held
+    _held.clear()
+
+
+def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> dict[str, Any]:
+    """What a step adds to zero gradients: the parameters' change, and who drew how much."""
+    from dpflash.kernels import noise
+
+    mesh = mesh_of(context) if context else None
+    plain = made = build()
+    if mesh is not None:
+        if context > 1:
+            context_parallel(plain, mesh)
+        made = wrap(plain, wrapper, mesh)
+    before = whole(plain)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    made, optimizer, loader = engine.make_private(
+        module=made,
+        optimizer=torch.optim.SGD(made.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    drawn = [0]
+    original = noise.NoiseStream.add_to_
+
+    def count(self: noise.NoiseStream, out: Tensor) -> Tensor:
+        drawn[0] += out.numel()
+        return original(self, out)
+
+    noise.NoiseStream.add_to_ = count
+    try:
+        for x, y in loader:
+            if context > 1:
+                x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
+            engine.backward(made(x, y) * 0.0)
+            optimizer.step()
+            break
+    finally:
+        noise.NoiseStream.add_to_ = original
+    return {"noise": (before - whole(plain)) * BATCH, "drawn": drawn[0]}
+
+
+def refusals(group: object = None) -> dict[str, str]:
+    """What is refused where two workers are, and how it is said."""
+    said = {}
+
+    def attempt(name: str, action: Any) -> None:
+        try:
+            action()
+            said[name] = "nothing"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def make(engine: dpflash.PrivacyEngine, module: nn.Module, **options: Any) -> None:
+        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+        engine.make_private(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+            data_loader=DataLoader(dataset(), batch_size=BATCH, shuffle=True),
+            **arguments,
+        )
+
+    rank = dist.get_rank()
+    data, context = mesh_of(1), mesh_of(2)
+    attempt("mesh of one", lambda: dpflash.PrivacyEngine(mesh=DeviceMesh("cpu", [rank])))
+    attempt(
+        "mesh names",
+        lambda: dpflash.PrivacyEngine(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
+    )
+    attempt("no mesh", lambda: dpflash.PrivacyEngine(mesh="data"))
+    attempt("seed", lambda: dpflash.PrivacyEngine(mesh=data, seed=rank))
+    attempt(
+        "accountant",
+        lambda: dpflash.PrivacyEngine(mesh=data, accountant="rdp" if rank else "contour"),
+    )
+    engine = dpflash.PrivacyEngine(mesh=data)
+    attempt("shuffled", lambda: make(engine, build(), sampling="shuffled"))
+    attempt("noise", lambda: make(engine, build(), noise_multiplier=1.0 + rank))
+    attempt(
+        "clipping",
+        lambda: make(
+            dpflash.PrivacyEngine(mesh=data), build(), clipping=("flat", "per_layer")[rank]
+        ),
+    )
+    attempt(
+        "model",
+        lambda: make(
+            dpflash.PrivacyEngine(mesh=data), build(norm=("layer_norm", "rms_norm")[rank])
+        ),
+    )
+    attempt("not context parallel", lambda: make(dpflash.PrivacyEngine(mesh=context), build()))
+    attempt(
+        "engine without context",
+        lambda: make(dpflash.PrivacyEngine(mesh=data), context_parallel(build(), context)),
+    )
+    attempt(
+        "no engine mesh", lambda: make(dpflash.PrivacyEngine(), context_parallel(build(), context))
+    )
+    attempt(
+        "book_keeping",
+        lambda: make(
+            dpflash.PrivacyEngine(mesh=context),
+            context_parallel(build(), context),
+            way="book_keeping",
+        ),
+    )
+    attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))
+    attempt(
+        "fsdp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "fsdp", data))
+    )
+    folder = os.environ.get("TMPDIR", "/tmp")
+    attempt("ledger", lambda: dpflash.PrivacyEngine(mesh=data, ledger=folder))
+    return said
+
+
+def differing_draws(group: object = None) -> str:
+    """A worker that is at another draw than the other one."""
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
+    model = build()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for number, (x, y) in enumerate(loader):
+        if number == dist.get_rank():
+            engine.backward(model(x, y))
+            optimizer.step()
+            break
+        optimizer.zero_grad()
+    return "released"
+
+
+def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -> list[list[int]]:
+    """The parts of each draw of one pass that this worker gets."""
+    engine = dpflash.PrivacyEngine(seed=7, mesh=mesh_of(1))
+    model = nn.Linear(1, 1)
+    samples = torch.arange(50.0).unsqueeze(1)
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(samples), batch_size=batch_size),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        physical_batch_size=physical_batch_size,
+    )
+    parts = []
+    for (x,) in loader:
+        mark = engine._tracker.current
+        parts.append((mark.draw, mark.last, [int(i) for i in x.flatten()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return parts
+
+
+def uneven_losses(group: object = None) -> str:
+    """NaN in one worker's tokens: the sample is dropped on all of them."""
+    model = context_parallel(build(), mesh_of(2))
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(2))
+    model, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+    )
+    x, y = (t[:4] for t in dataset().tensors)
+    x, y = (shard_sequence(t, 1, mesh_of(2).get_group("context")) for t in (x, y))
+    weights = torch.ones(4)
+    if dist.get_rank() == 1:
+        weights[2] = float("nan")
+    engine.backward(model(x, y) * weights)
+    sums = engine._backward.sums
+    flat = torch.cat([sums[p].flatten() for p in model.parameters()])
+    return f"{engine.diagnostics()['nonfinite_samples']} {bool(flat.isfinite().all())}"
+
+
+def after_detach(group: object = None) -> dict[str, float]:
+    """A plain step of a wrapped model that was private before: DDP means its gradients again."""
+    model = wrap(build(), "ddp", mesh_of(1))
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
+    loader = DataLoader(dataset(), batch_size=BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    engine.detach(model)
+    x, y = (t[3 * dist.get_rank() :][:3] for t in dataset().tensors)
+    model(x, y).mean().backward()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    alone = build()
+    x, y = (t[:6] for t in dataset().tensors)
+    alone(x, y).mean().backward()
+    wanted = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    before = whole(model)
+    second = dpflash.PrivacyEngine(seed=1, mesh=mesh_of(1))
+    _, private, draws = second.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=0.0,
+        max_grad_norm=1e-3,
+    )
+    for x, y in draws:
+        second.backward(model(x, y))
+        private.step()
+        break
+    moved = np.linalg.norm(before - whole(model)) * BATCH
+    return {"error": float((got - wanted).abs().max()), "moved": float(moved)}
+
+
+def signalled(group: object = None) -> str:
+    """BatchMemoryManager's call beside other workers."""
+    model = build()
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
+    _, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    try:
+        optimizer.signal_skip_step(True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def ledger_of(group: object = None, *, path: str) -> dict[str, Any]:
+    """Steps with a ledger that the first worker keeps, and an engine that begins behind them."""
+    first = train(context=1, ledger=path, steps=3)
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
+    return {
+        "epsilon": first["epsilon"],
+        "again": engine.get_epsilon(1e-5),
+        "lines": len(engine._ledger.lines),
+    }
+
+
+def failing_ledger(group: object = None, *, path: str) -> str:
+    """A ledger that another process writes to in mid-training: no worker releases."""
+    model = build()
+    before = whole(model)
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        engine.backward(model(x, y))
+        if dist.get_rank() == 0:
+            with open(path, "ab") as file:
+                file.write(b"x")
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            same = bool((before == whole(model)).all())
+            return f"{same} {error}"
+        break
+    return "released"
+
+
+def unequal_start(group: object = None) -> np.ndarray:
+    """Workers that built different models have the first one's after make_private."""
+    torch.manual_seed(100 + dist.get_rank())
+    model = LongContextLM(VOCAB, 32, 1, 2, max_seq_len=TOKENS)
+    dpflash.PrivacyEngine(mesh=mesh_of(1)).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    return whole(model)

@@ -1,0 +1,352 @@
+"""Private training by several workers is that of one process: sums, norms, noise and steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+CASES = str(Path(__file__).with_name("private_cases.py"))
+
+
+def _load(name: str) -> Any:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"distributed_private_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("private_cases")
+# By this name it reads what other processes raise.
+World = sys.modules["distributed_world"].World
+
+
+class _Started:
+    """Worlds by their size, each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, Any] = {}
+
+    def __call__(self, size: int) -> Any:
+        if size not in self._worlds or self._worlds[size].dead:
+            self._worlds[size] = World(size)
+        return self._worlds[size]
+
+    def run(self, size: int, name: str, **arguments: Any) -> list[Any]:
+        return self(size).run(CASES, name, size, **arguments)
+
+    def gather(self, size: int, name: str, **arguments: Any) -> list[Any]:
+        return self(size).gather(CASES, name, size, **arguments)
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[_Started]:
+    held = _Started()
+    yield held
+    held.close()
+
+
+_alone: dict[str, Any] = {}
+
+
+def _single(**options: Any) -> dict[str, Any]:
+    """The same training by one process."""
+    key = repr(sorted(options.items()))
+    if key not in _alone:
+        _alone[key] = cases.train(**options)
+    return _alone[key]
+
+
+# Clipping, and how flat clipping gets its norms.
+CLIPPINGS = [
+    pytest.param({"clipping": "flat", "way": "stored"}, id="flat-stored"),
+    pytest.param({"clipping": "flat", "way": "two_pass"}, id="flat-two_pass"),
+    pytest.param({"clipping": "flat", "clip_function": "automatic"}, id="flat-automatic"),
+    pytest.param({"clipping": "per_layer"}, id="per_layer"),
+    pytest.param({"clipping": "per_block"}, id="per_block"),
+]
+# Workers, those that share a sample, and the wrapper.
+MESHES = [
+    pytest.param(2, 1, "plain", id="data2"),
+    pytest.param(2, 1, "ddp", id="ddp2"),
+    pytest.param(2, 1, "fsdp", id="fsdp2"),
+    pytest.param(2, 2, "plain", id="context2"),
+    pytest.param(2, 2, "fsdp2d", id="context2-fsdp"),
+    pytest.param(3, 1, "fsdp", id="fsdp3"),
+    pytest.param(3, 3, "plain", id="context3"),
+    pytest.param(4, 2, "plain", id="data2xcontext2"),
+    pytest.param(4, 2, "ddp", id="ddp2xcontext2"),
+    pytest.param(4, 2, "fsdp", id="fsdp2xcontext2"),
+    pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
+]
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize(("workers", "context", "wrapper"), MESHES)
+def test_workers_get_the_parameters_of_one_process(
+    started: _Started, workers: int, context: int, wrapper: str, clipping: dict[str, str]
+) -> None:
+    together = started.run(workers, "train", context=context, wrapper=wrapper, **clipping)
+    alone = _single(**clipping)
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
+        assert one["epsilon"] == alone["epsilon"]
+
+
+MODELS = [
+    pytest.param(
+        {"positions": "learned", "tie_embeddings": False, "norm": "rms_norm"},
+        {"mode": "all_gather", "sharding": "zigzag"},
+        id="learned-all_gather-zigzag",
+    ),
+    pytest.param(
+        {"positions": "alibi", "attention_sinks": True, "chunked_loss": True},
+        {"mode": "ring", "sharding": "zigzag"},
+        id="alibi-sinks-chunked-ring-zigzag",
+    ),
+    pytest.param(
+        {"activation_checkpointing": True, "num_kv_heads": 1},
+        {"mode": "ring", "sharding": "contiguous"},
+        id="checkpointed-grouped-ring",
+    ),
+    pytest.param(
+        {"activation_checkpointing": True, "attention_sinks": True},
+        {"mode": "ulysses", "sharding": "zigzag"},
+        id="checkpointed-sinks-ulysses-zigzag",
+    ),
+    pytest.param(
+        {"pattern": "dilated", "bias": False},
+        {"mode": "auto", "sharding": "contiguous"},
+        id="dilated-auto",
+    ),
+    pytest.param(
+        {"pattern": "adaptive"},
+        {"mode": "ring", "sharding": "contiguous"},
+        id="adaptive-ring",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "context"), MODELS)
+def test_every_kind_of_model_trains_over_its_context(
+    started: _Started, model: dict[str, Any], context: dict[str, str]
+) -> None:
+    options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 3}
+    alone = cases.train(**options)
+    for one in started.run(4, "train", context=2, **context, **options):
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+def test_accumulation_over_unequal_parts_is_one_step(started: _Started, wrapper: str) -> None:
+    options = {"physical_batch_size": 2, "clipping": "per_layer", "batch_size": 9}
+    together = started.run(2, "train", context=1, wrapper=wrapper, **options)
+    alone = _single(**options)
+    assert len({tuple(one["sizes"]) for one in together}) == 2  # the shares do differ
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+
+
+def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
+    options = {"physical_batch_size": 2, "clipping": "flat", "batch_size": 9}
+    together = started.run(2, "train", context=1, wrapper="ddp", no_sync=True, **options)
+    alone = _single(**options)
+    np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+def test_empty_batches_of_a_worker_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
+    # Of about one sample a draw, one of three workers gets it, or none does.
+    options = {"batch_size": 1, "steps": 8}
+    together = started.run(3, "train", context=1, wrapper=wrapper, **options)
+    alone = _single(**options)
+    assert any(0 in one["sizes"] for one in together)
+    for one in together:
+        assert len(one["sizes"]) == 8
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        assert one["epsilon"] == alone["epsilon"]
+
+
+def test_batches_of_fixed_size_are_dealt_out_too(started: _Started) -> None:
+    options = {"sampling": "fixed_size", "steps": 3}
+    together = started.run(2, "train", context=1, **options)
+    alone = _single(**options)
+    assert [one["sizes"] for one in together] == [[3, 3, 3], [3, 3, 3]]
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+
+
+def test_the_workers_shares_of_a_draw_are_the_draw(started: _Started) -> None:
+    (alone,) = started.run(1, "shares", batch_size=7, physical_batch_size=100)
+    together = started.run(4, "shares", batch_size=7, physical_batch_size=2)
+    whole: dict[int, list[int]] = {draw: indices for draw, _, indices in alone}
+    assert len({tuple(draw for draw, _, _ in parts) for parts in together}) == 1
+    for parts in together:
+        assert all(len(indices) <= 2 for _, _, indices in parts)
+    for draw, indices in whole.items():
+        dealt = [i for parts in together for d, _, own in parts if d == draw for i in own]
+        assert sorted(dealt) == indices
+    assert len({len(indices) for indices in whole.values()}) > 1
+
+
+# Invariants across workers (DESIGN 4.3)
+
+SENSITIVITY = [
+    pytest.param(2, 2, id="context2"),
+    pytest.param(3, 3, id="context3"),
+    pytest.param(4, 2, id="context2xdata2"),
+]
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
+@pytest.mark.parametrize(("workers", "context"), SENSITIVITY[:2])
+def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
+    started: _Started, workers: int, context: int, clipping: dict[str, str]
+) -> None:
+    bound = 0.25
+    options = {"context": context, "bound": bound, "scale": 1e4, **clipping}
+    full = started.run(workers, "clipped_sums", **options)[0].astype(np.float64)
+    for drop in range(4):
+        less = started.run(workers, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
+        moved = float(np.linalg.norm(full - less))
+        # Not below either: every gradient is far above the bound, so a norm that is too great
+        # would show.
+        assert moved <= bound * (1 + 1e-6)
+        if clipping["clipping"] == "flat":
+            assert moved >= bound * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(("workers", "context"), SENSITIVITY[:2])
+def test_adding_the_squares_of_partial_norms_breaks_the_bound(
+    started: _Started, workers: int, context: int
+) -> None:
+    """A test of the test above: it must see what goes wrong where parts are normed."""
+    bound = 0.25
+    options = {"context": context, "bound": bound, "scale": 1e4, "way": "stored", "broken": True}
+    full = started.run(workers, "clipped_sums", **options)[0].astype(np.float64)
+    moved = []
+    for drop in range(4):
+        less = started.run(workers, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
+        moved.append(float(np.linalg.norm(full - less)))
+    assert max(moved) > bound * 1.01
+
+
+def test_invariant_6_a_sample_with_nan_on_one_worker_counts_nowhere(started: _Started) -> None:
+    assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "wrapper"),
+    [
+        pytest.param(2, 1, "plain", id="data2"),
+        pytest.param(2, 1, "ddp", id="ddp2"),
+        pytest.param(2, 1, "fsdp", id="fsdp2"),
+        pytest.param(2, 2, "plain", id="context2"),
+        pytest.param(4, 2, "plain", id="data2xcontext2"),
+        pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
+    ],
+)
+def test_invariant_4_noise_is_added_once_whatever_the_workers(
+    started: _Started, workers: int, context: int, wrapper: str
+) -> None:
+    alone = cases.noise_of(context=0)["noise"]
+    together = started.run(workers, "noise_of", context=context, wrapper=wrapper)
+    assert abs(float(alone.std()) - 1.0) < 0.02
+    for one in together:
+        np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "wrapper"),
+    [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
+)
+def test_a_worker_draws_the_noise_of_its_own_rows_only(
+    started: _Started, workers: int, context: int, wrapper: str
+) -> None:
+    together = started.run(workers, "noise_of", context=context, wrapper=wrapper)
+    assert sum(one["drawn"] for one in together) == together[0]["noise"].size
+
+
+def test_invariant_10_the_first_worker_keeps_the_ledger_and_all_know_it(
+    started: _Started, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ledger.jsonl")
+    for one in started.run(2, "ledger_of", path=path):
+        assert one["lines"] == 3
+        assert one["again"] == one["epsilon"] > 0
+    assert len(Path(path).read_bytes().splitlines()) == 3
+
+
+def test_invariant_10_no_worker_releases_where_the_ledger_fails(
+    started: _Started, tmp_path: Path
+) -> None:
+    first, second = started.run(2, "failing_ledger", path=str(tmp_path / "ledger.jsonl"))
+    assert first.startswith("True ledger")
+    assert second.startswith("True the payment of a release failed on the first worker")
+
+
+def test_workers_start_from_the_first_ones_parameters(started: _Started) -> None:
+    first, second = started.run(2, "unequal_start")
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
+    started: _Started,
+) -> None:
+    for one in started.run(2, "after_detach"):
+        assert one["error"] < 1e-6
+        # A mean over workers in place of their sum would halve it.
+        assert one["moved"] > 1.5e-3
+
+
+# Refusals
+
+REFUSED = {
+    "mesh of one": "mesh holds 1 of 2 workers|dimensions",
+    "mesh names": "dimensions ('dp',)",
+    "no mesh": "mesh=str",
+    "seed": "seed differs between workers (worker 0 has 0, worker 1 has 1)",
+    "accountant": "accountant differs between workers",
+    "shuffled": "sampling='shuffled'",
+    "noise": "noise_multiplier differs between workers (worker 0 has 1.0, worker 1 has 2.0)",
+    "clipping": "clipping differs between workers",
+    "model": "parameters differs between workers",
+    "not context parallel": "the mesh has a context of 2 workers",
+    "engine without context": "the engine's mesh has no such dimension",
+    "no engine mesh": "the engine's mesh has no such dimension",
+    "book_keeping": "way='book_keeping'",
+    "ddp without mesh": "PrivacyEngine(mesh=",
+    "fsdp without mesh": "PrivacyEngine(mesh=",
+    "ledger": "ledger",
+}
+
+
+def test_what_workers_cannot_do_together_is_refused_by_name_on_all(started: _Started) -> None:
+    for said in started.run(2, "refusals"):
+        assert set(said) == set(REFUSED)
+        for name, expected in REFUSED.items():
+            assert any(part in said[name] for part in expected.split("|")), (name, said[name])
+            assert "Error" in said[name]
+
+
+def test_workers_at_different_draws_are_refused(started: _Started) -> None:
+    for failure in started.gather(2, "differing_draws"):
+        assert "draw differs between workers (worker 0 has 0, worker 1 has 1)" in failure.message
+
+
+def test_batch_memory_manager_beside_other_workers_is_refused(started: _Started) -> None:
+    for said in started.run(2, "signalled"):
+        assert "physical_batch_size" in said
