@@ -480,11 +480,16 @@ def _dkdv_step(
     else:
         pivot = tl.load(pivot_ptr + columns)
         delta = tl.load(delta_ptr + columns)
+    if HAS_SLOPES:
+        # The shift is one of query - key, and keys are rows here. One matrix of distances for
+        # slopes and band spares registers.
+        rows -= distance_shift
+        lo -= distance_shift
+        hi -= distance_shift
     distance = rows[:, None] - columns[None, :]
     s = s * scale_log2
     if HAS_SLOPES:
-        # Keys are rows here: the shift is one of query - key, the distance is key - query.
-        s -= slope * tl.abs(distance - distance_shift).to(tl.float32)
+        s -= slope * tl.abs(distance).to(tl.float32)
     p = tl.exp2(s - (pivot - bias)[None, :])
     if MASKED:
         seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)

@@ -270,8 +270,8 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
         entry = entries[part]
         place = begin[entry] + within[part]
         row = start[group[entry]] + stride[group[entry]] * place
-        nearest = ((row - lo[entry] - column[entry]) // step[entry]).minimum(count[entry] - 1)
-        hit = row - column[entry] - nearest * step[entry] <= hi[entry]
+        beyond = (row - column[entry] - lo[entry]) % step[entry]
+        hit = beyond <= (hi - lo)[entry]
         seen[(base[group[entry]] + place)[hit]] = True
 
     live = torch.zeros(num_rows, dtype=torch.bool)

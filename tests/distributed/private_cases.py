@@ -353,8 +353,8 @@ def differing_draws(group: object = None) -> str:
     return "released"
 
 
-def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -> list[list[int]]:
-    """The parts of each draw of one pass that this worker gets."""
+def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -> Any:
+    """The draws of one pass, and the parts of them that this worker gets."""
     engine = dpflash.PrivacyEngine(seed=7, mesh=mesh_of(1))
     model = nn.Linear(1, 1)
     samples = torch.arange(50.0).unsqueeze(1)
@@ -372,7 +372,7 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
         parts.append((mark.draw, mark.last, [int(i) for i in x.flatten()]))
         optimizer.step()
         optimizer.zero_grad()
-    return parts
+    return [loader._draws.draw(draw) for draw in range(loader.steps_per_epoch)], parts
 
 
 def uneven_losses(group: object = None) -> str:
