@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels.tile_graph import TileGraph
@@ -19,6 +18,7 @@ from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
 from dpflash.workers import rank_in
 
+from .once import differentiable_once
 from .plan import Spread
 from .wire import all_reduce
 
@@ -72,7 +72,7 @@ class _SumOverWorkers(torch.autograd.Function):
         return all_reduce(x, group, "means of the blocks that are chosen from", "forward")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         what = "gradients of the blocks that are chosen from"
         return all_reduce(grad, ctx.group, what, "backward"), None

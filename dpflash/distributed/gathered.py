@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.workers import rank_in
 
 from .chosen import Choice
+from .once import differentiable_once
 from .partial import Attending, Differentiating
 from .plan import Piece, Spread, pieces
 from .wire import all_gather, reduce_scatter
@@ -91,7 +91,7 @@ class GatheredAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Gathering = ctx.call
         # Once: activation checkpointing hands them out a single time.

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.workers import rank_in
 
 from .chosen import Choice
+from .once import differentiable_once
 from .partial import Attending, Differentiating
 from .plan import Need, Piece, Spread, add_packed_, need, pack, packed_like, pieces, unpack
 from .wire import Pending, exchange, warm_up
@@ -156,7 +156,7 @@ class RingAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         ring: Ring = ctx.ring
         # Once: activation checkpointing hands them out a single time.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from dpflash import _validate
@@ -14,6 +13,7 @@ from dpflash.workers import rank_in, world_size
 
 from .agreement import Refusal, layout_agreed, length_within, lengths_agreed, resolve_group
 from .layout import SHARDINGS, Layout
+from .once import differentiable_once
 from .wire import all_gather, reduce_scatter
 
 
@@ -133,7 +133,7 @@ class _Unshard(torch.autograd.Function):
         return torch.cat(parts).movedim(0, dim).contiguous()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layout: Layout = ctx.layout
         dtype = torch.promote_types(grad.dtype, torch.float32)

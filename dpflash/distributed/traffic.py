@@ -63,7 +63,7 @@ _open: list[TrafficCount] = []
 
 @contextmanager
 def count_traffic() -> Iterator[TrafficCount]:
-    """Counts the bytes that attention hands to torch.distributed on this worker.
+    """Counts the bytes that this package hands to torch.distributed on this worker.
 
     A pairwise send counts its bytes; an all-to-all what leaves the worker; an all-gather P - 1
     times the worker's shard; a reduce-scatter P - 1 times one shard; an all-reduce

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels.attention import attention_backward, attention_forward
@@ -22,6 +21,7 @@ from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
 from dpflash.workers import rank_in
 
+from .once import differentiable_once
 from .plan import Spread
 from .traffic import deal_heads
 from .wire import all_to_all
@@ -84,7 +84,7 @@ class _ToHeads(torch.autograd.Function):
         return deal.to_heads(x, f"{name} from tokens to heads", "forward")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         what = f"gradients of {ctx.name} from heads to tokens"
         return ctx.deal.to_tokens(grad, what, "backward"), None, None
@@ -102,7 +102,7 @@ class _ToTokens(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         return (
             ctx.deal.to_heads(do, "gradients of o from tokens to heads", "backward"),
@@ -132,7 +132,7 @@ class _OwnHeads(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         q, k, v, o, lse, sinks, slopes, gates = ctx.saved_tensors
         grads = attention_backward(

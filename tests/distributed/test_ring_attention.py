@@ -182,8 +182,8 @@ def test_padding_is_neither_seen_nor_computed(world, mode, sharding):
 @pytest.mark.parametrize(
     ("problem", "named"),
     [
-        ("batch", "shape of q"),
-        ("head_dim", "shape of q"),
+        ("batch", r"\[B, H, D\] of q differs"),
+        ("head_dim", r"\[B, H, D\] of q differs"),
         ("rank", "q has shape"),
         ("not a tensor", "q is a NoneType"),
         ("pattern", "pattern differs"),
@@ -237,7 +237,7 @@ def test_a_worker_that_is_gone_is_an_error_for_the_others(new_world, where):
     world = new_world(2, timeout=4.0)
     survivor, dead = world.gather(CASES, "death", 2, seconds=40, where=where)
     assert survivor.kind == "WorkerError" and "of 2 lost the others" in survivor.message
-    assert dead.kind in ("Died", "WorkerError")
+    assert dead.kind in ("Died", "RuntimeError")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -275,7 +275,7 @@ def test_gradients_of_some_inputs_only(world, mode, needed):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_has_no_gradient(world, mode):
     for failure in world.gather(CASES, "twice_differentiated", 2, mode=mode):
-        assert failure.kind == "RuntimeError" and "differentiate" in failure.message
+        assert failure.kind == "RuntimeError" and "differentiable once" in failure.message
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -63,11 +63,13 @@ class World:
         self._answers: queue.Queue = queue.Queue()
         for rank, process in enumerate(self._processes):
             threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
+        self._collect("starting", list(range(size)), 180.0)
 
     def _listen(self, rank: int, process: subprocess.Popen) -> None:
         try:
             while True:
-                self._answers.put((rank, pickle.load(process.stdout)))
+                returned, answer = pickle.load(process.stdout)
+                self._answers.put((rank, answer if returned else Failure(*answer)))
         except (EOFError, pickle.UnpicklingError, OSError, ValueError):
             self._answers.put((rank, Failure("Died", f"rank {rank} ended", "")))
 
@@ -85,12 +87,15 @@ class World:
         for process in self._processes:
             process.wait()
 
-    def gather(self, file: str, name: str, size: int, seconds: float = 120.0, **arguments):
+    def gather(self, file: str, case: str, size: int, /, seconds: float = 60.0, **arguments):
         """What each rank of the group of `size` returned or, as a `Failure`, raised."""
         ranks = list(range(self.size)) if size == self.size else MEMBERS[size]
         for rank in ranks:
-            pickle.dump((file, name, size, arguments), self._processes[rank].stdin)
+            pickle.dump((file, case, size, arguments), self._processes[rank].stdin)
             self._processes[rank].stdin.flush()
+        return self._collect(case, ranks, seconds)
+
+    def _collect(self, case: str, ranks: list[int], seconds: float) -> list:
         answers = {}
         try:
             while len(answers) < len(ranks):
@@ -100,12 +105,12 @@ class World:
         except queue.Empty:
             self.close()
             missing = [rank for rank in ranks if rank not in answers]
-            raise TimeoutError(f"{name}: ranks {missing} hang, others: {answers}") from None
+            raise TimeoutError(f"{case}: ranks {missing} hang, others: {answers}") from None
         return [answers[rank] for rank in ranks]
 
-    def run(self, file: str, name: str, size: int, seconds: float = 120.0, **arguments):
+    def run(self, file: str, case: str, size: int, /, seconds: float = 60.0, **arguments):
         """As `gather`, but a failure is raised here."""
-        answers = self.gather(file, name, size, seconds, **arguments)
+        answers = self.gather(file, case, size, seconds, **arguments)
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         if failures:
             raise AssertionError("\n".join(f.trace or f.message for f in failures))
@@ -136,15 +141,17 @@ def _work(rank: int, size: int, port: int, timeout: float) -> None:
     for smaller, members in MEMBERS.items():
         if smaller < size:
             groups[smaller] = dist.new_group(members, timeout=wait) if max(members) < size else 0
+    pickle.dump((True, "ready"), channel)
+    channel.flush()
     while True:
         try:
             file, name, group_size, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer = getattr(load(file), name)(groups[group_size], **arguments)
+            answer = True, getattr(load(file), name)(groups[group_size], **arguments)
         except BaseException as error:
-            answer = Failure(type(error).__name__, str(error), traceback.format_exc())
+            answer = False, (type(error).__name__, str(error), traceback.format_exc())
         pickle.dump(answer, channel)
         channel.flush()
 
