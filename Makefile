@@ -19,7 +19,7 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 	  set -x; $(BIN)/dpflash train --out $$out
 
 test: $(STAMP) ## run every test that needs no GPU
-	$(ONE_THREAD) $(BIN)/pytest -n 2 -q
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadgroup -q
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
