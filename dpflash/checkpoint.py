@@ -6,20 +6,21 @@ import io
 import os
 import pickle
 import tempfile
+import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .ledger import Ledger
 
 FORMAT = "dpflash-checkpoint-4"
 
 
-def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
     """Write a checkpoint so that the file is at any moment the old one or the new one.
 
     The file can be read by its owner only: it holds the noise key, with which the noise of the
@@ -31,7 +32,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
+            torch.save({"format": format, **state}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -40,8 +41,8 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         raise
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint.
+def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
+    """Read a checkpoint that is one file.
 
     Raises:
         FileNotFoundError: when there is none.
@@ -73,10 +74,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
             "earlier copy"
         ) from e
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != format:
         raise ValueError(
-            f"path={str(path)!r}: not a dpflash checkpoint of format {FORMAT!r}; pass a file "
-            "written by engine.save_checkpoint"
+            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass what "
+            "engine.save_checkpoint was given"
         )
     return state
 
@@ -128,13 +129,22 @@ def check_fits(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     *,
-    model: nn.Module,
+    shapes: dict[str, tuple[int, ...] | None],
     optimizer: torch.optim.Optimizer,
     sampling: dict[str, Any],
     mechanism: str,
     ledger: Ledger | None,
 ) -> None:
     """Refuse a checkpoint of another run than this one.
+
+    Args:
+        path: where it is, for messages.
+        state: what was read, tensors or their shapes in its "module".
+        shapes: those of the model, by name.
+        optimizer: of which the parameter groups and options must be there.
+        sampling: how the loader draws.
+        mechanism: name of the accountant.
+        ledger: the engine's own, or None.
 
     Raises:
         ValueError: naming what differs.
@@ -145,10 +155,10 @@ def check_fits(
             f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
             "make_private with the same data and batch size"
         )
-    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    saved = {k: tuple(v.shape) for k, v in state["module"].items()}
-    if own != saved:
-        different = sorted(k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k))
+    saved = shapes_of(state["module"])
+    if shapes != saved:
+        names = shapes.keys() | saved.keys()
+        different = sorted(k for k in names if shapes.get(k, "") != saved.get(k, ""))
         raise ValueError(
             f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
         )
@@ -179,6 +189,46 @@ def check_fits(
             f"{where} the ledger {ledger.path}: it has {ledger.releases} releases, the "
             f"checkpoint {releases}. Restore it; epsilon is unknown without it"
         )
+
+
+def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Shapes of tensors, given as tensors or as shapes; None for other values."""
+    return {k: _shape(v) for k, v in values.items()}
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return value if isinstance(value, tuple) else None
+
+
+def warn_of_changes(
+    state: Mapping[str, Any],
+    *,
+    restored: Mapping[str, object],
+    kept: Mapping[str, object],
+) -> None:
+    """Say where make_private was told something else than the checkpoint's run.
+
+    Args:
+        state: the checkpoint.
+        restored: values of this engine in whose place come those of the checkpoint.
+        kept: values of this engine that stay.
+    """
+    for name, value in restored.items():
+        if value != state[name]:
+            warnings.warn(
+                f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
+                f"optimizer.{name} to change it",
+                stacklevel=3,
+            )
+    for name, value in kept.items():
+        if value != state[name]:
+            warnings.warn(
+                f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
+                "make_private was told",
+                stacklevel=3,
+            )
 
 
 def check_extra(extra: object) -> None:
