@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dpflash.kernels import (
     NoiseStream,
@@ -530,7 +529,6 @@ class PrivateBackward:
     def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
         """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
         if is_sharded(parameter):
-            assert isinstance(parameter, DTensor)
             grad, total = None, reduce_to_part(total, parameter, self.workers.data)
         else:
             grad = total.to(parameter.dtype)

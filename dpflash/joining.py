@@ -1,13 +1,13 @@
 """What workers must have in common before they train one model together."""
 
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import workers as _workers
@@ -36,9 +36,15 @@ def check_module(module: nn.Module, workers: Workers) -> None:
     Raises:
         ValueError: naming the module or parameter and the way out.
     """
+    unknown: tuple[type, ...] = (DataParallel,)
+    known: tuple[type, ...] = (DistributedDataParallel,)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to load, and by its users only
+    if fsdp is not None:
+        unknown += (fsdp.FullyShardedDataParallel,)
+        known += (fsdp.FSDPModule,)
     for name, child in module.named_modules():
         where = f"module '{name}'" if name else "module"
-        if isinstance(child, FullyShardedDataParallel | DataParallel):
+        if isinstance(child, unknown):
             raise ValueError(
                 f"{where} is {type(child).__name__}, which private training does not know: use "
                 "torch.distributed.fsdp.fully_shard or DistributedDataParallel, and "
@@ -48,7 +54,7 @@ def check_module(module: nn.Module, workers: Workers) -> None:
             raise ValueError(
                 f"{where} is wrapped in DistributedDataParallel: wrap the whole model"
             )
-        if workers.everyone is None and isinstance(child, DistributedDataParallel | FSDPModule):
+        if workers.everyone is None and isinstance(child, known):
             if dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
                     f"{where} is {type(child).__name__} over several workers, and the engine does "

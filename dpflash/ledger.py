@@ -114,7 +114,7 @@ class Ledger:
             self._refuse_changed()
         try:
             if new:
-                _flush_folder(self.path.parent)
+                flush_folder(self.path.parent)
             self._write(handle, line)
         finally:
             os.close(handle)
@@ -313,7 +313,7 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Put the name of a new file on the disk too."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import workers
 
 DATA, CONTEXT = "data", "context"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,39 @@ class Workers:
         if done[:1] == b"-":
             raise RuntimeError(f"{what} failed on the first worker: {done[1:].decode()}")
         return done[1:]
+
+    def on_all(self, what: str, action: Callable[[], _T]) -> _T:
+        """What the action returns here; where it fails on one worker, an error on all of them.
+
+        Args:
+            what: names the action in messages.
+            action: run on each worker, without exchanges.
+
+        Raises:
+            RuntimeError: on the workers where it did not fail; elsewhere its own error.
+        """
+        failure: Exception | None = None
+        try:
+            done = action()
+        except Exception as error:
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        said = self.gather(told, what)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise RuntimeError(f"{what} failed on worker {rank}: {text}")
+        return done
+
+    def gather(self, value: _T, what: str) -> list[_T]:
+        """Every worker's value, which can be pickled."""
+        if self.everyone is None:
+            return [value]
+        held: list[Any] = [None] * workers.world_size(self.everyone)
+        with workers.exchanging(what, self.everyone):
+            dist.all_gather_object(held, value, group=self.everyone)
+        return held
 
     def broadcast_(self, tensors: list[torch.Tensor], what: str) -> None:
         """The first worker's tensors, written into those of all others."""

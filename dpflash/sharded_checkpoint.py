@@ -11,35 +11,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import re
 import secrets
 import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
 from . import checkpoint
+from .ledger import flush_folder
 from .mesh import Workers
 from .sharding import as_grad, is_sharded, local_rows
-from .workers import WorkerError, exchanging, rank_in, world_size
+from .workers import rank_in, world_size
 
 FORMAT = "dpflash-checkpoint-folder-1"
 POINTER = "current"
 ENGINE = "engine.pt"
 _STATE_FOLDER = re.compile(r"state-\d+-[0-9a-f]{16}")
-_T = TypeVar("_T")
 
 
 def save(
@@ -82,7 +76,7 @@ def save(
         return
     what = f"save_checkpoint(path={str(path)!r})"
     # Where workers were to differ here, each would wait for another's exchange.
-    state = _on_all(what, own_state, workers)
+    state = workers.on_all(what, own_state)
     workers.agree(what, {"path": str(path), "releases": state["releases"]})
     name = workers.first_does(what, lambda: _begin(path, state["releases"])).decode()
     try:
@@ -132,7 +126,7 @@ def load(
             return _read_folder(path, name, model, optimizer, workers, check)
         return _read_file(path, model, optimizer, check)
 
-    state = _on_all(what, read, workers)
+    state = workers.on_all(what, read)
     workers.agree(what, {k: state[k] for k in ("run", "incarnation", "releases")})
     return state
 
@@ -194,39 +188,23 @@ def _fill(
             )
         return _split(model, optimizer)
 
-    tensors, plain = _on_all(what, split, workers)
-    names = _write_tensors(folder, tensors, what, workers)
-    own = _on_all(what, lambda: _digests(folder, names, workers), workers)
+    tensors, plain = workers.on_all(what, split)
+    # Slow to load, and by few.
+    from . import tensor_files
+
+    names = tensor_files.write(folder, tensors, what, workers.everyone)
+    own = workers.on_all(what, lambda: _digests(folder, names, workers))
     files: dict[str, str] = {}
-    for part in _gather(own, workers, what):
+    for part in workers.gather(own, what):
         files.update(part)
 
     def finish() -> bytes:
         whole = {**plain, **state, "files": files}
         checkpoint.write(folder / ENGINE, whole, format=FORMAT)
-        _flush_folder(folder)
+        flush_folder(folder)
         return b""
 
     workers.first_does(what, finish)
-
-
-def _write_tensors(
-    folder: Path, tensors: dict[str, Any], what: str, workers: Workers
-) -> list[str]:
-    """Names of the files that were written, the same on all workers."""
-    try:
-        with exchanging(what, workers.everyone), _quiet():
-            written = dcp.save(
-                tensors,
-                storage_writer=dcp.FileSystemWriter(folder),
-                no_dist=workers.everyone is None,
-            )
-    # torch raises it on all workers, and not as an Exception.
-    except CheckpointException as error:
-        raise RuntimeError(f"{what}: {_reasons(error)}; nothing was replaced") from error
-    assert written.storage_data is not None
-    parts = {info.relative_path for info in written.storage_data.values()}
-    return [".metadata", *sorted(parts)]
 
 
 def _point_to(path: Path, name: str) -> bytes:
@@ -238,12 +216,12 @@ def _point_to(path: Path, name: str) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         # The names of what it points to must be on the disk before it is.
-        _flush_folder(path)
+        flush_folder(path)
         os.replace(temporary, path / POINTER)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _flush_folder(path)
+    flush_folder(path)
     return b""
 
 
@@ -384,16 +362,9 @@ def _read_folder(
     for index, parameter_name in enumerate(names):
         for key, (shape, dtype) in saved["tensors"].get(parameter_name, {}).items():
             targets[f"optimizer/{parameter_name}/{key}"] = _target(parameters[index], shape, dtype)
-    reader = _Reader(folder, frozenset(state["files"]))
-    try:
-        # Each worker reads by itself what it needs, so that none waits for one that failed.
-        with _quiet():
-            dcp.load(targets, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        raise ValueError(
-            f"path={str(path)!r}: not a readable checkpoint ({_reasons(error)}); use an earlier "
-            "copy"
-        ) from error
+    from . import tensor_files
+
+    tensor_files.read_(folder, targets, frozenset(state["files"]))
     state["module"] = {
         k: shape["value"] if isinstance(shape, dict) else targets[f"module/{k}"]
         for k, shape in state["module"].items()
@@ -412,49 +383,6 @@ def _read_folder(
     return state
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads a folder of which no byte is trusted to be code."""
-
-    def __init__(self, folder: Path, files: frozenset[str]):
-        super().__init__(folder)
-        self._files = files
-
-    def read_metadata(self) -> Metadata:
-        with open(self.path / ".metadata", "rb") as file:  # type: ignore[operator]
-            found = _MetadataUnpickler(file).load()
-        entries = found.state_dict_metadata.values()
-        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-            raise ValueError("it holds other things than tensors")
-        if any(info.relative_path not in self._files for info in found.storage_data.values()):
-            raise ValueError("it names files that are not its own")
-        return found
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Takes the values of which torch.distributed.checkpoint's metadata consist, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        refused = pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
-        if "." in name:
-            raise refused
-        found = super().find_class(module, name) if module in _METADATA_MODULES else None
-        plain = isinstance(found, type) and found.__module__ == module
-        if plain and module != "torch" or found is torch.Size or isinstance(found, torch.dtype):
-            return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return super().find_class(module, name)
-        raise refused
-
-
-_METADATA_MODULES = (
-    "torch",
-    "pathlib",
-    "pathlib._local",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-
-
 def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Where the optimizer's state of a parameter is read to."""
     if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
@@ -468,12 +396,12 @@ def _part(value: Any, own: Any) -> Any:
         return value
     if value.shape != own.shape:
         return value
-    begin, end = local_rows(own)  # type: ignore[arg-type]
-    return as_grad(value[begin:end].clone(), own)  # type: ignore[arg-type]
+    begin, end = local_rows(own)
+    return as_grad(value[begin:end].clone(), own)
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Tensor) and is_sharded(value) else value  # type: ignore[attr-defined]
+    return value.full_tensor() if isinstance(value, Tensor) and is_sharded(value) else value
 
 
 # Names
@@ -496,39 +424,6 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-# What workers do together
-
-
-def _on_all(what: str, action: Callable[[], _T], workers: Workers) -> _T:
-    """What the action returns here; where it fails on one worker, an error on all of them."""
-    failure: Exception | None = None
-    try:
-        done = action()
-    except WorkerError:
-        raise
-    except Exception as error:
-        failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    said = _gather(told, workers, what)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise RuntimeError(f"{what} failed on worker {rank}: {text}")
-    return done
-
-
-def _gather(value: _T, workers: Workers, what: str) -> list[_T]:
-    """Every worker's value."""
-    group = workers.everyone
-    if group is None:
-        return [value]
-    held: list[Any] = [None] * world_size(group)
-    with exchanging(what, group):
-        dist.all_gather_object(held, value, group=group)
-    return held
-
-
 def _digests(folder: Path, names: list[str], workers: Workers) -> dict[str, str]:
     """Digests of this worker's share of the files."""
     found = {}
@@ -539,27 +434,3 @@ def _digests(folder: Path, names: list[str], workers: Workers) -> dict[str, str]
                 digest.update(block)
         found[name] = digest.hexdigest()
     return found
-
-
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(
-        f"worker {rank}: {type(cause).__name__}: {cause}"
-        for rank, (cause, _) in error.failures.items()
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that one process reads or writes by itself, which is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
-
-
-def _flush_folder(folder: Path) -> None:
-    """Put the names of new files on the disk too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,23 +1,36 @@
-"""Parameters of which a worker holds a part, as FSDP2 leaves them: rows of a DTensor."""
+"""Parameters of which a worker holds a part, as FSDP2 leaves them: rows of a DTensor.
+
+DTensor takes half a second to load, so it is only asked for where somebody else has loaded it.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
 
 from . import workers
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(parameter: Tensor) -> bool:
+
+def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
     """Whether this worker holds a part of the parameter only."""
-    return isinstance(parameter, DTensor)
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(parameter, library.DTensor)
 
 
 def require_rows(name: str, parameter: Tensor) -> None:
     """Refuse a DTensor that is not cut along its first dimension over one mesh dimension."""
-    if isinstance(parameter, DTensor) and parameter.placements != (Shard(0),):
+    if not is_sharded(parameter):
+        return
+    from torch.distributed.tensor import Shard
+
+    if parameter.placements != (Shard(0),):
         raise ValueError(
             f"parameter '{name}' is placed as {parameter.placements}: expected (Shard(dim=0),), "
             "whose elements are consecutive in the noise stream; call fully_shard with a mesh of "
@@ -35,17 +48,17 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 
 def first_element(parameter: Tensor) -> int:
     """Where this worker's elements begin in the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    return local_rows(parameter)[0] * parameter.shape[1:].numel()
+    if is_sharded(parameter):
+        return local_rows(parameter)[0] * parameter.shape[1:].numel()
+    return 0
 
 
 def local_shape(parameter: Tensor) -> torch.Size:
     """Of this worker's part."""
-    if not isinstance(parameter, DTensor):
-        return parameter.shape
-    begin, end = local_rows(parameter)
-    return torch.Size((end - begin, *parameter.shape[1:]))
+    if is_sharded(parameter):
+        begin, end = local_rows(parameter)
+        return torch.Size((end - begin, *parameter.shape[1:]))
+    return parameter.shape
 
 
 def reduce_to_part(total: Tensor, parameter: DTensor, data: ProcessGroup | None) -> Tensor:
@@ -64,10 +77,12 @@ def reduce_to_part(total: Tensor, parameter: DTensor, data: ProcessGroup | None)
     return workers.all_reduce_(total.contiguous(), data, what)[begin:end].clone()
 
 
-def as_grad(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+def as_grad(grad: Tensor, parameter: Tensor) -> Tensor:
     """This worker's part of a gradient, as what an optimizer expects in `.grad`."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return grad
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         grad,
         parameter.device_mesh,

@@ -28,6 +28,7 @@ FLOORS = {
     "workers": 0,
     "mesh": 1,
     "sharding": 1,
+    "tensor_files": 1,
     "context_gate": 4,
     "attention_op": 2,
     "boundary": 2,
