@@ -46,8 +46,13 @@ def make_report(
     neighboring_relation: str,
     num_documents: int,
     num_parameters: int,
+    workers: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that is known of a job, as plain values; what is not finite becomes None."""
+    """All that is known of a job, as plain values; what is not finite becomes None.
+
+    `workers` says how those share the job that made the report; before a --resume there may have
+    been others.
+    """
     seen = state.seen_samples
     notes = [_SEEDED] if config.seed is not None else []
     if state.stopped is not None:
@@ -56,6 +61,10 @@ def make_report(
         notes.append(
             f"{lost_steps} step(s) were released by a process that died before its next "
             "checkpoint; epsilon counts them, the model does not have them"
+        )
+    if config.baseline and state.bits_nonprivate is None and workers["shard_parameters"]:
+        notes.append(
+            "the non-private run to compare with was left out: it does not deal out parameters"
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
@@ -85,7 +94,9 @@ def make_report(
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         "tokens_counted": "targets of the private steps, without padding",
         "peak_memory_mb": state.peak_memory_mb,
+        "peak_memory_of": "the worker that needed the most",
         "clip_fraction": state.clipped_samples / seen if seen else None,
+        "workers": workers,
         "num_parameters": num_parameters,
         "notes": notes,
         "not_covered_by_epsilon": _NOT_COVERED,

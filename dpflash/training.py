@@ -1,19 +1,22 @@
 """A training job: a language model on a folder of text, private, resumable and compared.
 
 What happens to the privacy budget is the engine's business; here stands what a job needs around
-it: the corpus, the model, evaluations, checkpoints and the non-private run to compare with.
+it: the corpus, the model, evaluations, checkpoints and the non-private run to compare with. Where
+several workers share a job, all of them make the same calls.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
+import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +28,25 @@ from tqdm import tqdm
 
 from dpflash.accounting import PoissonGaussian, remaining_steps
 
-from . import checkpoint, losses
+from . import checkpoint, sharded_checkpoint
 from .budget import PrivacyBudget
 from .corpus import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .engine import PrivacyEngine
+from .launch import Launch
 from .ledger import Ledger
 from .nn import LongContextLM
 from .report import make_report, peak_memory_mb, write_report
 from .streams import derive_key, master_key
+from .team import Team
 from .training_config import Corpus, TrainingConfig, TrainingState, noise_for
 
-__all__ = ["Interrupted", "TrainingRun", "holds_a_run"]
+__all__ = ["Interrupted", "TrainingRun", "checkpoint_of", "holds_a_run"]
 
+# Of a process by itself a file, of several workers a folder. Under two names, so that one is
+# whole on the disk before the other, which it replaces, is removed.
 CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_FOLDER = "checkpoint"
+_REPLACED = ".replaced"
 LEDGER = "ledger.jsonl"
 WEIGHTS = "model.pt"
 
@@ -56,24 +65,43 @@ class TrainingRun:
     Attributes:
         config: what decides the job.
         folder: where its files go.
-        state: how far it is.
+        state: how far it is; the same on all workers.
         lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
             them; the model does not have them.
+        is_first: whether this worker is the one that writes, and draws bars.
     """
 
     def __init__(
-        self, config: TrainingConfig, folder: Path, state: TrainingState, corpus: Corpus
+        self,
+        config: TrainingConfig,
+        folder: Path,
+        state: TrainingState,
+        corpus: Corpus,
+        team: Team,
     ) -> None:
         self.config = config
         self.folder = folder
         self.state = state
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch sees no such device here; use 'cpu'")
+        self.lost_steps = 0
+        self.is_first = team.is_first
+        self._team = team
+        team.workers.agree(
+            "dpflash train",
+            {
+                "the folder of the run": str(folder),
+                "the documents": corpus.digest,
+                "the configuration": {**config.as_dict(), "data": None},
+                "parallelism": team.parallel,
+            },
+        )
         self._held_out = corpus.held_out
         self._windows = TrainWindows(corpus.train.contents, config.seq_len, key=state.window_key)
-        model = self._initial_model()
+        model = team.shard_parameters(self._initial_model())
         self._engine = PrivacyEngine(
-            accountant=config.accountant, seed=config.seed, ledger=folder / LEDGER
+            accountant=config.accountant,
+            seed=config.seed,
+            ledger=folder / LEDGER,
+            mesh=team.mesh,
         )
         budget = None
         if config.max_epsilon is not None:
@@ -93,13 +121,25 @@ class TrainingRun:
         )
 
     @classmethod
-    def start(cls, config: TrainingConfig, folder: str | os.PathLike[str]) -> TrainingRun:
+    def start(
+        cls,
+        config: TrainingConfig,
+        folder: str | os.PathLike[str],
+        launch: Launch | None = None,
+    ) -> TrainingRun:
         """A new job. Nothing is written before `run`.
+
+        Args:
+            config: what decides it.
+            folder: where its files go; one that all workers share.
+            launch: this process among the workers of the job; None for a process by itself.
 
         Raises:
             FileNotFoundError, ValueError: for data, a folder or a value that cannot be used.
+            WorkerError: where another worker is lost.
         """
         folder = Path(folder)
+        launch = launch or Launch()
         if holds_a_run(folder):
             raise ValueError(
                 f"out={str(folder)!r}: holds a run already, whose spent privacy must not be "
@@ -108,37 +148,53 @@ class TrainingRun:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
         corpus = Corpus.read(config)
+        own = [
+            noise_for(config, len(corpus.train)),
+            secrets.randbits(62) if config.seed is None else config.seed,
+            derive_key(master_key(config.seed), "windows").hex(),
+        ]
+        team = launch.meet(config)
+        noise_multiplier, init_seed, window_key = json.loads(
+            team.workers.from_first(json.dumps(own).encode(), "the keys of the run")
+        )
         state = TrainingState(
             config=config.as_dict(),
             data_digest=corpus.digest,
-            noise_multiplier=noise_for(config, len(corpus.train)),
-            init_seed=secrets.randbits(62) if config.seed is None else config.seed,
-            window_key=derive_key(master_key(config.seed), "windows"),
+            noise_multiplier=noise_multiplier,
+            init_seed=init_seed,
+            window_key=bytes.fromhex(window_key),
         )
-        return cls(config, folder, state, corpus)
+        return cls(config, folder, state, corpus, team)
 
     @classmethod
     def resume(
-        cls, folder: str | os.PathLike[str], given: Mapping[str, Any] | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        given: Mapping[str, Any] | None = None,
+        launch: Launch | None = None,
     ) -> TrainingRun:
         """The job of a folder, as its last checkpoint has it.
 
         Args:
-            folder: of a job that was started.
+            folder: of a job that was started, by whatever number of workers.
             given: values of the config that the caller believes in; data may have moved.
+            launch: this process among the workers that go on; None for a process by itself.
 
         Raises:
             FileNotFoundError: without a checkpoint there.
             ValueError: for a damaged one, other data, or a given value that is not the job's.
+            WorkerError: where another worker is lost.
         """
         folder = Path(folder)
-        if not (folder / CHECKPOINT).is_file():
+        launch = launch or Launch()
+        path = checkpoint_of(folder)
+        if path is None:
             raise FileNotFoundError(
                 f"resume={str(folder)!r}: no {CHECKPOINT} there; pass the folder of a run, or "
                 "start one with --out"
             )
         given = given or {}
-        saved = checkpoint.read(folder / CHECKPOINT).get("extra", {})
+        saved = _read(path).get("extra", {})
         if saved.keys() != {f.name for f in fields(TrainingState)}:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
@@ -157,8 +213,11 @@ class TrainingRun:
                 f"data={config.data!r}: its documents are not those that the run began with, and "
                 "epsilon would be for neither; restore them, or start a new run"
             )
-        job = cls(config, folder, TrainingState(**saved), corpus)
-        job.state = TrainingState(**job._engine.load_checkpoint(folder / CHECKPOINT))
+        team = launch.meet(config)
+        team.workers.agree("dpflash train", {"the checkpoint to resume": path.name})
+        job = cls(config, folder, TrainingState(**saved), corpus, team)
+        job.state = TrainingState(**job._engine.load_checkpoint(path))
+        job.lost_steps = job._ledger_releases() - job.step
         if job.lost_steps:
             warnings.warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
@@ -183,8 +242,14 @@ class TrainingRun:
         return len(self._held_out.contents)
 
     @property
-    def lost_steps(self) -> int:
-        return Ledger(self.folder / LEDGER).releases - self.step
+    def workers(self) -> dict[str, Any]:
+        """How workers share the job, as in the report."""
+        return self._team.as_dict()
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where this job writes its checkpoint: a file, or a folder of several workers."""
+        return self.folder / (CHECKPOINT if self._team.mesh is None else CHECKPOINT_FOLDER)
 
     @property
     def epsilon(self) -> float:
@@ -198,7 +263,7 @@ class TrainingRun:
 
     def _leaves_room(self, budget: PrivacyBudget) -> bool:
         """Whether the ledger of an earlier process leaves a step; a new run is asked later."""
-        if Ledger(self.folder / LEDGER).releases == 0:
+        if self._ledger_releases() == 0:
             return True
         step = PoissonGaussian(
             relation=self._engine.neighboring_relation,
@@ -212,25 +277,35 @@ class TrainingRun:
             target_delta=budget.delta,
         )
 
+    def _ledger_releases(self) -> int:
+        """Steps in the ledger, which the first worker keeps."""
+        told = self._team.workers.first_does(
+            "reading the ledger", lambda: str(Ledger(self.folder / LEDGER).releases).encode()
+        )
+        return int(told)
+
     def run(
         self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
     ) -> dict[str, Any]:
         """Do what is left of the job.
 
         Args:
-            should_stop: asked after each step; True ends the job there.
-            progress: whether bars are drawn on stderr.
+            should_stop: asked after each step; True on one worker ends the job there on all.
+            progress: whether bars are drawn on stderr, by the first worker.
 
         Returns:
             The report, as in report.json.
 
         Raises:
             Interrupted: where should_stop said so.
+            WorkerError: where another worker is lost.
 
         Guarantees:
             A stopped and resumed job has the parameters, and the epsilon, of one that was not
-            stopped, bit for bit on the same machine.
+            stopped, bit for bit on the same machine with the same workers. With other workers
+            epsilon and the noise are the same, and sums are rounded in another order.
         """
+        progress = progress and self.is_first
         state = self.state
         if state.finished:
             return self._written_report()
@@ -240,10 +315,13 @@ class TrainingRun:
         self._stop_if(should_stop)
         self._train(should_stop, progress)
         if state.bits_after is None:
-            state.peak_memory_mb = max(state.peak_memory_mb, peak_memory_mb(self.config.device))
+            peak = self._team.greatest(peak_memory_mb(self.config.device), "peak memory")
+            state.peak_memory_mb = max(state.peak_memory_mb, peak)
             state.bits_after = self._evaluate(self.model)
-            _save_weights(self.model, self.folder / WEIGHTS)
-        if self.config.baseline and state.bits_nonprivate is None:
+            weights = self._team.whole_state(self.model)
+            if self.is_first:
+                _save_weights(weights, self.folder / WEIGHTS)
+        if self._has_baseline and state.bits_nonprivate is None:
             self._stop_if(should_stop)
             self._train_baseline(should_stop, progress)
         report = self._written_report()
@@ -260,18 +338,18 @@ class TrainingRun:
                 if self.is_spent:
                     self._note_stop()
                     break
-                batch_losses: list[float] = []
+                figures = _Figures()
                 begun = time.perf_counter()
                 self._windows.set_step(self._next_draw())
                 for inputs, targets in self._loader:
                     before = self.step
-                    batch_losses += self._physical_batch(inputs, targets)
+                    self._physical_batch(inputs, targets, figures)
                     # The loader fetches the next batch when it is asked for it, after this line.
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
-                    state.seconds += time.perf_counter() - begun
-                    state.history.append(self._entry(batch_losses))
+                    figures.seconds = time.perf_counter() - begun
+                    state.history.append(self._entry(figures))
                     bar.set_postfix(_postfix(state.history[-1]), refresh=False)
                     bar.update()
                     self._stop_if(should_stop)
@@ -279,7 +357,7 @@ class TrainingRun:
                         break
                     if self.step % self.config.checkpoint_every == 0:
                         self._save()
-                    batch_losses, begun = [], time.perf_counter()
+                    figures, begun = _Figures(), time.perf_counter()
         self._save()
 
     def _note_stop(self) -> None:
@@ -292,30 +370,50 @@ class TrainingRun:
         if state.history:
             state.history[-1]["epsilon"] = self.epsilon
 
-    def _physical_batch(self, inputs: Tensor, targets: Tensor) -> list[float]:
-        """Forward, clipped backward and step of one part; its losses in bits per byte."""
-        state = self.state
-        inputs, targets = inputs.to(self.config.device), targets.to(self.config.device)
-        sample_losses = losses.cross_entropy(self.model(inputs), targets)
+    def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
+        """Forward, clipped backward and step of one part; adds to this worker's figures."""
+        inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
+        sample_losses = self.model(inputs, targets)
         self._engine.backward(sample_losses)
-        if len(inputs) and self.config.clipping == "flat":
+        # Of those with other tokens of the same documents only one counts documents.
+        documents = len(inputs) if self._team.counts_documents else 0
+        if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
-            state.clipped_samples += int((norms > self.config.max_grad_norm).sum())
-            state.seen_samples += len(inputs)
+            figures.clipped += int((norms > self.config.max_grad_norm).sum())
+            figures.seen += documents
         self._optimizer.step()
         self._optimizer.zero_grad()
-        state.tokens += int((targets != IGNORE_INDEX).sum())
-        return (sample_losses.detach() / math.log(2)).tolist()
+        figures.documents += documents
+        figures.tokens += int((targets != IGNORE_INDEX).sum())
+        figures.bits += float(sample_losses.detach().sum()) / math.log(2)
 
-    def _entry(self, batch_losses: list[float]) -> dict[str, Any]:
+    def _entry(self, own: _Figures) -> dict[str, Any]:
         """What the history keeps of a step; the loss is None where nothing was drawn."""
+        state = self.state
+        seconds = own.seconds if self.is_first else 0.0
+        bits, documents, tokens, clipped, seen, seconds = self._team.total(
+            [own.bits, own.documents, own.tokens, own.clipped, own.seen, seconds],
+            "the figures of a step",
+        )
+        state.tokens += int(tokens)
+        state.clipped_samples += int(clipped)
+        state.seen_samples += int(seen)
+        state.seconds += seconds
         every = -(-self.config.steps // _MAX_EPSILON_POINTS)
         is_point = self.step % every == 0 or self.step == self.config.steps
         return {
             "step": self.step,
-            "loss": float(np.mean(batch_losses)) if batch_losses else None,
+            "loss": bits / documents if documents else None,
             "epsilon": self.epsilon if is_point else None,
         }
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        return self._team.own_tokens(x).to(self.config.device)
+
+    @property
+    def _has_baseline(self) -> bool:
+        """Whether a non-private run follows; parameters that are dealt out would need another."""
+        return self.config.baseline and not self._team.parallel.shard_parameters
 
     def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
         """The same steps from the same weights on batches of the same size, without privacy."""
@@ -346,40 +444,46 @@ class TrainingRun:
         # A function of the step alone, so that a resumed run draws the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
         rows = rng.choice(len(self._windows), config.batch_size, replace=False)
-        total = 0.0
-        for start in range(0, len(rows), config.physical_batch_size):
-            part = rows[start : start + config.physical_batch_size]
+        own = rows[self._team.workers.data_rank :: self._team.workers.data_size]
+        bits = 0.0
+        for start in range(0, len(own), config.physical_batch_size):
+            part = own[start : start + config.physical_batch_size]
             pairs = [self._windows.window(int(row), step) for row in part]
-            inputs = torch.stack([pair[0] for pair in pairs]).to(config.device)
-            targets = torch.stack([pair[1] for pair in pairs]).to(config.device)
-            loss = losses.cross_entropy(model(inputs), targets).sum() / len(rows)
+            inputs = self._own_tokens(torch.stack([pair[0] for pair in pairs]))
+            targets = self._own_tokens(torch.stack([pair[1] for pair in pairs]))
+            loss = model(inputs, targets).sum() / len(rows)
             loss.backward()
-            total += loss.item() / math.log(2)
+            bits += loss.item() / math.log(2)
+        self._team.add_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return self._team.total([bits], "the loss of the non-private run")[0]
 
     def _evaluate(self, model: nn.Module) -> float:
         """Bits per byte of the held-out documents' fixed windows."""
-        config = self.config
+        config, team = self.config, self._team
         nats, count = 0.0, 0
         model.eval()
         with torch.no_grad():
             for inputs, targets in held_out_batches(
                 self._held_out.contents, config.seq_len, config.eval_windows
             ):
-                logits = model(inputs.to(config.device)).flatten(0, 1)
+                # A worker whose share is empty calls the model too: it holds a part of it.
+                inputs = self._own_tokens(team.own_documents(inputs))
+                targets = self._own_tokens(team.own_documents(targets))
                 nats += nn.functional.cross_entropy(
-                    logits,
-                    targets.to(config.device).flatten(),
+                    model(inputs).flatten(0, 1),
+                    targets.flatten(),
                     ignore_index=IGNORE_INDEX,
                     reduction="sum",
                 ).item()
                 count += int((targets != IGNORE_INDEX).sum())
         model.train()
-        return nats / count / math.log(2)
+        nats, total = team.total([nats, count], "an evaluation")
+        return nats / total / math.log(2)
 
     def _initial_model(self) -> LongContextLM:
+        """The model before its first step, for this worker's tokens."""
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
@@ -390,7 +494,7 @@ class TrainingRun:
                 config.heads,
                 max_seq_len=config.seq_len,
             )
-        return model.to(config.device)
+        return self._team.split_context(model.to(config.device))
 
     def _adam(self, model: nn.Module) -> torch.optim.Adam:
         return torch.optim.Adam(model.parameters(), lr=self.config.learning_rate, betas=_BETAS)
@@ -399,12 +503,14 @@ class TrainingRun:
         return self._loader.state_dict()["next_draw"]
 
     def _stop_if(self, should_stop: Callable[[], bool]) -> None:
-        if should_stop():
+        if self._team.greatest(bool(should_stop()), "whether to stop"):
             self._save()
             raise Interrupted(f"stopped at step {self.step}")
 
     def _save(self) -> None:
-        self._engine.save_checkpoint(self.folder / CHECKPOINT, extra=self.state.as_dict())
+        self._engine.save_checkpoint(self.checkpoint, extra=self.state.as_dict())
+        if self.is_first:
+            _remove_others(self.folder, self.checkpoint.name)
 
     def _written_report(self) -> dict[str, Any]:
         report = make_report(
@@ -416,22 +522,80 @@ class TrainingRun:
             neighboring_relation=self._engine.neighboring_relation,
             num_documents=self.num_documents,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
+            workers=self.workers,
         )
-        write_report(report, self.folder)
+        if self.is_first:
+            write_report(report, self.folder)
         return report
+
+
+@dataclass
+class _Figures:
+    """What one worker has seen of a step."""
+
+    bits: float = 0.0
+    documents: int = 0
+    tokens: int = 0
+    clipped: int = 0
+    seen: int = 0
+    seconds: float = 0.0
 
 
 def holds_a_run(folder: str | os.PathLike[str]) -> bool:
     """Whether a job was begun in a folder."""
-    return any((Path(folder) / name).exists() for name in (LEDGER, CHECKPOINT, WEIGHTS))
+    names = (LEDGER, CHECKPOINT, CHECKPOINT_FOLDER, WEIGHTS)
+    return any((Path(folder) / name).exists() for name in names)
 
 
-def _save_weights(model: nn.Module, path: Path) -> None:
+def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of a job's folder, file or folder; None where there is none.
+
+    There are both where a process died between writing one and removing the other; then it is
+    that of more steps.
+    """
+    path, several = Path(folder) / CHECKPOINT, Path(folder) / CHECKPOINT_FOLDER
+    found = [
+        p for p in (path, several) if p.is_file() or (p / sharded_checkpoint.POINTER).exists()
+    ]
+    if len(found) > 1:
+        found.sort(key=lambda p: _read(p)["releases"])
+    return found[-1] if found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside the model."""
+    if not path.is_dir():
+        return checkpoint.read(path)
+    name = (path / sharded_checkpoint.POINTER).read_text(errors="replace").strip()
+    return checkpoint.read(
+        path / name / sharded_checkpoint.ENGINE, format=sharded_checkpoint.FORMAT
+    )
+
+
+def _remove_others(folder: Path, kept: str) -> None:
+    """Remove the checkpoint that another one replaces, and what a process that died left of it."""
+    for name in (CHECKPOINT, CHECKPOINT_FOLDER):
+        doomed = folder / (name + _REPLACED)
+        _delete(doomed)
+        if name != kept and (folder / name).exists():
+            # A folder that is removed in part must not have the name of a checkpoint.
+            os.replace(folder / name, doomed)
+            _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """The weights alone, without keys or diagnostics, in one step."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save(model.state_dict(), file)
+            torch.save(weights, file)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

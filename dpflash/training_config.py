@@ -16,7 +16,7 @@ from . import _validate
 from .corpus import ByteDocuments, default_data_dir
 from .relations import DEFAULT_ACCOUNTANT
 
-__all__ = ["Corpus", "TrainingConfig", "TrainingState"]
+__all__ = ["Corpus", "Parallelism", "TrainingConfig", "TrainingState"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class TrainingConfig:
         suffixes: endings of the files to take; None for all (with data=None: ".py").
         max_total_bytes: the most bytes of documents that are held in memory.
         seq_len: tokens of a window; a draw of a document trains on one window of it.
-        batch_size: expected documents of a step.
-        physical_batch_size: the most documents in memory at once.
+        batch_size: expected documents of a step, over all workers.
+        physical_batch_size: the most documents in memory at once, of each worker.
         steps: noisy steps.
         target_epsilon: epsilon after all steps; None where noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
@@ -125,6 +125,59 @@ class TrainingConfig:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How workers share a job. It decides no result, so a resumed run may have another one.
+
+    Attributes:
+        context_parallel: workers among which the tokens of each window are dealt; those that are
+            left share the documents of a step.
+        context_mode: how keys and values travel between them: "auto", "ring", "all_gather" or
+            "ulysses".
+        sharding: who has which tokens: "contiguous", or "zigzag" for equal causal work.
+        shard_parameters: whether parameters and the optimizer's state are dealt to the workers
+            that share the documents (FSDP2).
+        worker_timeout: seconds that a worker waits for another one.
+
+    Raises:
+        ValueError: naming the argument, its value and the way out.
+    """
+
+    context_parallel: int = 1
+    context_mode: str = "auto"
+    sharding: str = "contiguous"
+    shard_parameters: bool = False
+    worker_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _validate.positive_int(context_parallel=self.context_parallel)
+        _validate.one_of(
+            context_mode=(self.context_mode, ("auto", "ring", "all_gather", "ulysses")),
+            sharding=(self.sharding, ("contiguous", "zigzag")),
+        )
+        _validate.positive(worker_timeout=self.worker_timeout)
+        _validate.finite(worker_timeout=self.worker_timeout)
+
+    def check(self, config: TrainingConfig) -> None:
+        """Refuse a job that cannot be shared so.
+
+        Raises:
+            ValueError: naming both numbers and the way out.
+        """
+        context = self.context_parallel
+        if context > config.seq_len:
+            raise ValueError(
+                f"context_parallel={context} with seq_len={config.seq_len}: a worker would have "
+                "no token; lower context_parallel or raise seq_len"
+            )
+        if self.context_mode == "ulysses" and context > config.heads:
+            raise ValueError(
+                f"context_mode='ulysses' with context_parallel={context} and heads="
+                f"{config.heads}: a worker would have no head; pass context_mode='ring' or "
+                "'all_gather', or lower context_parallel"
+            )
 
 
 @dataclass

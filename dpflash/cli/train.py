@@ -1,12 +1,17 @@
-"""`dpflash train`: train a language model on a folder of text with differential privacy."""
+"""`dpflash train`: train a language model on a folder of text with differential privacy.
+
+Started by torchrun, each worker runs all of this; the first one alone prints, but for errors.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +19,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dpflash.training_config import TrainingConfig
+from dpflash.training_config import Parallelism, TrainingConfig
 
 __all__ = ["add_train_parser"]
 
 _DEFAULT_OUT = Path("runs/train")
-_INTERRUPTED = 130
+_LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
+_PATIENCE = 10.0
 
 # Name of the option's value, type, help. The defaults are those of TrainingConfig.
 _OPTIONS: dict[str, tuple[str, type, str]] = {
     "seq_len": ("N", int, "tokens of a window; a drawn document trains on one window"),
-    "batch_size": ("N", int, "expected number of documents in a step"),
-    "physical_batch_size": ("N", int, "the most documents in memory at once"),
+    "batch_size": ("N", int, "expected number of documents in a step, over all workers"),
+    "physical_batch_size": ("N", int, "the most documents in memory at once, of each worker"),
     "steps": ("N", int, "number of noisy steps"),
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
@@ -41,6 +47,26 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "checkpoint_every": ("N", int, "steps between checkpoints"),
 }
 
+# The same of Parallelism: how workers share the job. A resumed run may do it differently.
+_SHARED: dict[str, tuple[str, type, str]] = {
+    "context_parallel": (
+        "K",
+        int,
+        "workers that share the tokens of a window; those left share the documents of a step",
+    ),
+    "context_mode": (
+        "NAME",
+        str,
+        "how keys and values travel between them: auto, ring, all_gather or ulysses",
+    ),
+    "sharding": (
+        "NAME",
+        str,
+        "which tokens a worker has: contiguous, or zigzag for equal causal work",
+    ),
+    "worker_timeout": ("SECONDS", float, "how long a worker waits for another one"),
+}
+
 
 def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `train` to the subcommands of `dpflash`."""
@@ -49,7 +75,8 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         help="train a language model on a folder of text, privately",
         description=(
             "Train a byte-level language model with differential privacy; one file is one unit of "
-            "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from."
+            "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from. Several "
+            "workers train one model together: torchrun --nproc-per-node N -m dpflash train ..."
         ),
         # What was given and what was not must be told apart when a run is resumed.
         argument_default=argparse.SUPPRESS,
@@ -70,7 +97,8 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on with the run in this folder; all other options come from its checkpoint",
+        help="go on with the run in this folder, with any number of workers; the options of the "
+        "job come from its checkpoint, those of its workers are given anew",
     )
     defaults = {f.name: f.default for f in fields(TrainingConfig)}
     for name, (metavar, kind, text) in _OPTIONS.items():
@@ -113,35 +141,91 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         dest="baseline",
         help="leave out the non-private run to compare with",
     )
+    shared = parser.add_argument_group("several workers, started by torchrun")
+    defaults = {f.name: f.default for f in fields(Parallelism)}
+    for name, (metavar, kind, text) in _SHARED.items():
+        shared.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
+            help=f"{text} (default: {defaults[name]})",
+        )
+    shared.add_argument(
+        "--shard-parameters",
+        action="store_true",
+        help="deal parameters and optimizer state out to the workers that share the documents "
+        "(FSDP2); leaves out the non-private run",
+    )
     parser.set_defaults(run=_run_train)
 
 
 def _run_train(args: argparse.Namespace) -> int:
     # torch and the engine load slowly; the other subcommands do without them.
-    from dpflash.training import Interrupted
+    from dpflash.launch import Launch, describe_loss
 
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "resume")}
-    with _warnings_as_lines():
-        job = _job(args, given)
-        if job.state.finished:
-            why = "finished" if job.state.stopped is None else job.state.stopped
-            print(f"The run in {job.folder} is {why}; nothing is left to do.")
-        else:
-            _announce(job)
-        try:
-            with _stop_on_signals() as should_stop:
-                report = job.run(should_stop=should_stop, progress=True)
-        except Interrupted:
-            print(
-                f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
-                f"{job.epsilon:.3f}); go on with: dpflash train --resume {job.folder}"
-            )
-            return _INTERRUPTED
-    print("\n".join(_summary(report, job.folder)))
+    shared = {f.name: given.pop(f.name) for f in fields(Parallelism) if f.name in given}
+    rank = _rank()
+    try:
+        launch = Launch.from_environment(Parallelism(**shared))
+        with launch, _warnings_as_lines(shown=rank == 0):
+            return _train(args, given, launch)
+    except (ValueError, OSError) as error:
+        if rank == 0:
+            raise
+        # Mostly the first worker says the same, and torchrun then ends this one.
+        time.sleep(_PATIENCE)
+        _complain(rank, error)
+        return _REFUSED
+    except RuntimeError as error:
+        loss = describe_loss(error)
+        if loss is None:
+            raise
+        _complain(rank, loss)
+        return _LOST
+
+
+def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
+    from dpflash.training import Interrupted
+
+    job = _job(args, given, launch)
+    shown = print if job.is_first else _unheard
+    if job.state.finished:
+        why = "finished" if job.state.stopped is None else job.state.stopped
+        shown(f"The run in {job.folder} is {why}; nothing is left to do.")
+    else:
+        shown("\n".join(_announcement(job)))
+    try:
+        with _stop_on_signals(shown=job.is_first) as should_stop:
+            report = job.run(should_stop=should_stop, progress=True)
+    except Interrupted:
+        shown(
+            f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
+            f"{job.epsilon:.3f}); go on with: dpflash train --resume {job.folder}"
+        )
+        return _INTERRUPTED
+    shown("\n".join(_summary(report, job)))
     return 0
 
 
-def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
+def _rank() -> int:
+    """This worker's number, also where torchrun's other variables are wrong."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    rank = os.environ.get("RANK", "")
+    return int(rank) if not alone and rank.isascii() and rank.isdigit() else 0
+
+
+def _unheard(*_: str) -> None:
+    """What the other workers print."""
+
+
+def _complain(rank: int, error: object) -> None:
+    """One line about an error of one of several workers."""
+    text = " ".join(str(error).split())
+    print(f"dpflash: error: worker {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     """The new or the resumed job that the options ask for."""
     from dpflash.training import TrainingRun, holds_a_run
 
@@ -150,7 +234,7 @@ def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
     if resumed is not None:
         if out is not None and Path(out).resolve() != Path(resumed).resolve():
             raise ValueError(f"out={out!r}: a resumed run stays in its folder; drop --out")
-        return TrainingRun.resume(resumed, given)
+        return TrainingRun.resume(resumed, given, launch)
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
     elif (given.get("max_epsilon") or 0) > 0:
@@ -160,26 +244,31 @@ def _job(args: argparse.Namespace, given: dict[str, Any]) -> Any:
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))
     folder = _DEFAULT_OUT if out is None else Path(out)
     number = 1
+    # Workers choose alike: none of them writes before all have met.
     while out is None and holds_a_run(folder):
         number += 1
         folder = _DEFAULT_OUT.with_name(f"{_DEFAULT_OUT.name}-{number}")
-    return TrainingRun.start(TrainingConfig(**given), folder)
+    return TrainingRun.start(TrainingConfig(**given), folder, launch)
 
 
-def _announce(job: Any) -> None:
-    config, state = job.config, job.state
-    print(
+def _announcement(job: Any) -> list[str]:
+    config, state, workers = job.config, job.state, job.workers
+    lines = [
         f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
-        "held out (which epsilon does not cover)"
-    )
-    print(
+        "held out (which epsilon does not cover)",
         f"privacy   noise multiplier {state.noise_multiplier:.4g}, {config.clipping} clipping at "
-        f"{config.max_grad_norm:g}, delta {config.delta:g}"
-    )
-    print(f"results   {job.folder}" + (f", going on after step {job.step}" if job.step else ""))
+        f"{config.max_grad_norm:g}, delta {config.delta:g}",
+    ]
+    if workers["data"] * workers["context"] > 1:
+        lines.append(
+            f"workers   {workers['data']} that share the documents x {workers['context']} that "
+            "share the tokens"
+        )
+    going_on = f", going on after step {job.step}" if job.step else ""
+    return [*lines, f"results   {job.folder}{going_on}"]
 
 
-def _summary(report: dict[str, Any], folder: Path) -> list[str]:
+def _summary(report: dict[str, Any], job: Any) -> list[str]:
     """The table at the end."""
     from dpflash import training
     from dpflash.report import PLOT, REPORT
@@ -190,6 +279,7 @@ def _summary(report: dict[str, Any], folder: Path) -> list[str]:
     epsilon = shown("epsilon", missing="none (no noise)")
     if report["epsilon"] is not None:
         epsilon = f"{math.ceil(report['epsilon'] * 1000) / 1000:.3f}"
+    folder = job.folder
     plot = folder / PLOT
     rows = [
         ("bits per byte, before", shown("bits_per_byte_before")),
@@ -202,7 +292,7 @@ def _summary(report: dict[str, Any], folder: Path) -> list[str]:
         ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
         ("model (for release)", str(folder / training.WEIGHTS)),
-        ("checkpoint (keep secret)", str(folder / training.CHECKPOINT)),
+        ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
         ("ledger", str(folder / training.LEDGER)),
         ("report (not for release)", str(folder / REPORT)),
         (
@@ -217,7 +307,7 @@ def _summary(report: dict[str, Any], folder: Path) -> list[str]:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[Any]:
+def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
     """Yields a function that says whether Ctrl-C or SIGTERM came; a second one ends at once."""
     asked: list[int] = []
 
@@ -225,6 +315,8 @@ def _stop_on_signals() -> Iterator[Any]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
+        if not shown:
+            return
         print("\nfinishing the step, then writing the checkpoint", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():
@@ -239,11 +331,12 @@ def _stop_on_signals() -> Iterator[Any]:
 
 
 @contextmanager
-def _warnings_as_lines() -> Iterator[None]:
+def _warnings_as_lines(*, shown: bool) -> Iterator[None]:
     """Shows warnings as the command's own lines, without places in the code."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print(f"dpflash: warning: {message}", file=sys.stderr)
+        if shown:
+            print(f"dpflash: warning: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -112,6 +112,7 @@ def test_a_run_leaves_what_its_summary_names(
     }
     assert report["neighboring_relation"] == "add_remove" and report["sampler"] == "poisson"
     assert report["clipping"] == "per_layer" and report["seeded"] is False
+    assert report["workers"]["data"] == report["workers"]["context"] == 1
     assert [entry["step"] for entry in report["history"]] == list(range(1, STEPS + 1))
     assert len(report["history_nonprivate"]) == STEPS
     assert report["bits_per_byte_nonprivate"] < report["bits_per_byte_before"]

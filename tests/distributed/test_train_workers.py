@@ -1,0 +1,483 @@
+"""`dpflash train` by several workers: one job, whoever shares it, whoever dies in it."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dpflash.accounting import RDPAccountant
+from dpflash.cli import main
+from dpflash.cli import train as command
+from dpflash.training import Interrupted, TrainingRun, checkpoint_of
+from dpflash.training_config import Corpus, TrainingConfig
+
+CASES = str(Path(__file__).with_name("train_cases.py"))
+STEPS = 6
+TINY: dict[str, Any] = {
+    "seq_len": 32,
+    "batch_size": 6,
+    "physical_batch_size": 2,
+    "steps": STEPS,
+    "delta": 1e-3,
+    "accountant": "rdp",
+    "embed_dim": 16,
+    "layers": 2,
+    "heads": 2,
+    "eval_windows": 5,
+    "checkpoint_every": 4,
+    "seed": 7,
+}
+# Of four workers.
+WAYS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "sharded": {"shard_parameters": True},
+    "context": {"context_parallel": 4, "sharding": "zigzag", "context_mode": "ring"},
+    "2x2 ring": {"context_parallel": 2, "context_mode": "ring"},
+    "2x2 zigzag, all_gather": {
+        "context_parallel": 2,
+        "context_mode": "all_gather",
+        "sharding": "zigzag",
+    },
+    "2x2 ulysses": {"context_parallel": 2, "context_mode": "ulysses"},
+    "2x2 sharded": {"context_parallel": 2, "shard_parameters": True, "sharding": "zigzag"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    for number in range(50):
+        text = "ab" * rng.randrange(10, 60) + f" {number}"
+        (folder / f"poem-{number}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    TrainingRun.start(TrainingConfig(**config(data)), out).run()
+    return out
+
+
+def config(data: Path, **changes: Any) -> dict[str, Any]:
+    return {"data": str(data), **TINY, **changes}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
+    """Two folders hold one run, but for rounding."""
+    ours, theirs = weights(out), weights(whole)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert type(value) is torch.Tensor and value.dtype == theirs[name].dtype
+        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=0)
+    report, expected = report_of(out), report_of(whole)
+    same = ("epsilon", "steps", "lost_steps", "noise_multiplier", "clip_fraction")
+    assert [report[k] for k in same] == [expected[k] for k in same]
+    assert report["num_parameters"] == expected["num_parameters"]
+    for key in ("bits_per_byte_before", "bits_per_byte_after"):
+        assert report[key] == pytest.approx(expected[key], abs=1e-5)
+    for ours, theirs in zip(report["history"], expected["history"], strict=True):
+        assert (ours["step"], ours["epsilon"]) == (theirs["step"], theirs["epsilon"])
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    if baseline:
+        assert report["bits_per_byte_nonprivate"] == pytest.approx(
+            expected["bits_per_byte_nonprivate"], abs=1e-3
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_train_what_one_process_trains(
+    way: str, world: Any, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    out, parallel = tmp_path / "out", WAYS[way]
+    done = world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=config(data))
+    sharded = parallel.get("shard_parameters", False)
+    assert_same_run(out, whole, baseline=not sharded)
+    names = {"checkpoint", "ledger.jsonl", "model.pt", "report.json", "training.png"}
+    assert {path.name for path in out.iterdir()} == names
+    report = report_of(out)
+    assert report["workers"]["data"] * report["workers"]["context"] == 4
+    assert (report["bits_per_byte_nonprivate"] is None) == sharded
+    assert any("left out" in note for note in report["notes"]) == sharded
+    # All of them know all of it, but what only one can measure.
+    for other in done[1:]:
+        assert other["state"] == done[0]["state"]
+        assert other["epsilon"] == done[0]["epsilon"]
+        for name, value in done[0]["parameters"].items():
+            assert np.array_equal(value, other["parameters"][name])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (None, "2x2 zigzag, all_gather"),
+        (None, "sharded"),
+        ("data", None),
+        ("2x2 sharded", None),
+        ("sharded", "2x2 ring"),
+    ],
+)
+def test_a_run_goes_on_with_other_workers(
+    first: str | None, then: str | None, world: Any, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    if first is None:
+        job = TrainingRun.start(TrainingConfig(**config(data)), out)
+        with pytest.raises(Interrupted):
+            job.run(should_stop=lambda: job.step == 3)
+    else:
+        done = world.run(
+            CASES,
+            "train",
+            4,
+            out=str(out),
+            parallel=WAYS[first],
+            config=config(data),
+            stop_at=3,
+            told=2,
+        )
+        assert [(one["step"], one["report"]) for one in done] == [(3, None)] * 4
+    assert {p.name for p in out.iterdir()} == {
+        "checkpoint.pt" if first is None else "checkpoint",
+        "ledger.jsonl",
+    }
+    if then is None:
+        TrainingRun.resume(out).run()
+    else:
+        world.run(CASES, "train", 4, out=str(out), parallel=WAYS[then])
+    assert_same_run(out, whole, baseline=then is None or "sharded" not in then)
+    assert len((out / "ledger.jsonl").read_text().splitlines()) == STEPS
+    found = checkpoint_of(out)
+    assert found is not None
+    assert found.name == ("checkpoint.pt" if then is None else "checkpoint")
+    assert len(list(out.glob("checkpoint*"))) == 1
+
+
+def test_the_non_private_run_goes_on_with_other_workers(
+    world: Any, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = TrainingRun.start(TrainingConfig(**config(data)), out)
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: len(job.state.baseline_losses) == 2)
+    world.run(CASES, "train", 4, out=str(out), parallel=WAYS["2x2 ring"])
+    assert_same_run(out, whole)
+    assert report_of(out)["history_nonprivate"] == pytest.approx(
+        report_of(whole)["history_nonprivate"], abs=1e-3
+    )
+
+
+def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(
+    world: Any, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """As where a process dies between writing one checkpoint and removing the other."""
+    out = tmp_path / "out"
+    job = TrainingRun.start(TrainingConfig(**config(data)), out)
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 2)
+    shutil.copy(out / "checkpoint.pt", tmp_path / "older")
+    world.run(CASES, "train", 4, out=str(out), parallel={}, stop_at=4)
+    shutil.copy(tmp_path / "older", out / "checkpoint.pt")
+    (out / "checkpoint.pt.replaced").write_bytes(b"half")
+    resumed = TrainingRun.resume(out)
+    assert resumed.step == 4 and resumed.lost_steps == 0
+    resumed.run()
+    assert_same_run(out, whole)
+    assert [path.name for path in out.glob("checkpoint*")] == ["checkpoint.pt"]
+
+
+def test_max_epsilon_ends_all_workers_at_one_step(world: Any, data: Path, tmp_path: Path) -> None:
+    plain = TrainingConfig(**config(data))
+    accountant = RDPAccountant()
+    accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), 4)]
+    limit = accountant.get_epsilon(1e-3)
+    changes = {"target_epsilon": None, "noise_multiplier": 2.0, "baseline": False}
+    done = world.run(
+        CASES,
+        "train",
+        4,
+        out=str(tmp_path / "out"),
+        parallel=WAYS["2x2 ring"],
+        config=config(data, **changes, max_epsilon=limit),
+    )
+    assert [one["step"] for one in done] == [4] * 4
+    assert all("stopped after step 4" in one["report"]["stopped"] for one in done)
+    assert done[0]["epsilon"] == pytest.approx(limit, rel=1e-12)
+
+
+def test_without_a_seed_workers_share_keys_that_no_other_run_has(
+    world: Any, data: Path, tmp_path: Path
+) -> None:
+    runs = []
+    for name in ("a", "b"):
+        runs.append(
+            world.run(
+                CASES,
+                "train",
+                4,
+                out=str(tmp_path / name),
+                parallel=WAYS["2x2 ring"],
+                config=config(data, seed=None, steps=2, baseline=False),
+            )
+        )
+        for other in runs[-1][1:]:
+            assert other["state"] == runs[-1][0]["state"]
+            for key, value in runs[-1][0]["parameters"].items():
+                assert np.array_equal(value, other["parameters"][key])
+    a, b = (run[0] for run in runs)
+    assert a["state"]["window_key"] != b["state"]["window_key"]
+    name = "token_embedding.weight"
+    assert not np.array_equal(a["parameters"][name], b["parameters"][name])
+
+
+def test_workers_with_other_documents_or_numbers_are_told_so(
+    world: Any, data: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    (other / "poem-3.txt").write_text("another one")
+    for change, named in (
+        ({"data": str(other)}, "the documents differs"),
+        ({"learning_rate": 0.5}, "the configuration differs"),
+    ):
+        each = [config(data), config(data), {**config(data), **change}, config(data)]
+        said = world.run(CASES, "refused", 4, out=str(tmp_path / "out"), parallel={}, config=each)
+        assert len(set(said)) == 1 and named in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+ENVIRONMENT = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "words", "named"),
+    [
+        (4, ["--context-parallel", "3"], "context_parallel=3 with 4 worker(s)"),
+        (1, ["--context-parallel", "2"], "--nproc-per-node 2"),
+        (None, ["--context-parallel", "2"], "context_parallel=2 with 1 worker(s)"),
+        (4, ["--context-parallel", "4", "--seq-len", "3"], "context_parallel=4 with seq_len=3"),
+        (2, ["--context-parallel", "0"], "context_parallel=0"),
+        (2, ["--context-mode", "pigeon"], "context_mode='pigeon'"),
+        (2, ["--sharding", "sideways"], "sharding='sideways'"),
+        (2, ["--worker-timeout", "0"], "worker_timeout=0"),
+        (2, ["--context-parallel", "2", "--shard-parameters"], "shard_parameters=True"),
+        (None, ["--shard-parameters"], "shard_parameters=True with 1 worker(s)"),
+        (
+            2,
+            ["--context-parallel", "2", "--context-mode", "ulysses", "--heads", "1"],
+            "heads=1",
+        ),
+        (2, ["--data", "nowhere"], "nowhere: no such folder"),
+        ("x", [], "WORLD_SIZE='x'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_shared_is_refused_by_name(
+    workers: int | str | None,
+    words: list[str],
+    named: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    if workers is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(workers))
+        for name, value in ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
+    out = tmp_path / "out"
+    start = ["train", "--data", str(data), "--batch-size", "6", "--delta", "1e-3"]
+    assert main([*start, *words, "--out", str(out)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("dpflash: error: ") and named in error[0]
+    assert not out.exists()
+
+
+def test_an_environment_that_lacks_something_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train"]) == 2
+    error = capsys.readouterr().err
+    assert "without LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in error and "torchrun" in error
+
+
+def test_what_only_another_worker_finds_wrong_is_told_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {**ENVIRONMENT, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    waited: list[float] = []
+    monkeypatch.setattr(command.time, "sleep", waited.append)
+    assert main(["train", "--data", "nowhere"]) == 2
+    assert "dpflash: error: worker 1: " in capsys.readouterr().err
+    # The first worker had time to say the same, and torchrun to end this one.
+    assert waited and waited[0] >= 5
+
+
+def torchrun(workers: int, words: list[str]) -> subprocess.Popen[str]:
+    # Not by `torchrun`: its process would not be the one whose children are the workers.
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(workers), "-m", "dpflash", *words),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def options(data: Path, out: Path, **changes: Any) -> list[str]:
+    words = ["train", "--data", str(data), "--out", str(out)]
+    for name, value in {**TINY, **changes}.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, the earliest first."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in listed.read_text().split()]
+
+
+def after_releases(process: subprocess.Popen[str], ledger: Path, lines: int) -> None:
+    """Returns once that many releases are in a ledger."""
+    deadline = time.monotonic() + 120
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        (2, ["--context-parallel", "2"]),
+        (
+            4,
+            [
+                *("--context-parallel", "2", "--sharding", "zigzag"),
+                *("--context-mode", "all_gather", "--shard-parameters"),
+            ],
+        ),
+    ],
+    ids=["2", "2x2"],
+)
+def test_torchrun_trains_what_one_process_trains_and_one_worker_prints(
+    workers: int, words: list[str], data: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = torchrun(workers, [*options(data, out), *words])
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    assert_same_run(out, whole, baseline="--shard-parameters" not in words)
+    assert shown.count("bits per byte, private") == shown.count("noise multiplier") == 1
+    assert str(out / "checkpoint") in shown and str(out / "model.pt") in shown
+
+
+@pytest.mark.slow
+def test_torchrun_shows_one_message_for_what_all_workers_refuse(
+    data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = torchrun(2, options(data, out, clipping="sideways"))
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and shown.count("dpflash: error:") == 1, shown
+    assert "clipping='sideways'" in shown and not out.exists()
+
+
+@pytest.mark.slow
+@linux_only
+@pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
+def test_a_worker_that_dies_ends_the_others_and_its_step_counts_once(
+    victim: int, every: int, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = options(data, out, steps=200, checkpoint_every=every)
+    words += ["--context-parallel", "2", "--no-baseline", "--worker-timeout", "20"]
+    process = torchrun(2, words)
+    after_releases(process, out / "ledger.jsonl", 5)
+    begun = time.monotonic()
+    os.kill(children(process.pid)[victim], signal.SIGKILL)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - begun < 30
+    errors = [line for line in shown.splitlines() if "dpflash: error:" in line]
+    assert len(errors) == 1 and f"dpflash: error: worker {1 - victim}: " in errors[0], shown
+    assert "/dpflash/" not in shown  # No traceback of ours.
+    released = len((out / "ledger.jsonl").read_text().splitlines())
+    assert 5 <= released < 200
+    # What an unfinished save left may be there; what counts is whole.
+    found = checkpoint_of(out)
+    assert found is not None and found.name == "checkpoint"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        job = TrainingRun.resume(out)
+    assert job.step % every == 0 and released - every <= job.step <= released
+    assert job.step + job.lost_steps == released
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 20)
+    accountant = RDPAccountant()
+    rate = TINY["batch_size"] / job.num_documents
+    accountant.history = [(job.state.noise_multiplier, rate, 20 + job.lost_steps)]
+    assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
+
+
+@pytest.mark.slow
+@linux_only
+def test_a_signal_to_one_worker_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [*options(data, out, steps=200, checkpoint_every=1000), "--no-baseline"]
+    process = torchrun(2, words)
+    after_releases(process, out / "ledger.jsonl", 3)
+    os.kill(children(process.pid)[1], signal.SIGTERM)
+    shown, _ = process.communicate(timeout=60)
+    assert "Stopped after step" in shown and f"dpflash train --resume {out}" in shown
+    assert "dpflash: error:" not in shown
+    job = TrainingRun.resume(out)
+    assert 3 <= job.step < 200 and job.lost_steps == 0

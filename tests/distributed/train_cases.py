@@ -1,0 +1,62 @@
+"""What the workers of test_train_workers.py do; each function is called on every rank."""
+
+import warnings
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dpflash.launch import Launch
+from dpflash.team import Team
+from dpflash.training import Interrupted, TrainingRun
+from dpflash.training_config import Parallelism, TrainingConfig
+
+
+class Met(Launch):
+    """A launch whose workers have met already."""
+
+    def meet(self, config):
+        self.parallel.check(config)
+        context = self.parallel.context_parallel
+        shape = (dist.get_world_size() // context, context)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+        return Team(self.parallel, mesh)
+
+
+def train(group, out, parallel, config=None, stop_at=None, told=0):
+    """A job of a config, or the one in `out`; the worker `told` is told to stop after a step."""
+    launch = Met(Parallelism(**parallel))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if config is None:
+            job = TrainingRun.resume(out, launch=launch)
+        else:
+            job = TrainingRun.start(TrainingConfig(**config), out, launch)
+
+    def should_stop():
+        return job.step == stop_at and dist.get_rank() == told
+
+    try:
+        report = job.run(should_stop=should_stop)
+    except Interrupted:
+        report = None
+    parameters = job._team.whole_state(job.model)
+    return {
+        "step": job.step,
+        "epsilon": job.epsilon,
+        "state": {k: v for k, v in job.state.as_dict().items() if k != "baseline"},
+        "report": report,
+        "lost_steps": job.lost_steps,
+        "warnings": [str(w.message) for w in caught],
+        "parameters": {k: v.detach().numpy() for k, v in parameters.items()},
+    }
+
+
+def refused(group, out, parallel, config):
+    """The error of a start on this worker; `config` has one entry for each of them."""
+    try:
+        TrainingRun.start(
+            TrainingConfig(**config[dist.get_rank()]), out, Met(Parallelism(**parallel))
+        )
+    except ValueError as error:
+        return str(error)
+    return None
