@@ -133,9 +133,6 @@ def describe_loss(error: BaseException) -> str | None:
         return str(error)
     if not dist.is_initialized():
         return None
-    # So begins what the engine says of an error that another worker has, and tells, itself.
-    if " failed on " in lines[0]:
-        return lines[0]
     # gloo raises a plain RuntimeError with the place in its own sources.
     if isinstance(error, dist.DistError) or "gloo/" in str(error):
         return f"another worker died, or did not come in time ({lines[0]})"

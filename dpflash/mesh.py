@@ -97,7 +97,7 @@ class Workers:
             action: run on the first worker only.
 
         Raises:
-            RuntimeError: on the others, where it failed there; the first has its own error.
+            WorkerError: on the others, where it failed there; the first has its own error.
         """
         if self.everyone is None:
             return action()
@@ -112,7 +112,7 @@ class Workers:
         if failure is not None:
             raise failure
         if done[:1] == b"-":
-            raise RuntimeError(f"{what} failed on the first worker: {done[1:].decode()}")
+            raise workers.WorkerError(f"{what} failed on the first worker: {done[1:].decode()}")
         return done[1:]
 
     def on_all(self, what: str, action: Callable[[], _T]) -> _T:
@@ -123,11 +123,13 @@ class Workers:
             action: run on each worker, without exchanges.
 
         Raises:
-            RuntimeError: on the workers where it did not fail; elsewhere its own error.
+            WorkerError: on the workers where it did not fail; elsewhere its own error.
         """
         failure: Exception | None = None
         try:
             done = action()
+        except workers.WorkerError:
+            raise
         except Exception as error:
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -136,7 +138,7 @@ class Workers:
             raise failure
         for rank, text in enumerate(said):
             if text is not None:
-                raise RuntimeError(f"{what} failed on worker {rank}: {text}")
+                raise workers.WorkerError(f"{what} failed on worker {rank}: {text}")
         return done
 
     def gather(self, value: _T, what: str) -> list[_T]:

@@ -56,7 +56,7 @@ def save(
             one file.
 
     Raises:
-        ValueError, OSError: what went wrong here; RuntimeError: on another worker. The checkpoint
+        ValueError, OSError: what went wrong here; WorkerError: on another worker. The checkpoint
             that was there before is as it was.
     """
     path = Path(path)
@@ -114,7 +114,7 @@ def load(
 
     Raises:
         FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint.
-        RuntimeError: where another worker could not read it.
+        WorkerError: where another worker could not read it.
     """
     path = Path(path)
     what = f"load_checkpoint(path={str(path)!r})"

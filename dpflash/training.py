@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from dpflash.accounting import PoissonGaussian, remaining_steps
 
-from . import checkpoint, sharded_checkpoint
+from . import sharded_checkpoint
 from .budget import PrivacyBudget
 from .corpus import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .engine import PrivacyEngine
@@ -194,7 +194,7 @@ class TrainingRun:
                 "start one with --out"
             )
         given = given or {}
-        saved = _read(path).get("extra", {})
+        saved = sharded_checkpoint.read_plain(path).get("extra", {})
         if saved.keys() != {f.name for f in fields(TrainingState)}:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
@@ -558,18 +558,8 @@ def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
         p for p in (path, several) if p.is_file() or (p / sharded_checkpoint.POINTER).exists()
     ]
     if len(found) > 1:
-        found.sort(key=lambda p: _read(p)["releases"])
+        found.sort(key=lambda p: sharded_checkpoint.read_plain(p)["releases"])
     return found[-1] if found else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside the model."""
-    if not path.is_dir():
-        return checkpoint.read(path)
-    name = (path / sharded_checkpoint.POINTER).read_text(errors="replace").strip()
-    return checkpoint.read(
-        path / name / sharded_checkpoint.ENGINE, format=sharded_checkpoint.FORMAT
-    )
 
 
 def _remove_others(folder: Path, kept: str) -> None:

@@ -22,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class WorkerError(RuntimeError):
-    """An exchange between workers failed: one of them died, or did not come in time."""
+    """Another worker failed, died, or did not come in time."""
 
 
 def world_size(group: ProcessGroup | None) -> int:
