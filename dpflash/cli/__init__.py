@@ -12,6 +12,7 @@ _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    from .bench import add_bench_parser
     from .budget import add_budget_parser
     from .check import add_check_parser
     from .doctor import add_doctor_parser
@@ -29,6 +30,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_budget_parser(subparsers)
     add_check_parser(subparsers)
     add_doctor_parser(subparsers)
+    add_bench_parser(subparsers)
     return parser
 
 

@@ -1,0 +1,58 @@
+"""On what was measured: device, versions, commit, threads, date."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpflash import __version__
+from dpflash.ceilings import cpu_model
+
+
+def usable_cores() -> int:
+    """Cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def environment(device: str, threads: int) -> dict[str, Any]:
+    """What stands above a benchmark's rows.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: of each process.
+    """
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU {cpu_model()}",
+        "device_count": torch.cuda.device_count() if device == "cuda" else 1,
+        "cores": usable_cores(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "threads": threads,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "dpflash": __version__,
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout this package lies in, "-dirty" where files differ; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # A package that is installed inside of somebody else's checkout is not of that commit.
+    if done.returncode != 0 or "site-packages" in folder.parts:
+        return None
+    return done.stdout.strip() or None

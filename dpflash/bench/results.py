@@ -1,0 +1,118 @@
+"""A benchmark's results as JSON, Markdown and a picture.
+
+The JSON is ``{"environment": {...}, "rows": [...]}``, and each row has at least the keys of
+`COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was timed),
+the peak memory in MiB, and whether what was timed computes the right thing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "name",
+    "config",
+    "median_ms",
+    "ci95_ms",
+    "cv",
+    "trials",
+    "peak_memory_mb",
+    "correct",
+)
+BLUE, GREY = "#1f5fa8", "#666666"
+
+
+def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
+    """A row with all columns; those not given are None, and no trials."""
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS)
+    return {**empty, "name": name, "config": dict(config), "trials": 0, **figures}
+
+
+def require_drawing() -> None:
+    """Refuse, before anything is measured, what could not be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "the picture needs matplotlib, which is not installed; pip install 'dpflash[plot]'"
+        ) from error
+
+
+def make_folder(out: str | os.PathLike[str]) -> Path:
+    """The folder of the results, made where it is missing.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out={os.fspath(out)!r}: it cannot be a folder ({error.strerror}); pass another"
+        ) from error
+    return folder
+
+
+def write_json(path: Path, found: Mapping[str, Any]) -> None:
+    """Write results, whole or not at all; numbers that JSON does not have become null."""
+    for entry in found["rows"]:
+        missing = [column for column in COLUMNS if column not in entry]
+        if missing:
+            raise ValueError(f"row {entry.get('name')!r} lacks {missing}; make it with row()")
+    text = json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def write_picture(path: Path, figure: Any) -> None:
+    """Write a matplotlib Figure as a PNG, whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    figure.savefig(part, dpi=110, format="png")
+    part.replace(path)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; None shows as a dash, numbers with three digits."""
+    lines = [header, ["---"] * len(header), *([shown(cell) for cell in line] for line in rows)]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def shown(value: Any) -> str:
+    """A cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def environment_table(environment: Mapping[str, Any]) -> str:
+    """What stands above the tables."""
+    return markdown_table(("", "value"), [(key, str(value)) for key, value in environment.items()])
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
