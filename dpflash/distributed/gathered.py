@@ -96,11 +96,10 @@ class GatheredAttention(torch.autograd.Function):
         call: Gathering = ctx.call
         # Once: activation checkpointing hands them out a single time.
         saved = ctx.saved_tensors
-        _, k, v, _, lse, *_ = saved
+        _, k, v, *_ = saved
         differentiating = Differentiating(saved, do, dlse, call.scale)
         runtime = differentiating.runtime_graph(call.spread)
         kv = call.gather(k, v, "backward")
-        dkv = torch.zeros_like(kv, dtype=lse.dtype)
-        differentiating.add(call.pieces(k.device, runtime), kv[0], kv[1], dkv)
-        own = call.scatter_sum(dkv) if any(ctx.needs_input_grad[1:3]) else None
+        dkv = differentiating.add(call.pieces(k.device, runtime), *kv)
+        own = call.scatter_sum(torch.stack(dkv)) if any(ctx.needs_input_grad[1:3]) else None
         return *differentiating.results(own, k, v), None

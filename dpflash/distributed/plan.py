@@ -122,46 +122,44 @@ def pieces(
     return _cut(runtime, spread, queries_of, keys_of, by_chunk)
 
 
-def pack(k: Tensor, v: Tensor, needed: Need) -> Tensor:
-    """`[2, B, n, D]` or `[2, B, G, n, D]`, contiguous: the needed rows of k and v."""
+def pack(x: Tensor, needed: Need) -> Tensor:
+    """`[B, n, D]` or `[B, G, n, D]`, contiguous: the needed rows; x itself where that is all."""
     if needed.tokens is not None:
-        return torch.stack((k[:, :, needed.tokens], v[:, :, needed.tokens]))
+        return x[:, :, needed.tokens].contiguous()
     assert needed.index is not None
-    return torch.stack([x.flatten(1, 2).index_select(1, needed.index) for x in (k, v)])
+    return x.flatten(1, 2).index_select(1, needed.index)
 
 
-def packed_like(k: Tensor, heads: int, needed: Need, dtype: torch.dtype) -> Tensor:
-    """An empty buffer for what `pack` gives."""
-    batch, dim = k.shape[0], k.shape[3]
+def packed_like(x: Tensor, needed: Need) -> Tensor:
+    """An empty buffer for what `pack` gives of a shard with the heads and dtype of x."""
+    batch, heads, _, dim = x.shape
     if needed.tokens is not None:
-        shape: tuple[int, ...] = (2, batch, heads, needed.count // heads, dim)
-    else:
-        shape = (2, batch, needed.count, dim)
-    return k.new_empty(shape, dtype=dtype)
+        return x.new_empty((batch, heads, needed.count // heads, dim))
+    return x.new_empty((batch, needed.count, dim))
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: Need) -> Tensor:
-    """`[2, B, G, S, D]`: k and v of a shard, 0 where nothing was needed."""
+    """`[B, G, S, D]`: a shard, 0 where nothing was needed; the packed rows where that is all."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
-    batch, dim = packed.shape[1], packed.shape[-1]
-    whole = packed.new_zeros((2, batch, heads, tokens, dim))
+    batch, dim = packed.shape[0], packed.shape[-1]
+    whole = packed.new_zeros((batch, heads, tokens, dim))
     if needed.tokens is not None:
-        whole[:, :, :, needed.tokens] = packed
+        whole[:, :, needed.tokens] = packed
     else:
         assert needed.index is not None
-        whole.view(2, batch, heads * tokens, dim).index_copy_(2, needed.index, packed)
+        whole.view(batch, heads * tokens, dim).index_copy_(1, needed.index, packed)
     return whole
 
 
 def add_packed_(whole: Tensor, packed: Tensor, needed: Need) -> None:
-    """Adds packed rows to a shard's `[2, B, G, S, D]`; no row comes twice."""
+    """Adds packed rows to a contiguous shard `[B, G, S, D]`; no row comes twice."""
     if needed.tokens is not None:
-        whole[:, :, :, needed.tokens] += packed
+        whole[:, :, needed.tokens] += packed
         return
     assert needed.index is not None
-    rows = whole.view(2, whole.shape[1], -1, whole.shape[4])
-    rows.index_copy_(2, needed.index, rows.index_select(2, needed.index) + packed)
+    rows = whole.view(whole.shape[0], -1, whole.shape[3])
+    rows.index_copy_(1, needed.index, rows.index_select(1, needed.index) + packed)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -11,6 +11,7 @@ dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,42 +84,47 @@ class Ring:
             return None
         given, needed = self.given(step, k.device), self.needed(step, k.device)
         return exchange(
-            pack(k, v, given) if given.count else None,
+            [pack(x, given) for x in (k, v)] if given.count else None,
             self.after(step),
-            packed_like(k, k.shape[1], needed, k.dtype) if needed.count else None,
+            [packed_like(x, needed) for x in (k, v)] if needed.count else None,
             self.before(step),
             self.group,
             f"keys and values of ring attention, step {step} of {self.size - 1}",
             phase,
         )
 
-    def arrived(self, step: int, pending: Pending | None, heads: int) -> Tensor | None:
-        """`[2, B, G, S, D]`: the keys and values of a step, None where none are needed."""
+    def arrived(self, step: int, pending: Pending | None) -> list[Tensor] | None:
+        """`[B, G, S, D]` twice: the keys and values of a step, None where none are needed."""
         received = None if pending is None else pending.wait()
         if received is None:
             return None
-        owner = self.before(step)
-        needed = self.needed(step, received.device)
-        return unpack(received, heads, self.spread.tokens(owner), needed)
+        tokens, heads = self.spread.tokens(self.before(step)), self.spread.num_kv_heads
+        needed = self.needed(step, received[0].device)
+        return [unpack(x, heads, tokens, needed) for x in received]
 
-    def give_back(self, step: int, found: Tensor | None, own: Tensor) -> Pending:
-        """Starts returning the gradients `[2, B, G, S, D]` of a step's keys and values."""
-        needed, given = self.needed(step, own.device), self.given(step, own.device)
+    def give_back(
+        self, step: int, found: Sequence[Tensor] | None, own: Sequence[Tensor]
+    ) -> Pending:
+        """Starts returning the gradients `[B, G, S, D]` of a step's keys and values."""
+        device = own[0].device
+        needed, given = self.needed(step, device), self.given(step, device)
         return exchange(
-            None if found is None else pack(found[0], found[1], needed),
+            None if found is None else [pack(x, needed) for x in found],
             self.before(step),
-            packed_like(own[0], own.shape[2], given, own.dtype) if given.count else None,
+            [packed_like(x, given) for x in own] if given.count else None,
             self.after(step),
             self.group,
             f"gradients of ring attention, step {step} of {self.size - 1}",
             "backward",
         )
 
-    def take_back(self, step: int, pending: Pending | None, own: Tensor) -> None:
+    def take_back(self, step: int, pending: Pending | None, own: Sequence[Tensor]) -> None:
         """Adds what another worker found for this one's keys and values."""
         received = None if pending is None else pending.wait()
         if received is not None:
-            add_packed_(own, received, self.given(step, own.device))
+            given = self.given(step, own[0].device)
+            for whole, packed in zip(own, received, strict=True):
+                add_packed_(whole, packed, given)
 
 
 class RingAttention(torch.autograd.Function):
@@ -145,10 +151,10 @@ class RingAttention(torch.autograd.Function):
         pending: Pending | None = None
         for step in range(ring.size):
             coming = ring.fetch(step + 1, k, v, "forward")
-            kv = (k, v) if step == 0 else ring.arrived(step, pending, k.shape[1])
+            kv = (k, v) if step == 0 else ring.arrived(step, pending)
             if kv is not None:
-                attending.add(ring.pieces(step, q.device, runtime), kv[0], kv[1])
-            pending = coming
+                attending.add(ring.pieces(step, q.device, runtime), *kv)
+            pending, kv = coming, None
         o, lse = attending.o, attending.lse
         ctx.save_for_backward(q, k, v, o, lse, sinks, slopes, blocks, gates)
         ctx.ring = ring
@@ -161,22 +167,20 @@ class RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         # Once: activation checkpointing hands them out a single time.
         saved = ctx.saved_tensors
-        _, k, v, _, lse, *_ = saved
+        _, k, v, *_ = saved
         differentiating = Differentiating(saved, do, dlse, ring.scale)
         runtime = differentiating.runtime_graph(ring.spread)
-        own = k.new_zeros((2, *k.shape), dtype=lse.dtype)
         pending = ring.fetch(1, k, v, "backward")
-        differentiating.add(ring.pieces(0, k.device, runtime), k, v, own)
+        own = differentiating.add(ring.pieces(0, k.device, runtime), k, v)
         returns = any(ctx.needs_input_grad[1:3])
         returning: Pending | None = None
         for step in range(1, ring.size):
             coming = ring.fetch(step + 1, k, v, "backward")
-            kv = ring.arrived(step, pending, k.shape[1])
+            kv = ring.arrived(step, pending)
             found = None
             if kv is not None:
-                found = torch.zeros_like(kv, dtype=lse.dtype)
-                differentiating.add(ring.pieces(step, k.device, runtime), kv[0], kv[1], found)
-            pending = coming
+                found = differentiating.add(ring.pieces(step, k.device, runtime), *kv)
+            pending, kv = coming, None
             if returns:
                 # What comes home is added in the order of the steps, always the same.
                 sent = ring.give_back(step, found, own)

@@ -30,10 +30,10 @@ class Pending:
     what: str
     group: ProcessGroup
     works: list[Any]
-    received: Tensor | None
-    sent: Tensor | None
+    received: Sequence[Tensor] | None
+    sent: Sequence[Tensor] | None
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Sequence[Tensor] | None:
         """What was received, None where nothing was to come."""
         with workers.exchanging(self.what, self.group):
             for work in self.works:
@@ -42,9 +42,9 @@ class Pending:
 
 
 def exchange(
-    send: Tensor | None,
+    send: Sequence[Tensor] | None,
     to: int,
-    received: Tensor | None,
+    received: Sequence[Tensor] | None,
     source: int,
     group: ProcessGroup,
     what: str,
@@ -53,20 +53,23 @@ def exchange(
     """Starts sending to one worker and receiving from another.
 
     Args:
-        send: contiguous; None or of no elements: nothing is sent, and the other side knows.
+        send: contiguous; None, or of no elements: nothing is sent, and the other side knows.
         to: number of the receiving worker in the group.
-        received: contiguous, to be filled; None or of no elements: nothing comes.
+        received: contiguous, to be filled; None, or of no elements: nothing comes.
         source: number of the sending worker.
         group: of both.
         what: names the exchange in messages.
         phase: "forward" or "backward".
     """
     operations = []
-    if send is not None and send.numel():
-        operations.append(dist.P2POp(dist.isend, _bytes(send), group=group, group_peer=to))
-        record(phase, what, send.nbytes)
-    if received is not None and received.numel():
-        operations.append(dist.P2POp(dist.irecv, _bytes(received), group=group, group_peer=source))
+    for x in send or ():
+        if x.numel():
+            operations.append(dist.P2POp(dist.isend, _bytes(x), group=group, group_peer=to))
+    for x in received or ():
+        if x.numel():
+            operations.append(dist.P2POp(dist.irecv, _bytes(x), group=group, group_peer=source))
+    if send is not None and (sent := sum(x.nbytes for x in send)):
+        record(phase, what, sent)
     works: list[Any] = []
     if operations:
         with workers.exchanging(what, group):
