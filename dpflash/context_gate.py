@@ -42,6 +42,8 @@ class ContextGate(Gate):
         assert self.owner.workers.context is not None
         self._group = self.owner.workers.context
         self._shares: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
+        self._marks: list[Tensor] = []
 
     def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_linear`; what it returns has been taken already."""
@@ -62,7 +64,7 @@ class ContextGate(Gate):
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from all shares of all workers."""
-        self._take_all(grads)
+        self._settle(grads)
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
@@ -75,6 +77,8 @@ class ContextGate(Gate):
     def reset(self) -> None:
         super().reset()
         self._shares = {}
+        self._taken = set()
+        self._marks = []
 
     def _take(self, position: int, grad: Tensor) -> None:
         """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
@@ -88,22 +92,42 @@ class ContextGate(Gate):
             held = self._shares.get(position)
             self._shares[position] = share if held is None else held + share
 
-    def _take_all(self, grads: Sequence[Tensor | None]) -> None:
-        for position, grad in enumerate(grads):
-            self._take_grad(position, grad)
+    def _settle(self, grads: Sequence[Tensor | None]) -> None:
+        """Take what reached the handles by autograd; zeros for what got no gradient here.
 
-    def _take_grad(self, position: int, grad: Tensor | None) -> None:
-        """What reached a handle by autograd."""
-        if grad is not None:
-            share = self._share(position, grad)
-            held = self._shares.get(position)
-            self._shares[position] = share if held is None else held + share
+        Raises:
+            RuntimeError: gradients of different parameters met.
+        """
+        self._check_marks()
+        for position, (parameter, grad) in enumerate(
+            zip(self.group.parameters, grads, strict=True)
+        ):
+            if grad is None and position not in self._taken:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                shape = (self.batch_size, *parameter.shape)
+                grad = torch.zeros(shape, dtype=dtype, device=self.device)
+            if grad is not None:
+                share = self._share(position, grad)
+                held = self._shares.get(position)
+                self._shares[position] = share if held is None else held + share
+        self._check_marks()
+
+    def _check_marks(self) -> None:
+        if self._marks and bool(torch.stack(self._marks).any()):
+            raise RuntimeError(
+                "the workers of a context had gradients of different parameters at a time, so "
+                "nothing was released: each of them must run the same layers in the same order, "
+                "and use their outputs in its losses (with weight 0 where it has nothing to add)"
+            )
+
+    def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
+        if self.owner.mode == "sum":
+            self._settle(grads)
+        return super()._factors(grads)
 
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
-        if self.owner.mode == "sum":
-            self._take_grad(position, grad)
         total, share = self._sums.get(position), self._shares.get(position)
         if total is None and share is None:
             return None
@@ -120,10 +144,8 @@ class ContextGate(Gate):
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         owner = self.owner
         (parameter,) = self.group.parameters
-        self._take_all([grad])
-        share = self._shares.get(0)
-        if share is None:
-            return [None]
+        self._settle([grad])
+        share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
         matrix = share.view(self.batch_size, share.shape[1] // width, width)
@@ -160,15 +182,21 @@ class ContextGate(Gate):
         begin, end, size = self._cut(position)
         batch = grad.shape[0]
         grad = grad.flatten(1).to(torch.promote_types(grad.dtype, torch.float32))
+        self._taken.add(position)
         if batch == 0:
             return grad[:, begin:end]
         count = workers.world_size(self._group)
+        # One more number tells whether the others' gradients are of the same parameter.
+        mark = 1 + (61 * self.owner.number_of(self.group) + position) % 4093
+        sent = grad.new_full((count, batch * size + 1), mark)
         padded = F.pad(grad, (0, size * count - grad.shape[1]))
         by_worker = padded.unflatten(1, (count, size)).transpose(0, 1)
+        sent[:, :-1].view(count, batch, size).copy_(by_worker)
         own = workers.reduce_scatter(
-            by_worker, self._group, "sum of the samples' gradients over their tokens"
+            sent, self._group, "sum of the samples' gradients over their tokens"
         )
-        return own[:, : end - begin]
+        self._marks.append(own[-1] != count * mark)
+        return own[:-1].view(batch, size)[:, : end - begin]
 
     def _whole(self, position: int, share: Tensor) -> Tensor:
         """A parameter's total, put together from the shares of it."""

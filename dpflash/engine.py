@@ -24,10 +24,18 @@ from .arguments import make_groups, refuse_keywords, sampling_of, trained_parame
 from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
+from .clipping import Group
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import Gate, PrivateBackward
-from .joining import check_module, join, open_ledger, part
+from .joining import (
+    check_module,
+    digests_of,
+    join,
+    open_ledger,
+    part,
+    require_same_data,
+)
 from .mesh import Workers
 from .optimizer import PrivateOptimizer
 from .planner import WAYS, default_memory_budget
@@ -68,7 +76,8 @@ class PrivacyEngine:
         mesh: the workers that train one model together, as a `DeviceMesh` of all of them with
             dimensions named "data" (other samples) and "context" (other tokens of the same
             samples; the model went through `dpflash.distributed.context_parallel`), or one of
-            them; every worker makes the same calls. None for a process by itself.
+            them; every worker makes the same calls, on the same data set (of which some entries
+            are compared). None for a process by itself.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling, "replace_one" for
             fixed-size batches, "zero_out" for shuffled ones, foreign ones and mixtures).
@@ -236,21 +245,26 @@ class PrivacyEngine:
             positive_int(memory_budget=memory_budget)
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
-        check_module(module, self._workers)
-        check_model(module)
-        trained = trained_parameters(module, optimizer)
-        self._check_joint(sampling, way)
         tracker = BatchTracker()
-        loader = PrivateDataLoader(
-            data_loader,
-            tracker,
-            sampling=sampling,
-            key=self._sampling_key(),
-            physical_batch_size=physical_batch_size,
-            max_batch_size=max_batch_size,
-            share=(self._workers.data_rank, self._workers.data_size),
-        )
-        groups = make_groups(module, trained, clipping)
+
+        def checked() -> tuple[list[nn.Parameter], PrivateDataLoader, list[Group], list[str]]:
+            check_module(module, self._workers)
+            check_model(module)
+            self._check_joint(sampling, way)
+            loader = PrivateDataLoader(
+                data_loader,
+                tracker,
+                sampling=sampling,
+                key=self._sampling_key(),
+                physical_batch_size=physical_batch_size,
+                max_batch_size=max_batch_size,
+                share=(self._workers.data_rank, self._workers.data_size),
+            )
+            trained = trained_parameters(module, optimizer)
+            entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
+            return trained, loader, make_groups(module, trained, clipping), entries
+
+        trained, loader, groups, entries = self._workers.on_all("make_private", checked)
         expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
         backward = PrivateBackward(
             groups,
@@ -279,7 +293,9 @@ class PrivacyEngine:
                 "parameters": [(backward.names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
+        require_same_data(entries, self._workers)
         self._spending.begin(loader.event(float(noise_multiplier)), budget)
+        join(module, self._workers)
         private_optimizer = PrivateOptimizer(
             optimizer,
             backward=backward,
@@ -294,6 +310,7 @@ class PrivacyEngine:
         backward.bound_source = lambda: private_optimizer.max_grad_norm
         backward.before_backward = tracker.before_backward
         backward.begin_release = private_optimizer.begin_release
+        backward.place = tracker.place
 
         def abandon() -> None:
             private_optimizer.forget_signals()
@@ -315,7 +332,6 @@ class PrivacyEngine:
             )
         for parameter in trained:
             parameter.grad = None
-        join(module, self._workers)
         attach(module, backward)
         self._model, self._backward, self._tracker = module, backward, tracker
         self._clipping = clipping
@@ -837,11 +853,12 @@ class PrivacyEngine:
         coming = self._coming(self._optimizer.noise_multiplier, new_pass=new_pass)
         return self._spending.fits(coming)
 
-    def _charge(self, noise_multiplier: float, signalled: bool) -> None:
+    def _charge(self, noise_multiplier: float, signalled: bool, bound: float) -> None:
         """Pay for a release before it is made."""
         assert self._optimizer is not None
         noise_multiplier = float(noise_multiplier)
         drawn = self._tracker.came_from_loader(signalled)
+        self._meet(noise_multiplier, bound, drawn)
         # A batch of unknown origin: no amplification can be claimed for it.
         event = (
             self._coming(noise_multiplier)
@@ -868,19 +885,42 @@ class PrivacyEngine:
         if drawn and event is not None:
             self._paid = (self._tracker.passes, noise_multiplier)
 
+    def _meet(self, noise_multiplier: float, bound: float, drawn: bool) -> None:
+        """Make sure that all workers are about to make the same release.
+
+        Raises:
+            ValueError: on all of them, naming what differs; the batch is dropped.
+            RuntimeError: the batch is none of the private loader's.
+        """
+        if self._workers.everyone is None:
+            return
+        assert self._optimizer is not None
+        current, backward = self._tracker.current, self._attached()
+        try:
+            self._workers.agree(
+                "optimizer.step()",
+                {
+                    "release": self._optimizer.releases,
+                    "draw": None if current is None else current.draw,
+                    "noise_multiplier": noise_multiplier,
+                    "max_grad_norm": bound,
+                    "batch of the private loader": drawn,
+                    "trained parameters": [backward.names[p] for p in self._optimizer.params],
+                },
+            )
+            if not drawn:
+                raise RuntimeError(
+                    "a step on a batch that did not come from the private loader, with a mesh: "
+                    "workers may hold the same samples, or different ones in one row, and nothing "
+                    "bounds that. Iterate over the loader that make_private returned"
+                )
+        except (ValueError, RuntimeError):
+            backward.discard()
+            self._tracker.refused()
+            raise
+
     def _pay(self, event: Event | None) -> None:
         """Charge a release on all workers, and on the first, which keeps the ledger, before."""
-        assert self._optimizer is not None
-        current = self._tracker.current
-        self._workers.agree(
-            "optimizer.step()",
-            {
-                "release": self._optimizer.releases,
-                "draw": None if current is None else current.draw,
-                "event": event,
-                "max_grad_norm": self._optimizer.max_grad_norm,
-            },
-        )
 
         def charge() -> bytes:
             self._spending.charge(event, run=self._run)

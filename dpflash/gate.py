@@ -36,6 +36,7 @@ from .mesh import Workers
 from .planner import LinearShape, Plan, plan
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
+from .workers import agree, gather_rows
 
 
 class _ClipGate(torch.autograd.Function):
@@ -191,9 +192,19 @@ class Gate:
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
         ):
-            results.append(self._clipped(position, parameter, grad, factors))
+            found = self._clipped(position, parameter, grad, factors)
+            if found is None and is_sharded(parameter):
+                self._deposit_nothing(position)
+            results.append(found)
         self.reset()
         return results
+
+    def _deposit_nothing(self, position: int) -> None:
+        """A sharded parameter without a gradient here may have one on another worker."""
+        parameter = self.group.parameters[position]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        nothing = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
+        self.owner.deposit(parameter, nothing)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """What each sample's gradients are multiplied by, `[B]`."""
@@ -233,6 +244,8 @@ class Gate:
         bound = self.bound / scale
         kept = self._kept.get(0)
         if kept is None and grad is None:
+            if is_sharded(parameter):
+                self._deposit_nothing(0)
             return [None]
         noise = owner.noise_for(parameter)
         fused = noise if scale == 1 else None
@@ -274,6 +287,7 @@ class PrivateBackward:
             is not known before the optimizer's step.
         release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
+        place: (draw, part) of the physical batch at hand, None when it is not ours.
     """
 
     def __init__(
@@ -321,7 +335,9 @@ class PrivateBackward:
         self._index = {id(group): index for index, group in enumerate(self.groups)}
         self._gates: dict[int, Gate] = {}
         self._prepared: list[tuple[Tensor, ...]] = []
-        self._used: set[str] = set()
+        self._used: dict[str, int] = {}
+        self.place: Callable[[], tuple[int, int] | None] = lambda: None
+        self._is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
         self._batch_size: int | None = None
         self._stale = True
@@ -361,10 +377,11 @@ class PrivateBackward:
         elif self._stale or batch_size != self._batch_size:
             self._generation += 1
             self._release_gates()
-            self._used = set()
+            self._used = {}
             self._batch_size = batch_size
             self._stale = False
-        self._used.add(name)
+        if not recomputing:
+            self._used[name] = self._used.get(name, 0) + 1
         gate = self._gates.get(group)
         if gate is None:
             gate = self._gate_type(self, self.groups[group], batch_size, self._generation)
@@ -416,7 +433,8 @@ class PrivateBackward:
         try:
             self._begin()
             gates = list(self._gates.values())
-            if len(self.groups) == 1 and gates and self._two_pass(gates[0]):
+            twice = len(self.groups) == 1 and bool(gates) and self._two_pass(gates[0])
+            if self._meet(twice):
                 self._backward_twice(losses, gates[0])
             else:
                 (losses.mean() if self.loss_reduction == "mean" else losses.sum()).backward()
@@ -433,6 +451,33 @@ class PrivateBackward:
             self._summing = None
             self._in_backward = False
             self._expected_size = None
+
+    def _meet(self, twice: bool) -> bool:
+        """Make sure that workers whose gradients meet are about to do the same.
+
+        Args:
+            twice: whether this worker would go backward in two passes.
+
+        Returns:
+            Whether one of the workers would, and so all of them do.
+
+        Raises:
+            ValueError: on all of them, naming what differs.
+        """
+        workers = self.workers
+        group = workers.everyone if self._is_sharded else workers.context
+        if group is None:
+            return twice
+        what = "engine.backward"
+        # Other modules, or another order, and gradients of one would be added to another's.
+        same = {
+            "(draw, part) of the batch": self.place(),
+            "max_grad_norm": self.bound,
+            "modules that ran, and how often": list(self._used.items()),
+        }
+        agree(what, same, group)
+        agree(what, {"number of samples": self._batch_size}, workers.context)
+        return any(row[0] for row in gather_rows([int(twice)], group, what))
 
     def _two_pass(self, gate: Gate) -> bool:
         return self.two_pass_allowed and bool(gate.shapes) and gate.plan().two_pass
@@ -478,6 +523,7 @@ class PrivateBackward:
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._begin()
+                self._meet(False)
                 self._task = task
                 self.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:
@@ -538,6 +584,10 @@ class PrivateBackward:
         if self.release is not None:
             self.release.noised(parameter)
         return grad
+
+    def number_of(self, group: Group) -> int:
+        """The group's place among all."""
+        return self._index[id(group)]
 
     def note_shapes(self, gate: Gate) -> None:
         """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""

@@ -1,9 +1,14 @@
 """What workers must have in common before they train one model together."""
 
+import hashlib
 import os
+import pickle
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +19,7 @@ from . import workers as _workers
 from .ledger import Ledger, LedgerCopy
 from .mesh import Workers
 from .sharding import is_sharded, require_rows
+from .streams import derive_key, uniform_words
 
 
 def open_ledger(path: str | os.PathLike[str] | None, workers: Workers) -> Ledger | None:
@@ -61,8 +67,21 @@ def check_module(module: nn.Module, workers: Workers) -> None:
                     "not know of them: each would add noise and count steps by itself. Pass "
                     "PrivacyEngine(mesh=init_device_mesh(..., mesh_dim_names=('data',)))"
                 )
+    # What fully_shard cut knows how to put itself together; what else did, does not.
+    within = {
+        id(p)
+        for child in module.modules()
+        if fsdp is not None and isinstance(child, fsdp.FSDPModule)
+        for p in child.parameters()
+    }
     for name, parameter in module.named_parameters():
         require_rows(name, parameter)
+        if is_sharded(parameter) and id(parameter) not in within:
+            raise ValueError(
+                f"parameter '{name}' is a DTensor, and no module around it went through "
+                "fully_shard: tensor parallelism has no rule for private training. Use a plain "
+                "parameter, or fully_shard"
+            )
     _check_context(module, workers)
     if isinstance(module, DistributedDataParallel):
         _check_replicas(module, workers)
@@ -94,6 +113,11 @@ def _check_context(module: nn.Module, workers: Workers) -> None:
 
 
 def _check_replicas(module: DistributedDataParallel, workers: Workers) -> None:
+    if module._comm_hooks and module.__dict__.get(_REDUCTION) is None:
+        raise ValueError(
+            "module has a communication hook of its own, which would see gradients before the "
+            "noise; leave register_comm_hook out"
+        )
     if _ranks(module.process_group) != _ranks(workers.data):
         raise ValueError(
             f"module is DistributedDataParallel over the workers {_ranks(module.process_group)}, "
@@ -103,15 +127,79 @@ def _check_replicas(module: DistributedDataParallel, workers: Workers) -> None:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [0] if group is None else list(dist.get_process_group_ranks(group))
+    if group is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    return list(dist.get_process_group_ranks(group))
+
+
+def digests_of(dataset: Any, key: bytes) -> list[str]:
+    """Digests of some entries, keyed; of one that differs from call to call an empty one."""
+    count = len(dataset)
+    indices = {0, count - 1}
+    words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
+    indices |= {int(word) % count for word in words}
+    found = []
+    for index in sorted(indices):
+        first, second = (_entry_digest(dataset[index], key) for _ in range(2))
+        found.append(first if first == second else "")
+    return found
+
+
+def require_same_data(digests: list[str], workers: Workers) -> None:
+    """Refuse data sets that differ between workers in one of the entries that were compared.
+
+    Raises:
+        ValueError: on all of them.
+    """
+    for entry in zip(*workers.gather(digests, "make_private"), strict=True):
+        if "" not in entry and len(set(entry)) > 1:
+            raise ValueError(
+                "data_loader.dataset holds other entries on other workers: expected the same data "
+                "set on all of them, from which each draw is dealt out; do not cut it up before"
+            )
+
+
+_COMPARED = 14
+
+
+def _entry_digest(entry: Any, key: bytes) -> str:
+    try:
+        content = pickle.dumps(_plain(entry), protocol=4)
+    except Exception:  # of whatever kind the entries of a data set are
+        return ""
+    return hashlib.blake2b(content, key=key, digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Values of which equal ones have equal pickles."""
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            held.flatten().view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return [(key, _plain(value[key])) for key in value]
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value
 
 
 def join(module: nn.Module, workers: Workers) -> None:
     """Make copies of parameters and buffers equal, and gradients the clipping gates' business."""
-    copies: list[Tensor] = [*module.parameters(), *module.buffers()]
-    workers.broadcast_(
-        [x.detach() for x in copies if not is_sharded(x)], "the first worker's parameters"
-    )
+    copies = [x.detach() for x in (*module.parameters(), *module.buffers())]
+    what = "the first worker's parameters"
+    workers.broadcast_([x for x in copies if not is_sharded(x)], what)
+    if workers.context is not None:
+        apart = set(_ranks(workers.context)) - {dist.get_rank()}
+        with torch.no_grad(), _workers.exchanging(what, workers.context):
+            for x in copies:
+                # Rows that the workers of a context hold alike, each from its own group of data.
+                if is_sharded(x) and not apart & set(x.device_mesh.mesh.flatten().tolist()):
+                    dist.broadcast(x.to_local(), group=workers.context, group_src=0)
     if isinstance(module, DistributedDataParallel):
         held = module.__dict__.get(_REDUCTION)
         if held is None:

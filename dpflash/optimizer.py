@@ -53,7 +53,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         expected_batch_size: float,
         parameter_ids: dict[nn.Parameter, int],
         noise_key: bytes,
-        charge: Callable[[float, bool], None],
+        charge: Callable[[float, bool, float], None],
     ):
         # The wrapped optimizer holds groups and state; Optimizer.__init__ would make new ones.
         self.original_optimizer = optimizer
@@ -234,7 +234,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
                 "unclipped, noiseless step"
             )
-        self._charge(self.noise_multiplier, self._signalled)
+        self._charge(self.noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
         std = 0.0 if self.noise_multiplier == 0 else self.noise_multiplier * bound

@@ -101,8 +101,8 @@ class _DrawSampler(ABC):
             self.on_draw(len(indices))
             size = self.physical_batch_size or max(most, 1)
             parts = [indices[i : i + size] for i in range(0, max(most, 1), size)]
-            for number, part in enumerate(parts, start=1):
-                marks.append(BatchMark(draw, len(part), number == len(parts)))
+            for number, part in enumerate(parts):
+                marks.append(BatchMark(draw, len(part), number + 1 == len(parts), number))
                 yield part
 
     def __len__(self) -> int:

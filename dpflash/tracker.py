@@ -15,11 +15,16 @@ EARLIER_PASS = (
 
 @dataclass(frozen=True)
 class BatchMark:
-    """What travels with a physical batch: the draw it is part of, its size, whether it ends it."""
+    """What travels with a physical batch: the draw it is part of, its size, whether it ends it.
+
+    Attributes:
+        part: its number among the parts of the draw.
+    """
 
     draw: int
     size: int
     last: bool
+    part: int = 0
 
 
 class BatchTracker:
@@ -81,6 +86,10 @@ class BatchTracker:
         """The batch at hand may not be released; that it is not is no mistake of the loop."""
         self.dropped()
         self._refused = self.current
+
+    def place(self) -> tuple[int, int] | None:
+        """(draw, part) of the batch at hand; None where it is not of the private loader."""
+        return None if self.current is None else (self.current.draw, self.current.part)
 
     def still_to_come(self, batches: int) -> None:
         """How many batches follow in a pass of the loader's own, the one at hand left out."""

@@ -90,7 +90,8 @@ def agree(what: str, values: Mapping[str, object], group: ProcessGroup | None) -
         said: list[object] = [None] * len(rows)
         with exchanging(what, group):
             dist.all_gather_object(said, repr(values[name]), group=group)
-        listed = ", ".join(f"worker {rank} has {value}" for rank, value in enumerate(said))
+        shown = (value if len(str(value)) < 200 else f"{str(value)[:200]}..." for value in said)
+        listed = ", ".join(f"worker {rank} has {value}" for rank, value in enumerate(shown))
         raise ValueError(f"{what}: {name} differs between workers ({listed}); make it the same")
 
 

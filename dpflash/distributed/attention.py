@@ -263,7 +263,8 @@ def _attend(
             alibi_slopes=slopes,
         )
     if q.shape[0] == 0:
-        o = q + (k.sum() + v.sum())  # nothing, but what autograd knows to depend on q, k and v
+        # Nothing, but what autograd knows to depend on everything, as it does for other workers.
+        o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
         return o, o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
     if mode == "ulysses":
         return ulysses_attention(q, k, v, sinks, slopes, spread, group, scale)

@@ -101,5 +101,7 @@ class GatheredAttention(torch.autograd.Function):
         runtime = differentiating.runtime_graph(call.spread)
         kv = call.gather(k, v, "backward")
         dkv = differentiating.add(call.pieces(k.device, runtime), *kv)
-        own = call.scatter_sum(torch.stack(dkv)) if any(ctx.needs_input_grad[1:3]) else None
+        own = None
+        if any(ctx.needs_input_grad[1:3]):
+            own = call.scatter_sum(torch.stack(dkv)).unbind(0)
         return *differentiating.results(own, k, v), None

@@ -57,12 +57,16 @@ class PrivateLeaf(PrivateModule):
         # The private module's own call runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             twin.__dict__[hooks] = OrderedDict()
-        if batch_size == 0:
-            plain = {n: p.detach() for n, p in own.items()}
-            return functional_call(twin, plain, args, kwargs)
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
         per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
+        if batch_size == 0:
+            # Gradients of nothing, but beside other workers the gate must learn of them.
+            nothing = sum(handle.sum() for handle in per_sample.values())
+            outputs = functional_call(twin, shared, args, kwargs)
+            return torch.utils._pytree.tree_map_only(
+                Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
+            )
 
         def one(
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]

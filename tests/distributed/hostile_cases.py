@@ -1,0 +1,323 @@
+"""What workers do wrong, or differently, in test_hostile_workers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh as TensorMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+from dpflash.distributed import context_parallel, shard_sequence
+from dpflash.nn import LongContextLM, MultiheadAttention
+
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def mesh_of(context: int) -> DeviceMesh:
+    if context not in _meshes:
+        shape = (dist.get_world_size() // context, context)
+        _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+    return _meshes[context]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def make(
+    model: nn.Module, context: int = 1, data: Tensor | None = None, **options: Any
+) -> tuple[dpflash.PrivacyEngine, Any, Any]:
+    """An engine over all workers, and what make_private returned besides the model."""
+    if data is None:
+        data = torch.arange(240.0).view(30, 8) / 240
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clipping": "flat", **options}
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(context))
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0),
+        data_loader=DataLoader(TensorDataset(data), batch_size=6),
+        **arguments,
+    )
+    return engine, optimizer, loader
+
+
+def said_by(action: Callable[[], Any]) -> str:
+    try:
+        return f"did it: {action()}"
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def mlp(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), *layers, nn.Linear(4, 1))
+
+
+class TwoHeads(nn.Module):
+    """Attention with two layers behind it; each call names the one to run, and which counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = MultiheadAttention(8, 2)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, run: str, count: str) -> Tensor:
+        x = self.attention(x)[0]
+        outputs = {name: getattr(self, name)(x) for name in run.split("+")}
+        return sum(outputs[name] for name in count.split("+")).square().mean((1, 2))
+
+
+def a_batch_of_its_own(group: object, context: int) -> str:
+    """A step on a batch that did not come from the private loader."""
+    engine, optimizer, _ = make(
+        context_parallel(TwoHeads(), mesh_of(2)) if context == 2 else mlp(), context
+    )
+    x = torch.randn(3, 4, 8) if context == 2 else torch.randn(3, 8)
+    before = [p.detach().clone() for p in optimizer.params]
+
+    def step() -> str:
+        if context == 2:
+            engine.backward(engine._model(x, "first", "first"))
+        else:
+            engine.backward(engine._model(x).flatten())
+        optimizer.step()
+        return ""
+
+    said = said_by(step)
+    same = all(torch.equal(a, b) for a, b in zip(before, optimizer.params, strict=True))
+    return f"{same} {said}"
+
+
+def data_of_its_own(group: object, context: int) -> str:
+    """Workers with data sets of one length and other contents."""
+    model = context_parallel(TwoHeads(), mesh_of(2)) if context == 2 else mlp()
+    return said_by(lambda: make(model, context, data=torch.full((30, 8), float(rank()))))
+
+
+def data_that_varies(group: object) -> str:
+    """Entries drawn anew at each call cannot be compared, and are taken."""
+
+    class Varying(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            return (torch.randn(8),)
+
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
+    model = mlp()
+    return said_by(
+        lambda: (
+            engine.make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                data_loader=DataLoader(Varying(torch.zeros(9, 1)), batch_size=3),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+            and "taken"
+        )
+    )
+
+
+def layers_of_its_own(group: object, run: list[str], count: list[str], clipping: str) -> str:
+    """Workers of one context that run, or count, other layers."""
+    model = context_parallel(TwoHeads(), mesh_of(2))
+    engine, optimizer, loader = make(
+        model, 2, data=torch.arange(960.0).view(30, 4, 8) / 960, clipping=clipping
+    )
+    before = [p.detach().clone() for p in optimizer.params]
+
+    def steps() -> str:
+        for (x,) in loader:
+            x = shard_sequence(x, 1, mesh_of(2).get_group("context"))
+            engine.backward(model(x, run[rank()], count[rank()]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return "a pass"
+
+    said = said_by(steps)
+    same = all(torch.equal(a, b) for a, b in zip(before, optimizer.params, strict=True))
+    return f"{same} {said}"
+
+
+def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
+    """One worker changes max_grad_norm before its backward, all of them behind it."""
+    model = mlp()
+    engine, optimizer, loader = make(model)
+    said = []
+    for (x,) in loader:
+        if when == "before" and rank() == 1:
+            optimizer.max_grad_norm = 100.0
+        if not (when == "behind" and rank() == 1):
+            engine.backward(model(x).flatten())
+        if when == "behind":
+            optimizer.max_grad_norm = 0.01
+        said.append(said_by(optimizer.step))
+        # Again, after what the message asked for.
+        optimizer.max_grad_norm = 1.0
+        said.append(said_by(optimizer.step))
+        break
+    whole = torch.cat([p.detach().flatten() for p in optimizer.params])
+    return {"said": said, "sum": float(whole.double().sum()), "norm": float(whole.norm())}
+
+
+def parts_of_its_own(group: object) -> str:
+    """Workers of one context that skip other parts of a draw."""
+    model = context_parallel(TwoHeads(), mesh_of(2))
+    engine, optimizer, loader = make(
+        model, 2, data=torch.arange(960.0).view(30, 4, 8) / 960, physical_batch_size=1
+    )
+
+    def steps() -> str:
+        for (x,) in loader:
+            mark = engine._tracker.current
+            if not (mark.part == rank() and not mark.last):
+                x = shard_sequence(x, 1, mesh_of(2).get_group("context"))
+                engine.backward(model(x, "first", "first"))
+            optimizer.step()
+        return "a pass"
+
+    return said_by(steps)
+
+
+class Scale(nn.Module):
+    """A layer without a rule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def empty_shares(group: object, kind: str) -> dict[str, Any]:
+    """Draws of about one sample through layers of the generic rule, sharded or not."""
+    model = mlp(Scale())
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh_of(1)["data"])
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(1))
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.ones(20, 8)), batch_size=1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+    )
+    sizes = []
+    for (x,) in loader:
+        sizes.append(len(x))
+        engine.backward(model(x).flatten())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"sizes": sizes}
+
+
+def sinks_of_an_empty_share(group: object) -> dict[str, Any]:
+    """A sharded model with sinks over data and context; most draws give one pair nothing."""
+    torch.manual_seed(0)
+    model = LongContextLM(10, 16, 1, 2, max_seq_len=8, attention_sinks=True, positions="alibi")
+    context_parallel(model, mesh_of(2))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of(2)["data"])
+    fully_shard(model, mesh=mesh_of(2)["data"])
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(2))
+    tokens = torch.randint(0, 10, (20, 9), generator=torch.Generator().manual_seed(0))
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    sizes = []
+    for x, y in loader:
+        sizes.append(len(x))
+        x, y = (shard_sequence(t, 1, mesh_of(2).get_group("context")) for t in (x, y))
+        engine.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(sizes) == 6:
+            break
+    return {"sizes": sizes, "steps": optimizer.releases}
+
+
+def unequal_lengths(group: object) -> int:
+    """Sharded parameters, and other T on other workers, of which one would go in two passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    fully_shard(model, mesh=mesh_of(1)["data"])
+    engine, optimizer, loader = make(model, memory_budget=40_000)
+    for (x,) in loader:
+        x = x.unsqueeze(1).expand(-1, (64, 2)[rank()], -1)
+        engine.backward(model(x).mean((1, 2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.releases
+
+
+def one_sided(group: object) -> str:
+    """What one worker alone gets wrong."""
+    return said_by(lambda: make(mlp(nn.BatchNorm1d(4)) if rank() else mlp()))
+
+
+def frozen_on_one(group: object) -> str:
+    model = mlp()
+    engine, optimizer, loader = make(model)
+    for (x,) in loader:
+        engine.backward(model(x).flatten())
+        model[rank()].weight.requires_grad_(False)
+        model[rank()].weight.grad = None
+        return said_by(optimizer.step)
+    return "no draw"
+
+
+def wrappers(group: object) -> dict[str, str]:
+    """Wrappers that bring something of their own, or shards of another kind."""
+    said = {}
+    hooked = DistributedDataParallel(mlp(), process_group=mesh_of(1).get_group("data"))
+    hooked.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(hooked.parameters(), lr=1.0)
+    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
+    loader = DataLoader(TensorDataset(torch.zeros(9, 8)), batch_size=3)
+    said["hook"] = said_by(
+        lambda: engine.make_private(
+            module=hooked,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    )
+    said["plain step"] = said_by(optimizer.step)
+    cut = mlp()
+    over = TensorMesh("cpu", [0, 1])
+    cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight.detach(), over, [Shard(0)]))
+    said["tensor parallel"] = said_by(lambda: make(cut))
+    by_itself = DistributedDataParallel(
+        context_parallel(TwoHeads(), mesh_of(2)), process_group=mesh_of(2).get_group("data")
+    )
+    said["one data worker"] = said_by(
+        lambda: make(by_itself, 2, data=torch.zeros(30, 4, 8)) and "made"
+    )
+    return said
+
+
+def rows_of_a_context(group: object) -> float:
+    """Sharded parameters that the workers of a context drew each by itself are made equal."""
+    torch.manual_seed(rank())
+    model = LongContextLM(10, 16, 1, 2, max_seq_len=8)
+    context_parallel(model, mesh_of(2))
+    fully_shard(model, mesh=mesh_of(2)["data"])
+    make(model, 2, data=torch.zeros(30, 8))
+    return float(sum(p.full_tensor().double().abs().sum() for p in model.parameters()))

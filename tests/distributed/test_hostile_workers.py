@@ -1,0 +1,113 @@
+"""What workers do wrong or differently is refused, on all of them, or harmless; never released."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = str(Path(__file__).with_name("hostile_cases.py"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Any]:
+    with sys.modules["distributed_world"].World(2) as world:
+        yield world
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_batch_that_is_not_the_loaders_is_not_released(pair: Any, context: int) -> None:
+    for said in pair.run(CASES, "a_batch_of_its_own", 2, context=context):
+        assert said.startswith("True RuntimeError")
+        assert "did not come from the private loader" in said
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_workers_must_have_one_data_set(pair: Any, context: int) -> None:
+    for said in pair.run(CASES, "data_of_its_own", 2, context=context):
+        assert said.startswith("ValueError: data_loader.dataset holds other entries")
+
+
+def test_entries_that_vary_are_taken(pair: Any) -> None:
+    assert pair.run(CASES, "data_that_varies", 2) == ["did it: taken"] * 2
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize(
+    ("run", "count", "released"),
+    [
+        pytest.param(["first", "second"], ["first", "second"], False, id="other-layers"),
+        pytest.param(["first+second", "second+first"], ["first", "first"], False, id="order"),
+        pytest.param(["first", "first+second"], ["first", "first"], False, id="one-more"),
+        pytest.param(["first+second"] * 2, ["first", "second"], False, id="uncounted"),
+        pytest.param(["first+second"] * 2, ["first", "first"], True, id="unused-by-both"),
+        pytest.param(["first+second"] * 2, ["first+second"] * 2, True, id="alike"),
+    ],
+)
+def test_gradients_of_other_layers_never_meet(
+    pair: Any, run: list[str], count: list[str], released: bool, clipping: str
+) -> None:
+    said = pair.run(CASES, "layers_of_its_own", 2, run=run, count=count, clipping=clipping)
+    for one in said:
+        if released:
+            assert one == "False did it: a pass"
+        else:
+            assert one.startswith(("True ValueError", "True RuntimeError")), one
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_release_has_one_bound_and_what_was_clipped_to_another_is_dropped(
+    pair: Any, when: str
+) -> None:
+    first, second = pair.run(CASES, "a_bound_of_its_own", 2, when=when)
+    for one in (first, second):
+        assert "max_grad_norm differs between workers" in one["said"][0]
+        assert one["said"][1] == "did it: None"
+        assert one["norm"] < 10  # of noise and parameters; the bound of 100 would show
+    assert first["sum"] == second["sum"]
+
+
+def test_workers_of_a_context_take_the_same_parts(pair: Any) -> None:
+    for said in pair.run(CASES, "parts_of_its_own", 2):
+        assert "(draw, part) of the batch differs between workers" in said
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -> None:
+    first, second = pair.run(CASES, "empty_shares", 2, kind=kind)
+    assert len(first["sizes"]) == len(second["sizes"]) == 20
+    assert any(a != b for a, b in zip(first["sizes"], second["sizes"], strict=True))
+
+
+def test_workers_with_sharded_parameters_go_in_as_many_passes(pair: Any) -> None:
+    assert pair.run(CASES, "unequal_lengths", 2) == [5, 5]
+
+
+def test_what_one_worker_gets_wrong_is_told_to_all(pair: Any) -> None:
+    first, second = pair.run(CASES, "one_sided", 2)
+    assert first.startswith("WorkerError: make_private failed on worker 1: ValueError: module '1'")
+    assert second.startswith("ValueError: module '1' is BatchNorm1d")
+
+
+def test_parameters_frozen_on_one_worker_are_refused(pair: Any) -> None:
+    for said in pair.run(CASES, "frozen_on_one", 2):
+        assert "trained parameters differs between workers" in said
+
+
+def test_wrappers_with_something_of_their_own(pair: Any) -> None:
+    for said in pair.run(CASES, "wrappers", 2):
+        assert "communication hook of its own" in said["hook"]
+        assert said["plain step"] == "did it: None"
+        assert "tensor parallelism has no rule" in said["tensor parallel"]
+        assert said["one data worker"] == "did it: made"
+
+
+def test_sharded_models_over_a_context(new_world: Any) -> None:
+    world = new_world(4)
+    shares = world.run(CASES, "sinks_of_an_empty_share", 4)
+    assert all(one["steps"] == 6 for one in shares)
+    assert any(0 in one["sizes"] for one in shares) and any(any(o["sizes"]) for o in shares)
+    assert len(set(world.run(CASES, "rows_of_a_context", 4))) == 1
