@@ -197,7 +197,7 @@ def run_scaling(request: Request, path: Path) -> dict[str, Any]:
             tasks = [job.task for job in jobs]
             told = run_workers(tasks, workers, device=device, timeout=request.timeout)
             for job in jobs:
-                bar.set_postfix_str(f"{workers} workers, {job.name}")
+                bar.set_postfix_str(f"{workers} worker{'s' * (workers > 1)}, {job.name}")
                 try:
                     said = next(told)
                 except TaskError as error:

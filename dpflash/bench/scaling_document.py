@@ -72,6 +72,26 @@ def _milliseconds(row: Row) -> str | None:
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
 
 
+def _alone(row: Row) -> float | None:
+    """Milliseconds of the one worker in the same rounds."""
+    alone = row.get("alone")
+    return row["median_ms"] if alone is None else alone["median_ms"]
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    """What the attention measurements have in common."""
+    config = _of(rows, "attention")[0]["config"] if _of(rows, "attention") else {}
+    named = (("B", "batch"), ("H", "heads"), ("D", "head_dim"))
+    sizes = [f"{letter} {config[name]}" for letter, name in named if name in config]
+    return ", ".join(["dilated is [512, 1024] / [1, 2]", *sizes])
+
+
+def _model_sizes(rows: Sequence[Row]) -> str:
+    config = _of(rows, "training")[0]["config"]
+    names = ("vocab", "width", "layers", "heads")
+    return ", ".join(f"{name} {config[name]}" for name in names)
+
+
 def _bytes(row: Row, key: str) -> str | None:
     """Of the busiest worker, MiB."""
     if not row.get(key):
@@ -89,7 +109,7 @@ def _attention(rows: list[Row]) -> list[str]:
         chosen = _of(rows, "attention", scaling=scaling)
         if not chosen:
             continue
-        header = ["pattern", "mode", "workers", "T", "ms", "tokens/s", "efficiency"]
+        header = ["pattern", "mode", "workers", "T", "ms", "1 worker ms", "tokens/s", "efficiency"]
         header += ["of work", "MiB sent", "as predicted", "balance", "peak MiB", "correct"]
         lines = [
             (
@@ -98,6 +118,7 @@ def _attention(rows: list[Row]) -> list[str]:
                 _workers(row),
                 row["config"]["tokens"],
                 _milliseconds(row),
+                _alone(row),
                 row.get("tokens_per_s"),
                 row.get("efficiency"),
                 row.get("work_efficiency"),
@@ -112,7 +133,9 @@ def _attention(rows: list[Row]) -> list[str]:
         parts += [f"## {title}", markdown_table(header, lines)]
     if parts:
         parts.append(
-            "`ring_attention`, forward and backward, float32. MiB sent: by the busiest worker in "
+            f"`ring_attention`, forward and backward, float32, {_sizes(rows)}. *1 worker ms*: of "
+            "the one worker, in the same rounds, by which efficiency is taken (in weak scaling on "
+            "its own T). MiB sent: by the busiest worker in "
             "a call, counted; *as predicted*: whether the count of every worker is, to the byte, "
             "what `sent_bytes` says before. *balance*: pairs (query, key) of the busiest worker "
             "over the mean. *peak*: growth during a call. *of work*: efficiency of pairs computed "
@@ -149,7 +172,7 @@ def _memory(rows: list[Row]) -> list[str]:
     return [
         "## Memory of each worker, T fixed",
         markdown_table(header, lines),
-        "Each line in processes of its own. Peak: growth during forward and backward over what "
+        f"`ring_attention`, float32, {_sizes(rows)}. Each line in processes of its own. Peak: growth during forward and backward over what "
         "the worker held before, its q, k, v and gradient of o; saved: what autograd keeps "
         "between the passes, q, k and v among it. Both of the worker with the most. Where memory "
         "falls as 1 / P, *times workers* stays the same.",
@@ -215,6 +238,7 @@ def _training(rows: list[Row]) -> list[str]:
                 row["config"]["batch"],
                 row["config"]["tokens"],
                 _milliseconds(row),
+                _alone(row),
                 row.get("tokens_per_s"),
                 row.get("efficiency"),
                 _bytes(row, "bytes_counted") or "0",
@@ -224,7 +248,8 @@ def _training(rows: list[Row]) -> list[str]:
             )
             for row in chosen
         ]
-        header = ["workers are", "workers", "B", "T", "ms", "tokens/s", "efficiency"]
+        header = ["workers are", "workers", "B", "T", "ms", "1 worker ms", "tokens/s"]
+        header += ["efficiency"]
         header += ["MiB sent", "as predicted", "peak MiB", "correct"]
         parts += [f"## Private training steps, {scaling} scaling", markdown_table(header, lines)]
     if not parts:
@@ -242,7 +267,7 @@ def _training(rows: list[Row]) -> list[str]:
             markdown_table(("workers are", "what for", "MiB"), purposes),
         ]
     parts.append(
-        "A `LongContextLM`, flat clipping, noise, SGD, one physical batch. Weak scaling fixes the "
+        f"A `LongContextLM` ({_model_sizes(rows)}), flat clipping, noise, SGD, one physical batch. Weak scaling fixes the "
         "samples of each worker, of context parallel the tokens. Before, a step without noise was "
         "compared with a loop over single samples. MiB sent: numbers handed to collectives and "
         "pairwise exchanges, counted; what workers agree on before (some words a call) is left "
@@ -477,7 +502,7 @@ def _draw_report(panel: Any, rows: list[Row]) -> None:
                 *zip(*points, strict=True),
                 color=_COLORS[number],
                 marker=".",
-                label=f"dpflash, {workers} workers, forward",
+                label=f"dpflash, {workers} worker{'s' * (workers > 1)}, forward",
             )
     panel.plot(
         [line[0] for line in RING_DILATED_TABLE],
