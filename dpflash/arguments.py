@@ -70,7 +70,8 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
-            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters()"
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
+            "fully_shard if that is used"
         )
     trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
     if not trained:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -103,6 +104,13 @@ class PrivacyEngine:
         if unknown:
             refuse_keywords(unknown, PrivacyEngine)
         self._workers = Workers.of(mesh)
+        if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                f"PrivacyEngine without mesh in one of {dist.get_world_size()} workers: each "
+                "trains by itself, and the epsilon of none covers what the others release. Pass "
+                "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
+                stacklevel=2,
+            )
         # One worker of a mesh writes what several would, so that more of them can go on from it.
         self._has_mesh = mesh is not None
         self._spending = Spending(

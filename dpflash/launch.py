@@ -66,10 +66,11 @@ class Launch:
             launch = cls(parallel, rank, _number(environment, "LOCAL_RANK"), num_workers)
         context, data = parallel.context_parallel, num_workers // parallel.context_parallel
         if num_workers % context:
+            choices = [str(n) for n in range(1, num_workers + 1) if num_workers % n == 0]
             raise ValueError(
                 f"context_parallel={context} with {num_workers} worker(s): it must divide their "
-                f"number; start the job by torchrun --nproc-per-node {max(data, 1) * context}, or "
-                "pass another context_parallel"
+                f"number; pass {' or '.join(choices)}, or start the job by torchrun "
+                f"--nproc-per-node {max(data, 1) * context}"
             )
         if parallel.shard_parameters and data == 1:
             raise ValueError(

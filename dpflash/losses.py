@@ -45,7 +45,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} do not fit targets of shape "
             f"{tuple(targets.shape)}: expected logits [B, ..., V] and targets [B, ...]; classes "
-            "come last, so move them there with logits.movedim(1, -1)"
+            "come last (logits.movedim(1, -1) moves them there), and under context parallelism "
+            "both are this worker's tokens"
         )
     try:
         position_losses = F.cross_entropy(

@@ -47,9 +47,10 @@ class Workers:
             )
         names = mesh.mesh_dim_names or ()
         if not names or set(names) - {DATA, CONTEXT}:
+            found = f"dimensions {names}" if names else "no dimension names"
             raise ValueError(
-                f"mesh has dimensions {names}: expected 'data' (other samples) and 'context' "
-                "(other tokens of the same samples), or one of them; pass mesh_dim_names=('data', "
+                f"mesh has {found}: expected 'data' (other samples) and 'context' (other tokens "
+                "of the same samples), or one of them; pass mesh_dim_names=('data', "
                 "'context') to init_device_mesh"
             )
         if mesh.size() != dist.get_world_size():

@@ -303,7 +303,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "
                 "layer made, so nothing was released. Either the parameter is used outside of its "
                 "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
-                "was changed between backward and step"
+                "was changed between backward and step, as a DistributedDataParallel does that "
+                "was put around the model after make_private (wrap it before)"
             )
 
 

@@ -172,7 +172,8 @@ def _memory(rows: list[Row]) -> list[str]:
     return [
         "## Memory of each worker, T fixed",
         markdown_table(header, lines),
-        f"`ring_attention`, float32, {_sizes(rows)}. Each line in processes of its own. Peak: growth during forward and backward over what "
+        f"`ring_attention`, float32, {_sizes(rows)}. Each line in processes of its own. Peak: "
+        "growth during forward and backward over what "
         "the worker held before, its q, k, v and gradient of o; saved: what autograd keeps "
         "between the passes, q, k and v among it. Both of the worker with the most. Where memory "
         "falls as 1 / P, *times workers* stays the same.",
@@ -267,7 +268,8 @@ def _training(rows: list[Row]) -> list[str]:
             markdown_table(("workers are", "what for", "MiB"), purposes),
         ]
     parts.append(
-        f"A `LongContextLM` ({_model_sizes(rows)}), flat clipping, noise, SGD, one physical batch. Weak scaling fixes the "
+        f"A `LongContextLM` ({_model_sizes(rows)}), flat clipping, noise, SGD, one physical "
+        "batch. Weak scaling fixes the "
         "samples of each worker, of context parallel the tokens. Before, a step without noise was "
         "compared with a loop over single samples. MiB sent: numbers handed to collectives and "
         "pairwise exchanges, counted; what workers agree on before (some words a call) is left "

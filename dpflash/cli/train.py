@@ -25,6 +25,7 @@ __all__ = ["add_train_parser"]
 
 _DEFAULT_OUT = Path("runs/train")
 _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
+_ONE_SIGNAL = 2.0  # seconds
 _PATIENCE = 10.0
 
 # Name of the option's value, type, help. The defaults are those of TrainingConfig.
@@ -201,11 +202,22 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
     except Interrupted:
         shown(
             f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
-            f"{job.epsilon:.3f}); go on with: dpflash train --resume {job.folder}"
+            f"{job.epsilon:.3f}); go on with: {_again(job, launch)}"
         )
         return _INTERRUPTED
     shown("\n".join(_summary(report, job)))
     return 0
+
+
+def _again(job: Any, launch: Any) -> str:
+    """The command that goes on with a job, on as many workers."""
+    if launch.num_workers == 1:
+        return f"dpflash train --resume {job.folder}"
+    context = launch.parallel.context_parallel
+    return (
+        f"torchrun --nproc-per-node {launch.num_workers} -m dpflash train --resume {job.folder}"
+        f"{f' --context-parallel {context}' if context > 1 else ''} (or any other number)"
+    )
 
 
 def _rank() -> int:
@@ -261,8 +273,8 @@ def _announcement(job: Any) -> list[str]:
     ]
     if workers["data"] * workers["context"] > 1:
         lines.append(
-            f"workers   {workers['data']} that share the documents x {workers['context']} that "
-            "share the tokens"
+            f"workers   {workers['data']} along the documents x {workers['context']} along the "
+            "tokens"
         )
     going_on = f", going on after step {job.step}" if job.step else ""
     return [*lines, f"results   {job.folder}{going_on}"]
@@ -308,16 +320,23 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
 
 @contextmanager
 def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
-    """Yields a function that says whether Ctrl-C or SIGTERM came; a second one ends at once."""
-    asked: list[int] = []
+    """Yields a function that says whether Ctrl-C or SIGTERM came; a later one ends at once.
+
+    Launchers send several signals for one: what comes within two seconds is the same.
+    """
+    asked: list[float] = []
 
     def on_signal(number: int, frame: Any) -> None:
-        if asked:
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] > _ONE_SIGNAL:
             raise KeyboardInterrupt
-        asked.append(number)
-        if not shown:
+        if not shown or len(asked) > 1:
             return
-        print("\nfinishing the step, then writing the checkpoint", file=sys.stderr)
+        print(
+            "\nfinishing the step, then writing the checkpoint (a second Ctrl-C ends at once and "
+            "loses the steps since the last one)",
+            file=sys.stderr,
+        )
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

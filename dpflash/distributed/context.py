@@ -5,6 +5,8 @@ Letters: B samples, T tokens, T_p those of worker p.
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpflash import _validate
-from dpflash.workers import world_size
+from dpflash.workers import gather_rows, world_size
 
 from .agreement import (
     MODES,
@@ -29,6 +31,7 @@ from .shards import shard_sequence, unshard_sequence
 from .wire import all_reduce
 
 CONTEXT = "context"
+_ENOUGH = 32  # tokens of a worker that are not alike by chance
 _Model = TypeVar("_Model", bound=nn.Module)
 
 # What mixes tokens by itself, and what then would be wrong without a word.
@@ -112,6 +115,34 @@ class ContextParallel:
         layout = layout_agreed(what, lengths, self.sharding)
         return Context(self.group, layout, self.mode, length_within(length, layout.num_tokens))
 
+    def warn_of_copies(self, context: Context, x: Tensor) -> None:
+        """Warn where all workers have the same tokens, as if nobody had cut the sequence.
+
+        Args:
+            context: of the call.
+            x: `[B, T_p]`, integers.
+        """
+        layout, size = context.layout, context.layout.world_size
+        # The same answer on all workers, for they exchange behind it.
+        if (
+            size == 1
+            or layout.num_tokens % size
+            or layout.num_tokens * x.shape[0] < _ENOUGH * size
+        ):
+            return
+        content = x.detach().cpu().contiguous().numpy().tobytes()
+        word = hashlib.blake2b(content, digest_size=8).digest()
+        rows = gather_rows(
+            [int.from_bytes(word, "little", signed=True)], self.group, "first look at the tokens"
+        )
+        if len({row[0] for row in rows}) == 1:
+            warnings.warn(
+                f"all {size} workers of the context have the same {x.shape[1]} tokens, which "
+                f"count as one sequence of {layout.num_tokens}: give each its own, x = "
+                "model.context_parallel.shard(x), the targets too",
+                stacklevel=4,
+            )
+
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This worker's tokens of a sequence that all workers hold, see `shard_sequence`."""
         return x.clone() if self.group is None else shard_sequence(x, dim, *self._cut())
@@ -141,7 +172,7 @@ def context_parallel(
         sharding: who has which tokens, see `Layout`; give `shard_sequence` the same.
 
     Returns:
-        The model.
+        The model; ``model.context_parallel.shard(x)`` cuts its inputs and targets.
 
     Raises:
         ValueError: the model has no attention of `dpflash.nn`, has a module that mixes tokens by
@@ -174,6 +205,8 @@ def context_parallel(
         )
     for module in takers:
         module.context_parallel = parallel
+    # Also where the model itself takes none: its `shard` cuts the inputs alike.
+    model.context_parallel = parallel  # type: ignore[assignment]
     return model
 
 

@@ -79,8 +79,8 @@ class Handles:
         if parameter is not own and not is_sharded(own):
             raise RuntimeError(
                 f"parameter '{self._context.name}.{name}' is not the one that was made "
-                "private: it was replaced or tied since. Call engine.detach(model), then "
-                "make_private again"
+                "private: it was replaced, sharded (fully_shard) or tied since. Call "
+                "engine.detach(model), build the optimizer anew, then make_private again"
             )
         if self.compiling:
             return self._context.backward.prepared(group)[position]

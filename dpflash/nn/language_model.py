@@ -114,6 +114,7 @@ class LongContextLM(nn.Module):
         if tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
         self.reset_parameters()
+        self._looked = False
         self.context_parallel: ContextParallel | None = None
         if context_parallel is not None:
             if not isinstance(context_parallel, ContextParallel):
@@ -163,9 +164,17 @@ class LongContextLM(nn.Module):
         if self.context_parallel is not None:
             context = self.context_parallel.agreed(length, samples=tokens.shape[0])
             length, positions = context.length, context.positions(tokens.device)
+            if not self._looked and tokens.shape[0]:
+                self._looked = True
+                self.context_parallel.warn_of_copies(context, tokens)
         if length > self.max_seq_len:
+            together = (
+                ""
+                if self.context_parallel is None
+                else " of all workers together (cut them by model.context_parallel.shard)"
+            )
             raise ValueError(
-                f"tokens have {length} positions: expected at most "
+                f"tokens have {length} positions{together}: expected at most "
                 f"max_seq_len={self.max_seq_len}; shorten them or build the model for longer ones"
             )
         x = self.token_embedding(tokens)
