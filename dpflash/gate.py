@@ -192,19 +192,17 @@ class Gate:
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
         ):
-            found = self._clipped(position, parameter, grad, factors)
-            if found is None and is_sharded(parameter):
-                self._deposit_nothing(position)
-            results.append(found)
+            results.append(self._clipped(position, parameter, grad, factors))
         self.reset()
         return results
 
-    def _deposit_nothing(self, position: int) -> None:
+    def _deposit_nothing(self, parameter: nn.Parameter) -> None:
         """A sharded parameter without a gradient here may have one on another worker."""
-        parameter = self.group.parameters[position]
+        if not is_sharded(parameter):
+            return
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         nothing = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
-        self.owner.deposit(parameter, nothing)
+        self.owner.deposit(parameter, nothing)  # type: ignore[arg-type]
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """What each sample's gradients are multiplied by, `[B]`."""
@@ -223,6 +221,7 @@ class Gate:
         """The clipped sum of one parameter; what comes last to it brings the noise along."""
         total, kept = self._sums.get(position), self._kept.get(position)
         if total is None and kept is None and grad is None:
+            self._deposit_nothing(parameter)
             return None
         noise = self.owner.noise_for(parameter)
         if kept is not None:
@@ -244,8 +243,7 @@ class Gate:
         bound = self.bound / scale
         kept = self._kept.get(0)
         if kept is None and grad is None:
-            if is_sharded(parameter):
-                self._deposit_nothing(0)
+            self._deposit_nothing(parameter)
             return [None]
         noise = owner.noise_for(parameter)
         fused = noise if scale == 1 else None

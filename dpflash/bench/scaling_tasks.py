@@ -26,7 +26,6 @@ from dpflash.distributed import (
     Layout,
     context_parallel,
     count_traffic,
-    loss_weights,
     ring_attention,
     sent_bytes,
 )
@@ -258,7 +257,7 @@ def measure_training(
         "alone_seconds"; of a case that is not correct the first two alone.
     """
     with warnings.catch_warnings():
-        # Batches are made here and not drawn, so that all steps have one size.
+        # Such as that of the one worker that trains by itself meanwhile.
         warnings.simplefilter("ignore")
         error = _training_error(place, case)
         correct = place.all_say(error <= _TOLERANCE)
@@ -336,10 +335,14 @@ def predicted_training_bytes(
         rank=place.rank,
     )
     return {
-        "per-sample gradients (reduce-scatter)": (size - 1) * case.batch * uses * item,
+        # One number with each tells of which parameter it is.
+        "per-sample gradients (reduce-scatter)": (size - 1)
+        * (case.batch * uses + len(shares) + 1)
+        * item,
         "norms (all-reduce)": 2 * (size - 1) * case.batch * 8 // size,
         "clipped sums (all-gather)": (size - 1) * sum(shares.values()) * item,
         "ring attention": case.layers * sum(attention),
+        "valid targets (all-reduce)": 2 * (size - 1) * case.batch * 8 // size,
     }
 
 
@@ -377,48 +380,42 @@ class _Training:
         size = place.world_size
         model = build_model(case).to(place.device)
         self.plain_shapes = {n: p.shape for n, p in model.named_parameters()}
-        self.x, self.y = (x.to(place.device) for x in build_batch(case))
-        whole = TensorDataset(self.x, self.y)
-        self.weights: Tensor | None = None
-        mesh = None
+        self.device, self.mesh = place.device, None
         if size > 1:
             name = "context" if case.scheme == "context" else "data"
-            mesh = init_device_mesh(place.device.type, (size,), mesh_dim_names=(name,))
-            self._spread(model, mesh, place, case)
-        self.engine = dpflash.PrivacyEngine(mesh=mesh)
-        self.model, self.optimizer, _ = self.engine.make_private(
+            self.mesh = init_device_mesh(place.device.type, (size,), mesh_dim_names=(name,))
+            _spread(model, self.mesh, case)
+        self.engine = dpflash.PrivacyEngine(mesh=self.mesh)
+        self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(whole, batch_size=case.batch),
+            data_loader=DataLoader(TensorDataset(*build_batch(case)), batch_size=case.batch),
+            sampling="fixed_size",  # of all samples, so that all steps are of one size
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             way="stored" if case.scheme == "context" else "auto",
         )
 
-    def _spread(
-        self, model: LongContextLM, mesh: DeviceMesh, place: Place, case: TrainingCase
-    ) -> None:
-        """Leaves this worker its part of the model and of the batch."""
-        if case.scheme == "context":
-            context_parallel(model, mesh, mode="ring", sharding="zigzag")
-            layout = Layout(case.tokens, place.world_size, "zigzag")
-            at = layout.positions(place.rank, place.device)
-            self.x, self.y = self.x[:, at], self.y[:, at]
-            self.weights = loss_weights(self.y, mesh)
-            return
-        self.x, self.y = (x.tensor_split(place.world_size)[place.rank] for x in (self.x, self.y))
-        if case.scheme == "fsdp2":
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-
     def step(self) -> None:
-        losses = dpflash.losses.cross_entropy(self.model(self.x), self.y)
-        if self.weights is not None:
-            losses = losses * self.weights
-        self.engine.backward(losses)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """A pass over the loader, which is one step."""
+        for x, y in self.loader:
+            x, y = x.to(self.device), y.to(self.device)
+            parallel = getattr(self.model, "context_parallel", None)
+            if parallel is not None:
+                x, y = parallel.shard(x), parallel.shard(y)
+            self.engine.backward(self.model(x, y))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def _spread(model: LongContextLM, mesh: DeviceMesh, case: TrainingCase) -> None:
+    """Leaves this worker its part of the model."""
+    if case.scheme == "context":
+        context_parallel(model, mesh, mode="ring", sharding="zigzag")
+    elif case.scheme == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
 
 def build_model(case: TrainingCase) -> LongContextLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -136,3 +137,24 @@ def sample_numbers(group: object) -> Tensor:
     if dist.get_rank() == 0:
         targets[1] = 2
     return loss_weights(targets, _mesh()).numpy()
+
+
+def looks(group: object) -> dict[str, Any]:
+    """What is said where inputs were not cut, where they were, and where no mesh is given."""
+    mesh = _mesh()
+    said: dict[str, Any] = {}
+    for name in ("copies", "shards"):
+        model = context_parallel(LongContextLM(VOCAB, 16, 1, 4, max_seq_len=128), mesh)
+        x = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(x if name == "copies" else model.context_parallel.shard(x))
+            model(x if name == "copies" else model.context_parallel.shard(x))
+        said[name] = [str(w.message) for w in caught if "same" in str(w.message)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dpflash.PrivacyEngine()
+    said["no mesh"] = [str(w.message) for w in caught]
+    own = context_parallel(_Holder(), mesh, sharding="zigzag")
+    said["own model"] = own.context_parallel.sharding
+    return said

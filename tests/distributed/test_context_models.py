@@ -87,3 +87,11 @@ def test_what_would_be_wrong_is_refused_by_name_on_all_workers(pair: Any) -> Non
         assert set(said) == set(REFUSED)
         for name, expected in REFUSED.items():
             assert expected in said[name], (name, said[name])
+
+
+def test_uncut_inputs_and_a_missing_mesh_are_told(pair: Any) -> None:
+    for said in pair.run(CASES, "looks", 2):
+        assert len(said["copies"]) == 1 and "context_parallel.shard(x)" in said["copies"][0]
+        assert said["shards"] == []
+        assert len(said["no mesh"]) == 1 and "without mesh" in said["no mesh"][0]
+        assert said["own model"] == "zigzag"
