@@ -323,9 +323,11 @@ def tasks(tmp_path, monkeypatch):
 def test_a_worker_that_fails_is_named_and_nobody_stays_behind(tasks, name, timeout, said):
     work = [(tasks.rank, {"plus": 5}), (getattr(tasks, name), {})]
     told = run_workers(work, 2, device="cpu", timeout=timeout)
-    assert next(told) == [5, 6]
+    found = []
     with pytest.raises(TaskError, match=said):
-        next(told)
+        found += told
+    # The failure may be known before what the other worker did before it.
+    assert found in ([], [[5, 6]])
     children = [c for c in torch.multiprocessing.active_children() if c.name.startswith("Spawn")]
     assert not children
 

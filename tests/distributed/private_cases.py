@@ -202,7 +202,7 @@ def break_norms() -> None:
         return own
 
     def norms(self: Any, grads: Any) -> Tensor:
-        self._take_all(grads)
+        self._settle(grads)
         squares = torch.zeros(self.batch_size, dtype=torch.float64)
         for (gate, _), grad in parts.items():
             if gate == id(self):

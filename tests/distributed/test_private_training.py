@@ -316,7 +316,7 @@ def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
 # Refusals
 
 REFUSED = {
-    "mesh of one": "mesh holds 1 of 2 workers|dimensions",
+    "mesh of one": "mesh holds 1 of 2 workers|no dimension names",
     "mesh names": "dimensions ('dp',)",
     "no mesh": "mesh=str",
     "seed": "seed differs between workers (worker 0 has 0, worker 1 has 1)",
