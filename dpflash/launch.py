@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -124,6 +125,9 @@ class Launch:
     ) -> None:
         # After a failure the others may be gone, and parting from them could wait for ever.
         if error is None and self.num_workers > 1 and dist.is_initialized():
+            # One that leaves early can make gloo abort the others at their end.
+            with suppress(RuntimeError):
+                dist.barrier()
             dist.destroy_process_group()
 
 
