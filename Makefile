@@ -1,6 +1,7 @@
 PYTHON ?= python3
-BENCH ?= benchmarks/bench_private_step.py
+BENCH ?= all --quick
 RESULTS ?= runs/bench
+BASE ?= HEAD
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -8,7 +9,7 @@ STAMP := .venv/.installed
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint bench gpu clean
+.PHONY: help demo test lint bench compare gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,9 +27,13 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure on this machine
-	mkdir -p $(RESULTS)
-	$(BIN)/python $(BENCH) --json $(RESULTS)/$(basename $(notdir $(BENCH))).json
+bench: $(STAMP) ## measure on this machine (BENCH="variants" for one benchmark in full)
+	$(BIN)/dpflash bench $(BENCH) --out $(RESULTS)
+
+compare: $(STAMP) ## is this tree slower than the commit BASE? both take turns
+	@base=$$(mktemp -d) && trap "git worktree remove --force $$base" EXIT && \
+	  git worktree add --quiet --detach $$base $(BASE) && \
+	  $(BIN)/dpflash bench versus $$base . --out $(RESULTS)/compare
 
 gpu: $(STAMP) ## the tests that need a GPU, tuning, then all measurements
 	benchmarks/gpu.sh

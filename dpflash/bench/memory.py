@@ -17,29 +17,54 @@ _MIB = 2**20
 _PROCESS = Path("/proc/self")
 
 
+class PeakMemory:
+    """How far memory grows in a block: ``with PeakMemory() as peak: ...``.
+
+    Attributes, after the block:
+        cpu_mb: MiB by which this process's resident memory grew at most; None where the system
+            does not tell (it is Linux that does).
+        gpu_mb: MiB that torch gave out at most on the current GPU beyond what was held before;
+            None without a GPU.
+    """
+
+    cpu_mb: float | None = None
+    gpu_mb: float | None = None
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self._held = self._begin_gpu() if torch.cuda.is_available() else None
+        self._before = _begin_resident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            self.cpu_mb = max(0.0, _peak() - self._before)
+        if self._held is not None:
+            torch.cuda.synchronize()
+            self.gpu_mb = (torch.cuda.max_memory_allocated() - self._held) / _MIB
+
+    def _begin_gpu(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+
+
 def peak_growth(step: Callable[[], object], device: torch.device) -> float | None:
     """MiB by which the memory grows at most during a call.
 
     On a GPU what the allocator gave out, else the resident memory of this process (Linux); None
     where the system does not tell.
     """
-    gc.collect()
+    with PeakMemory() as peak:
+        step()
+    return peak.gpu_mb if device.type == "cuda" else peak.cpu_mb
+
+
+def device_memory(device: torch.device) -> float:
+    """MiB that the device has."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return float(torch.cuda.max_memory_allocated(device) - held) / _MIB
-    try:
-        _give_back()
-        (_PROCESS / "clear_refs").write_text("5")  # begins a new peak
-        before = _resident()
-    except OSError:
-        step()
-        return None
-    step()
-    return max(0.0, _peak() - before)
+        return float(torch.cuda.get_device_properties(device).total_memory) / _MIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
 
 
 def saved_bytes(forward: Callable[[], object]) -> int:
@@ -62,6 +87,16 @@ def saved_bytes(forward: Callable[[], object]) -> int:
         output = forward()
     del output
     return sum(kept.values())
+
+
+def _begin_resident() -> float | None:
+    """MiB that are resident, where a new peak begins; None where there is no telling."""
+    try:
+        _give_back()
+        (_PROCESS / "clear_refs").write_text("5")
+        return _resident()
+    except OSError:
+        return None
 
 
 def _give_back() -> None:

@@ -33,7 +33,7 @@ from dpflash.nn import LongContextLM
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 from .memory import peak_growth, saved_bytes
-from .timing import Effort, time_steps
+from .timing import Effort, Stopwatch, time_steps
 from .workers import Place
 
 PATTERNS: dict[str, Pattern] = {
@@ -136,7 +136,9 @@ def measure_attention(
     if place.world_size > 1:
         for case in cases:
             steps[_alone(case)] = _step_alone(place, case, tokens_alone)
-    seconds = time_steps(steps, effort=effort, device=place.device, before=place.barrier)
+    seconds = time_steps(
+        steps, effort=effort, stopwatch=Stopwatch(place.device, wall=True), before=place.barrier
+    )
     for number, case in enumerate(cases):
         if str(number) in seconds:
             found[number]["seconds"] = seconds[str(number)]
@@ -275,7 +277,12 @@ def measure_training(
             steps["alone"] = lambda: None
             if place.rank == 0:
                 steps["alone"] = _Training(Place(0, 1, place.device), alone, 1.0).step
-        seconds = time_steps(steps, effort=effort, device=place.device, before=place.barrier)
+        seconds = time_steps(
+            steps,
+            effort=effort,
+            stopwatch=Stopwatch(place.device, wall=True),
+            before=place.barrier,
+        )
     told = {"alone_seconds": seconds["alone"]} if "alone" in seconds and not place.rank else {}
     return {
         **told,

@@ -11,10 +11,16 @@ import numpy as np
 import scipy.stats
 import torch
 
+from dpflash import _validate
+
 Step = Callable[[], object]
 
 HIGH_VARIANCE = 0.1  # of the coefficient of variation
 _FENCES = 1.5  # of Tukey, in interquartile ranges
+# On a GPU: more than its last cache holds, and how often that is overwritten before a call, some
+# milliseconds in which the host queues what is timed.
+_FLUSHED_BYTES = 2**28
+_FLUSHES = 32
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,15 @@ def within_fences(values: Sequence[float]) -> list[float]:
     return [value for value in values if low - reach <= value <= high + reach]
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the median by order statistics; the range of fewer than 6 values."""
+    interval = scipy.stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    low, high = float(interval.low), float(interval.high)
+    if not np.isfinite([low, high]).all():
+        return min(values), max(values)
+    return low, high
+
+
 def summarize(seconds: Sequence[float]) -> Statistics:
     """The statistics of some trials.
 
@@ -86,21 +101,58 @@ def summarize(seconds: Sequence[float]) -> Statistics:
     if not seconds:
         raise ValueError("seconds=[]: expected at least one trial; time the call first")
     kept = [1e3 * value for value in within_fences(seconds)]
-    interval = scipy.stats.quantile_test(kept, p=0.5).confidence_interval(0.95)
-    low, high = float(interval.low), float(interval.high)
-    if not np.isfinite([low, high]).all():
-        low, high = min(kept), max(kept)
     cv = float(scipy.stats.variation(kept, ddof=1)) if len(kept) > 1 else None
     median = float(np.median(kept))
-    return Statistics(median, (low, high), cv, len(seconds), len(seconds) - len(kept))
+    return Statistics(median, median_interval(kept), cv, len(seconds), len(seconds) - len(kept))
+
+
+class Stopwatch:
+    """Seconds of a call, by the clock that tells most on a device.
+
+    On a GPU by events, with its L2 cache overwritten before; on one CPU thread by that thread's
+    process time, which other jobs of the machine disturb less; else by the wall's clock.
+
+    Args:
+        device: whose time it is.
+        wall: take the wall's clock on a CPU in any case, as where processes wait for each other.
+
+    Attributes:
+        name: of the clock.
+    """
+
+    def __init__(self, device: torch.device, *, wall: bool = False):
+        self.is_cuda = device.type == "cuda"
+        one_thread = torch.get_num_threads() == 1 and not wall
+        self._clock = time.process_time if one_thread else time.perf_counter
+        self.name = "process time" if one_thread else "wall"
+        if self.is_cuda:
+            self.name = "CUDA events, L2 overwritten, queued ahead"
+            self._flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device)
+
+    def __call__(self, step: Step) -> float:
+        """Seconds of one call."""
+        if not self.is_cuda:
+            begin = self._clock()
+            step()
+            return self._clock() - begin
+        torch.cuda.synchronize(self._flushed.device)
+        for _ in range(_FLUSHES):
+            self._flushed.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 def time_steps(
     steps: Mapping[str, Step],
     *,
     effort: Effort,
-    device: torch.device,
+    stopwatch: Stopwatch,
     before: Step = lambda: None,
+    after_round: Step = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of each trial of each call.
 
@@ -109,8 +161,9 @@ def time_steps(
     Args:
         steps: the calls, by name.
         effort: how often each is made.
-        device: whose time it is; work queued on a GPU is waited for.
+        stopwatch: by which clock.
         before: made before each call and not timed, such as a barrier of several workers.
+        after_round: made after each has had its turn.
     """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -118,22 +171,66 @@ def time_steps(
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             before()
-            taken = clocked(steps[name], device)
+            taken = stopwatch(steps[name])
             if number >= effort.warm_ups:
                 seconds[name].append(taken)
+        after_round()
     return seconds
 
 
-def clocked(step: Step, device: torch.device) -> float:
-    """Seconds of one call: by events on a GPU, else by the wall's clock."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-    torch.cuda.synchronize(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def time_call(
+    call: Step, *, trials: int = 20, warm_ups: int = 5, device: str = "cpu"
+) -> Statistics:
+    """How long a call takes.
+
+    Args:
+        call: what is timed, without arguments.
+        trials: how many calls are timed, at least 1.
+        warm_ups: how many are made before.
+        device: "cpu" or "cuda"; work queued on a GPU is waited for.
+
+    Returns:
+        Median, its 95% interval and the coefficient of variation, outliers left out.
+    """
+    _validate.positive_int(trials=trials)
+    if warm_ups < 0:
+        raise ValueError(f"warm_ups={warm_ups}: expected 0 or more; 5 is the usual number")
+    stopwatch = Stopwatch(torch.device(device))
+    seconds = time_steps({"": call}, effort=Effort(warm_ups, trials), stopwatch=stopwatch)
+    return summarize(seconds[""])
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast a call is as another one that took turns with it.
+
+    Attributes:
+        median: over the rounds, of the other's time over this one's.
+        ci95: 95% interval of that median by order statistics.
+    """
+
+    median: float
+    ci95: tuple[float, float]
+
+
+def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:
+    """By rounds: outliers out, the median and its interval.
+
+    Args:
+        own: seconds of each round.
+        other: of the same rounds.
+    """
+    kept = within_fences([b / a for a, b in zip(own, other, strict=True)])
+    return Ratio(float(np.median(kept)), median_interval(kept))
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
+    """P of ``value = c size^p``, fitted to the logarithms, and its 95% interval (low, high).
+
+    Args:
+        sizes: at least three different ones.
+        values: of each size.
+    """
+    fit = scipy.stats.linregress(np.log(sizes), np.log(values))
+    reach = float(scipy.stats.t.ppf(0.975, len(sizes) - 2) * fit.stderr)
+    return float(fit.slope), float(fit.slope) - reach, float(fit.slope) + reach

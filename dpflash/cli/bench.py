@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpflash.bench.scaling import Request
@@ -14,12 +14,20 @@ __all__ = ["add_bench_parser", "add_scaling_arguments", "scaling_request"]
 
 def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the subcommands of `dpflash`."""
+    from dpflash.bench.suites import SUITES
+
     parser = subparsers.add_parser(
         "bench",
         help="measure on this machine",
         description="Measure on this machine, and write DIR/NAME.json, .md and .png.",
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, about in SUITES.items():
+        _add_suites(names, name, f"{about[0].upper()}{about[1:]}.", about, [name])
+    everything = f"{', '.join(SUITES)}, one after the other"
+    _add_suites(names, "all", f"Run {everything}.", everything, list(SUITES))
+    _add_compare(names)
+    _add_versus(names)
     scaling = names.add_parser(
         "scaling",
         help="attention and private training on several workers",
@@ -31,6 +39,116 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_scaling_arguments(scaling)
     _add_out(scaling)
     scaling.set_defaults(run=_run_scaling)
+
+
+def _add_suites(names: Any, name: str, description: str, about: str, suites: list[str]) -> None:
+    parser = names.add_parser(
+        name,
+        help=about,
+        description=f"{description} Exit status: 0, 1 where a result was wrong or a measurement "
+        "failed (the others are written), 2 for refused arguments.",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, 5 trials: a first look in a minute"
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of torch on the CPU (default all; 1 is steadiest)",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        metavar="S",
+        help="that all calls of a row may take; what takes longer is left out and says so "
+        "(default 60, quick 10)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and weights (default 0)")
+    parser.add_argument(
+        "--traces",
+        action="store_true",
+        help="write a torch.profiler trace and table of each row to DIR/traces",
+    )
+    _add_out(parser)
+    parser.set_defaults(run=_run_suites, suites=suites)
+
+
+def _run_suites(args: argparse.Namespace) -> int:
+    from dpflash.bench.results import make_folder
+    from dpflash.bench.suite import Request, run_suite, wrong_rows
+    from dpflash.bench.suites import suite_named
+
+    request = Request(
+        quick=args.quick,
+        device=args.device,
+        threads=args.threads,
+        seed=args.seed,
+        max_seconds=args.max_seconds,
+        traces=args.traces,
+    )
+    folder = make_folder(args.out)
+    wrong: list[str] = []
+    for name in args.suites:
+        wrong += wrong_rows(run_suite(suite_named(name), request, folder))
+        path = folder / name
+        print(f"written to {path}.json, {path}.md and {path}.png", flush=True)
+    if wrong:
+        print(f"dpflash: wrong or failed, and no figures: {', '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _add_compare(names: Any) -> None:
+    parser = names.add_parser(
+        "compare",
+        help="did anything become slower from OLD.json to NEW.json?",
+        description="Test whether rows of NEW.json are slower than the same ones of OLD.json. "
+        "Exit status: 0, 1 where a row is significantly slower by more than the threshold, takes "
+        "more memory by as much, or lost its figures; 2 where the files cannot be compared.",
+    )
+    parser.add_argument("old", metavar="OLD.json")
+    parser.add_argument("new", metavar="NEW.json")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=0.05,
+        metavar="R",
+        help="a slowdown below this is none (default 0.05)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="compare files of different machines or settings"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the verdicts there too")
+    parser.set_defaults(run=_run_compare)
+
+
+def _run_compare(args: argparse.Namespace) -> int:
+    from dpflash.bench.compare import run_compare
+
+    return run_compare(
+        args.old, args.new, threshold=args.threshold, force=args.force, json_path=args.json
+    )
+
+
+def _add_versus(names: Any) -> None:
+    parser = names.add_parser(
+        "versus",
+        help="two checkouts of dpflash, call by call in turns",
+        description="Measure a small set of operations on two checkouts of this repository, "
+        "which take turns call by call, and compare them. Exit status as of `compare`.",
+    )
+    parser.add_argument("old", metavar="OLD", help="folder of a checkout")
+    parser.add_argument("new", metavar="NEW", help="folder of another")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    _add_out(parser)
+    parser.set_defaults(run=_run_versus)
+
+
+def _run_versus(args: argparse.Namespace) -> int:
+    from dpflash.bench.versus import run_versus
+
+    return run_versus(args.old, args.new, quick=args.quick, out=args.out)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:

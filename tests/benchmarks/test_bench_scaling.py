@@ -247,9 +247,12 @@ def test_few_trials_have_their_range_for_an_interval():
 def test_calls_take_turns_and_warm_ups_do_not_count():
     called = []
     steps = {name: lambda name=name: called.append(name) for name in "ab"}
-    cpu = torch.device("cpu")
+    stopwatch = timing.Stopwatch(torch.device("cpu"), wall=True)
     seconds = timing.time_steps(
-        steps, effort=timing.Effort(1, 2), device=cpu, before=lambda: called.append("-")
+        steps,
+        effort=timing.Effort(1, 2),
+        stopwatch=stopwatch,
+        before=lambda: called.append("-"),
     )
     assert "".join(called) == "-a-b" + "-b-a" + "-a-b"
     assert [len(seconds[name]) for name in "ab"] == [2, 2]

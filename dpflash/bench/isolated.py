@@ -1,0 +1,114 @@
+"""A function in a process of its own, which may take so much memory and time and no more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import resource
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+
+
+class Failed(Exception):
+    """The function did not end well."""
+
+
+class OutOfMemory(Failed):
+    """It needed more memory than it may take."""
+
+
+class OutOfTime(Failed):
+    """It took longer than it may."""
+
+
+def run_isolated(
+    function: Callable[..., Any],
+    *,
+    memory_limit: int | None = None,
+    timeout: float | None = None,
+    threads: int | None = None,
+    **arguments: Any,
+) -> Any:
+    """What ``function(**arguments)`` returns, from a fresh process.
+
+    Args:
+        function: of a module; it, its arguments and its result travel by pickle.
+        memory_limit: bytes of private memory that the process may take (Linux).
+        timeout: seconds, after which it is ended.
+        threads: of torch; those of this process by default.
+
+    Raises:
+        OutOfMemory: it needed more than the limit, or the system ended it.
+        OutOfTime: it took longer.
+        Failed: its process died, or raised what does not travel by pickle.
+        Exception: what the function raised else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # The server imports once; its children begin as fresh copies of it.
+    context.set_forkserver_preload(["dpflash.bench.isolated"])
+    ours, theirs = context.Pipe(duplex=False)
+    given = (theirs, function, arguments, memory_limit, threads or torch.get_num_threads())
+    process = context.Process(target=_work, args=given, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise OutOfTime(f"it took longer than {timeout:g} seconds")
+        kind, value = ours.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode == -9:
+            raise OutOfMemory("the system ended it, most likely for memory") from None
+        raise Failed(f"its process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if kind == "memory":
+        raise OutOfMemory(value)
+    if kind == "failed":
+        raise value
+    return value
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there was too little memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
+def _work(
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    memory_limit: int | None,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    if memory_limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    try:
+        pipe.send(("done", function(**arguments)))
+    except Exception as error:
+        brief = "".join(traceback.format_exception_only(error)).strip()
+        if is_out_of_memory(error):
+            pipe.send(("memory", brief.splitlines()[0]))
+        else:
+            pipe.send(("failed", error if _travels(error) else Failed(brief)))
+    finally:
+        pipe.close()
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,262 @@
+"""What every benchmark rests on: checks before figures, turns, limits, and nothing lost."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpflash.bench import isolated, memory, roofline, timing, trace, work
+from dpflash.bench.document import FIGURES, SPEEDUP, Chart, Table, column, config, milliseconds
+from dpflash.bench.results import row
+from dpflash.bench.suite import (
+    Comparison,
+    Measurement,
+    Request,
+    Suite,
+    needs,
+    run_suite,
+    wrong_rows,
+)
+from dpflash.ceilings import Ceilings
+from dpflash.patterns import Dense
+
+sys.path.insert(0, str(Path(__file__).parent))
+from suite_cases import grow, leave, product, stand_still  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EFFORT = timing.Effort(1, 6)
+
+
+def measurement(name, **given):
+    return Measurement(name, product, {"size": 32, **given}, {"section": "products"})
+
+
+def toy(*comparisons, **more):
+    charts = [Chart("products", "products", config("size"), column("median_ms"), lambda r: "x")]
+    columns = (column("name"), config("size"), *FIGURES, SPEEDUP)
+    return Suite(
+        name="toy",
+        title="A toy",
+        about="Nothing.",
+        plan=lambda request: comparisons,
+        tables=[Table("products", "Products", columns, "A note.")],
+        charts=charts,
+        **more,
+    )
+
+
+def run(suite, folder, **request):
+    given = {"device": "cpu", "threads": 1, "has_progress": False, "effort": EFFORT, "quick": True}
+    return run_suite(suite, Request(**{**given, **request}), folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    kinds = ("wrong", "broken", "absent", "greedy")
+    measurements = [measurement("right"), measurement("double", size=64)]
+    measurements += [measurement(kind, kind=kind) for kind in kinds]
+
+    def derive(rows):
+        return [row("derived", {}, section="derived", text=f"{len(rows)} rows")]
+
+    def others(request):
+        return [needs("alone", {"size": 1}, "a friend", section="products")]
+
+    suite = toy(Comparison(measurements, baseline="right"), others, derive=derive)
+    return run(suite, folder, traces=True), folder
+
+
+def by_name(found):
+    return {entry["name"]: entry for entry in found[0]["rows"]}
+
+
+def test_the_three_files_hold_what_was_found(found):
+    held, folder = found
+    assert json.loads((folder / "toy.json").read_text()) == json.loads(json.dumps(held))
+    assert held["complete"] and held["environment"]["clock"] == "process time"
+    assert held["environment"]["roofs"]["bandwidth"] > 0
+    page = (folder / "toy.md").read_text()
+    assert "a quick look" in page.lower() and "needs: a friend" in page and "WRONG" in page
+    assert (folder / "toy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_measured_row_has_all_columns(found):
+    entry = by_name(found)["right"]
+    low, high = entry["ci95_ms"]
+    assert 0 < low <= entry["median_ms"] <= high
+    assert entry["trials"] == 6 == len(entry["samples_ms"])
+    assert entry["correct"] is True and entry["error"] == 0
+    assert entry["peak_memory_mb"] >= 0 and "needs" not in entry
+    assert entry["tokens_per_s"] == pytest.approx(32e3 / entry["median_ms"])
+    assert entry["gflop_per_s"] == pytest.approx(2 * 32**3 / entry["median_ms"] / 1e6)
+    assert entry["bound"] in ("compute", "memory_bandwidth", "balanced", "overhead")
+
+
+def test_a_speed_up_is_over_the_baseline_and_by_rounds(found):
+    entries = by_name(found)
+    one, other = entries["right"]["samples_ms"], entries["double"]["samples_ms"]
+    ratios = timing.within_fences([a / b for a, b in zip(one, other, strict=True)])
+    assert "speedup" not in entries["right"]
+    assert entries["double"]["baseline"] == "right"
+    assert entries["double"]["speedup"] == pytest.approx(sorted_median(ratios))
+
+
+def sorted_median(values):
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def test_what_is_wrong_or_cannot_run_has_no_figures_and_says_why(found):
+    entries = by_name(found)
+    assert wrong_rows(found[0]) == ["wrong", "broken"]
+    for name in ("wrong", "broken", "absent", "greedy", "alone"):
+        assert entries[name]["median_ms"] is None and entries[name]["trials"] == 0
+        assert entries[name]["peak_memory_mb"] is None
+    assert entries["broken"]["failure"] == "ArithmeticError: a bug"
+    assert entries["absent"]["correct"] is None
+    assert "a machine that was never built" in entries["absent"]["needs"]
+    assert entries["greedy"]["needs"].startswith("more memory")
+    assert entries["derived"]["text"] == "7 rows"
+
+
+def test_traces_lie_beside_the_results(found):
+    traces = found[1] / "traces"
+    assert json.loads((traces / "right.json").read_text())["traceEvents"]
+    assert "aten::mm" in (traces / "right.txt").read_text()
+
+
+def test_a_row_that_takes_too_long_is_left_out(tmp_path):
+    suite = toy(Comparison([measurement("slow", size=512)]))
+    found = run(suite, tmp_path, max_seconds=1e-3)
+    assert "faster device" in found["rows"][0]["needs"]
+    assert found["rows"][0]["median_ms"] is None
+
+
+def test_a_bug_ends_the_run_and_what_was_measured_before_is_kept(tmp_path):
+    first = Comparison([measurement("first")])
+
+    def bug(request):
+        raise ArithmeticError("a bug")
+
+    with pytest.raises(ArithmeticError):
+        run(toy(first, bug), tmp_path)
+    held = json.loads((tmp_path / "toy.json").read_text())
+    assert [entry["name"] for entry in held["rows"]] == ["first"] and not held["complete"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"device": "tpu"}, {"threads": 0}, {"max_seconds": -1.0}], ids=str
+)
+def test_a_request_that_makes_no_sense_is_refused_by_name(given):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Request(**given)
+
+
+def test_exponent_of_a_power_law_is_its_power_and_noise_widens_the_interval():
+    sizes = [256, 512, 1024, 2048]
+    power, low, high = timing.exponent(sizes, [3 * size**1.5 for size in sizes])
+    assert power == pytest.approx(1.5) and high - low < 1e-6
+    power, low, high = timing.exponent(sizes, [1.0, 2.2, 3.9, 8.3])
+    assert low < 1 < high and high - low > 0.05
+
+
+def test_speed_up_is_the_median_of_the_rounds_and_not_of_the_medians():
+    ratio = timing.speedup([1, 2, 4, 8, 16, 32], [2, 4, 8, 16, 32, 64])
+    assert ratio == timing.Ratio(2.0, (2.0, 2.0))
+
+
+def test_time_call_counts_calls():
+    calls = []
+    found = timing.time_call(lambda: calls.append(1), trials=7, warm_ups=2)
+    assert len(calls) == 9 and found.trials == 7
+    with pytest.raises(ValueError, match="trials=0"):
+        timing.time_call(list, trials=0)
+    with pytest.raises(ValueError, match="warm_ups=-1"):
+        timing.time_call(list, warm_ups=-1)
+
+
+def test_peak_memory_sees_what_was_given_back():
+    with memory.PeakMemory() as peak:
+        held = torch.ones(2**24)
+        del held
+    assert peak.gpu_mb is None or peak.gpu_mb == 0
+    assert peak.cpu_mb is None or 60 < peak.cpu_mb < 80
+
+
+def test_an_isolated_call_returns_or_says_how_it_failed():
+    assert isolated.run_isolated(grow, size=10) == 10
+    with pytest.raises(isolated.OutOfMemory):
+        isolated.run_isolated(grow, memory_limit=2**30, size=2**29)
+    assert isolated.run_isolated(grow, memory_limit=2**31, size=2**27) == 2**27
+    with pytest.raises(isolated.OutOfTime):
+        isolated.run_isolated(stand_still, timeout=0.2)
+    with pytest.raises(isolated.Failed, match="exit code 3"):
+        isolated.run_isolated(leave)
+    with pytest.raises(TypeError, match="size"):
+        isolated.run_isolated(grow)
+
+
+def test_work_of_attention_counts_the_pairs_that_its_pattern_has():
+    import dpflash
+
+    q, k, v = (torch.randn(1, 2, 96, 16, requires_grad=True) for _ in range(3))
+    found = work.count_work(
+        lambda: dpflash.attention(q, k, v, pattern=Dense(causal=True)).sum().backward()
+    )
+    assert found.flops == 14 * 16 * 2 * 96 * 97 / 2
+    assert found.moved_bytes >= 4 * (8 * q.numel())
+
+
+def test_work_counts_products_and_bytes_and_no_views():
+    x, y = torch.randn(8, 16), torch.randn(4, 16)
+    found = work.count_work(lambda: x @ y.T)
+    assert found == work.Work(2 * 8 * 16 * 4, 4 * (8 * 16 + 4 * 16 + 8 * 4))
+
+
+@pytest.mark.parametrize(
+    ("flops", "moved", "seconds", "share", "bound"),
+    [
+        (1e9, 1e6, 1.5, None, "compute"),
+        (1e6, 1e9, 1.5, None, "memory_bandwidth"),
+        (1e9, 1.1e9, 1.5, None, "balanced"),
+        (1e6, 1e6, 1.5, None, "overhead"),
+        (1e9, 1e6, 1.5, 0.9, "memory_capacity"),
+    ],
+)
+def test_the_lower_roof_bounds(flops, moved, seconds, share, bound):
+    roofs = Ceilings({"float32": 1e9}, 1e9)
+    found = roofline.place_under_roofs(work.Work(flops, moved), seconds, roofs, "float32", share)
+    assert found["bound"] == bound
+    assert found["gflop_per_s"] == flops / seconds / 1e9
+    assert found["intensity"] == flops / moved
+
+
+def test_a_trace_has_a_table_beside_it(tmp_path):
+    table = trace.trace_call(lambda: torch.ones(3) + 1, tmp_path / "a" / "b.json")
+    assert table == tmp_path / "a" / "b.txt" and "aten::add" in table.read_text()
+
+
+def test_milliseconds_mark_high_variance():
+    entry = row("x", {}, median_ms=2.0, ci95_ms=[1.0, 3.0], cv=0.5, high_variance=True)
+    assert milliseconds(entry) == "2 [1, 3] (high variance, CV 50%)"
+
+
+def test_nothing_sleeps_where_something_is_measured():
+    files = [*(ROOT / "dpflash" / "bench").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    assert len(files) > 10
+    for path in files:
+        assert not re.search(r"\bsleep\b|\b_sleep\b", path.read_text()), path
+
+
+def test_the_interval_of_a_median_covers_it_as_often_as_it_says():
+    # 2,000 medians of 20: the rate of covering is 0.95 or more but for 4 standard errors.
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for values in torch.randn(2000, 20, generator=generator).tolist():
+        low, high = timing.median_interval(values)
+        covered += low <= 0 <= high
+    assert covered / 2000 > 0.95 - 4 * math.sqrt(0.95 * 0.05 / 2000)
