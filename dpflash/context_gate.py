@@ -30,7 +30,7 @@ from dpflash.kernels import (
 from dpflash.kernels.block_reference import BLOCK
 
 from . import workers
-from .gate import Gate
+from .gate import Gate, refuse_mixed
 from .kept import TiledUse
 
 
@@ -43,7 +43,7 @@ class ContextGate(Gate):
         self._group = self.owner.workers.context
         self._shares: dict[int, Tensor] = {}
         self._taken: set[int] = set()
-        self._marks: list[Tensor] = []
+        self._mixed: list[Tensor] = []
 
     def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_linear`; what it returns has been taken already."""
@@ -78,7 +78,7 @@ class ContextGate(Gate):
         super().reset()
         self._shares = {}
         self._taken = set()
-        self._marks = []
+        self._mixed = []
 
     def _take(self, position: int, grad: Tensor) -> None:
         """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
@@ -89,8 +89,11 @@ class ContextGate(Gate):
         elif self._single(position) and self.owner.mode == "sum":
             self._sums[position] = clip_reduce(share, self.owner.factors)
         else:
-            held = self._shares.get(position)
-            self._shares[position] = share if held is None else held + share
+            self._add_share(position, share)
+
+    def _add_share(self, position: int, share: Tensor) -> None:
+        held = self._shares.get(position)
+        self._shares[position] = share if held is None else held + share
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
         """Take what reached the handles by autograd; zeros for what got no gradient here.
@@ -98,7 +101,7 @@ class ContextGate(Gate):
         Raises:
             RuntimeError: gradients of different parameters met.
         """
-        self._check_marks()
+        refuse_mixed(self._mixed)
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
         ):
@@ -107,18 +110,8 @@ class ContextGate(Gate):
                 shape = (self.batch_size, *parameter.shape)
                 grad = torch.zeros(shape, dtype=dtype, device=self.device)
             if grad is not None:
-                share = self._share(position, grad)
-                held = self._shares.get(position)
-                self._shares[position] = share if held is None else held + share
-        self._check_marks()
-
-    def _check_marks(self) -> None:
-        if self._marks and bool(torch.stack(self._marks).any()):
-            raise RuntimeError(
-                "the workers of a context had gradients of different parameters at a time, so "
-                "nothing was released: each of them must run the same layers in the same order, "
-                "and use their outputs in its losses (with weight 0 where it has nothing to add)"
-            )
+                self._add_share(position, self._share(position, grad))
+        refuse_mixed(self._mixed)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         if self.owner.mode == "sum":
@@ -129,16 +122,15 @@ class ContextGate(Gate):
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
         total, share = self._sums.get(position), self._shares.get(position)
-        if total is None and share is None:
-            return None
         noise = self._noise(position, parameter)
         if share is not None:
             own = clip_reduce(share, factors, noise=noise)
             total = own if total is None else total + own
-        elif noise is not None:
+        else:
+            # `_settle` left no parameter out.
             assert total is not None
-            noise.add_to_(total)
-        assert total is not None
+            if noise is not None:
+                noise.add_to_(total)
         return self.owner.deposit(parameter, self._whole(position, total))
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
@@ -180,22 +172,24 @@ class ContextGate(Gate):
     def _share(self, position: int, grad: Tensor) -> Tensor:
         """This worker's share `[B, n]` of per-sample gradients `[B, ...]` summed over all."""
         begin, end, size = self._cut(position)
-        batch = grad.shape[0]
-        grad = grad.flatten(1).to(torch.promote_types(grad.dtype, torch.float32))
+        parameter = self.group.parameters[position]
+        batch, count = grad.shape[0], workers.world_size(self._group)
+        grad = grad.reshape(batch, parameter.numel())
+        dtype = torch.promote_types(grad.dtype, torch.float32)
         self._taken.add(position)
         if batch == 0:
-            return grad[:, begin:end]
-        count = workers.world_size(self._group)
+            return grad.new_zeros((0, end - begin), dtype=dtype)
         # One more number tells whether the others' gradients are of the same parameter.
-        mark = 1 + (61 * self.owner.number_of(self.group) + position) % 4093
-        sent = grad.new_full((count, batch * size + 1), mark)
-        padded = F.pad(grad, (0, size * count - grad.shape[1]))
-        by_worker = padded.unflatten(1, (count, size)).transpose(0, 1)
-        sent[:, :-1].view(count, batch, size).copy_(by_worker)
+        mark = self.owner.mark_of(parameter)
+        sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
+        sent[:, -1] = mark
+        for worker, row in enumerate(sent):
+            theirs = grad[:, size * worker : size * (worker + 1)]
+            row[:-1].view(batch, size)[:, : theirs.shape[1]] = theirs
         own = workers.reduce_scatter(
             sent, self._group, "sum of the samples' gradients over their tokens"
         )
-        self._marks.append(own[-1] != count * mark)
+        self._mixed.append(own[-1] != count * mark)
         return own[:-1].view(batch, size)[:, : end - begin]
 
     def _whole(self, position: int, share: Tensor) -> Tensor:

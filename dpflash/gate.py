@@ -36,7 +36,7 @@ from .mesh import Workers
 from .planner import LinearShape, Plan, plan
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
-from .workers import agree, gather_rows
+from .workers import agree
 
 
 class _ClipGate(torch.autograd.Function):
@@ -52,6 +52,16 @@ class _ClipGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *ctx.gate.finish(grads))
+
+
+def refuse_mixed(mixed: Sequence[Tensor]) -> None:
+    """Raise where workers' gradients of different parameters met in one exchange of several."""
+    if mixed and bool(torch.stack(list(mixed)).any()):
+        raise RuntimeError(
+            "workers had gradients of different parameters at a time, so nothing was released: "
+            "each of them must run the same layers in the same order, and use their outputs in "
+            "its losses (with weight 0 where it has nothing to add)"
+        )
 
 
 def _source(parameter: nn.Parameter) -> Tensor:
@@ -198,11 +208,11 @@ class Gate:
 
     def _deposit_nothing(self, parameter: nn.Parameter) -> None:
         """A sharded parameter without a gradient here may have one on another worker."""
-        if not is_sharded(parameter):
-            return
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        nothing = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
-        self.owner.deposit(parameter, nothing)  # type: ignore[arg-type]
+        sharded: bool = is_sharded(parameter)
+        if sharded:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            nothing = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
+            self.owner.deposit(parameter, nothing)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """What each sample's gradients are multiplied by, `[B]`."""
@@ -278,6 +288,7 @@ class PrivateBackward:
             all. Only gates write here and only this is ever released, so that an ordinary
             gradient which reached `parameter.grad` by another road cannot be.
         workers: this process and its peers.
+        is_sharded: whether of some parameter this worker holds a part only.
         public_batch_size: samples of a physical batch for which memory_budget shall last; never
             the drawn number, so that nobody's presence decides how the others are clipped.
         bound: max_grad_norm of the current logical batch.
@@ -317,6 +328,7 @@ class PrivateBackward:
         }
         self.mode = "clip"
         self.sums: dict[nn.Parameter, Tensor] = {}
+        self._mixed: list[Tensor] = []
         self.bound_source: Callable[[], float] = lambda: float("inf")
         self.bound = float("nan")
         self.batch_hint: int | None = None
@@ -335,7 +347,7 @@ class PrivateBackward:
         self._prepared: list[tuple[Tensor, ...]] = []
         self._used: dict[str, int] = {}
         self.place: Callable[[], tuple[int, int] | None] = lambda: None
-        self._is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
+        self.is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
         self._batch_size: int | None = None
         self._stale = True
@@ -463,7 +475,7 @@ class PrivateBackward:
             ValueError: on all of them, naming what differs.
         """
         workers = self.workers
-        group = workers.everyone if self._is_sharded else workers.context
+        group = workers.everyone if self.is_sharded else workers.context
         if group is None:
             return twice
         what = "engine.backward"
@@ -473,9 +485,13 @@ class PrivateBackward:
             "max_grad_norm": self.bound,
             "modules that ran, and how often": list(self._used.items()),
         }
-        agree(what, same, group)
-        agree(what, {"number of samples": self._batch_size}, workers.context)
-        return any(row[0] for row in gather_rows([int(twice)], group, what))
+        size = {"number of samples": self._batch_size}
+        if group is workers.context:
+            same |= size
+        told = agree(what, same, group, tell=[int(twice)])
+        if group is not workers.context:
+            agree(what, size, workers.context)
+        return any(row[0] for row in told)
 
     def _two_pass(self, gate: Gate) -> bool:
         return self.two_pass_allowed and bool(gate.shapes) and gate.plan().two_pass
@@ -573,7 +589,9 @@ class PrivateBackward:
     def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
         """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
         if is_sharded(parameter):
-            grad, total = None, reduce_to_part(total, parameter, self.workers.data)
+            grad, mark = None, self.mark_of(parameter)
+            total, mixed = reduce_to_part(total, parameter, self.workers.data, mark)
+            self._mixed.append(mixed)
         else:
             grad = total.to(parameter.dtype)
         held = self.sums.get(parameter)
@@ -583,9 +601,22 @@ class PrivateBackward:
             self.release.noised(parameter)
         return grad
 
-    def number_of(self, group: Group) -> int:
-        """The group's place among all."""
-        return self._index[id(group)]
+    def mark_of(self, parameter: Tensor) -> int:
+        """What travels with a parameter's gradient, to tell it from those of the others."""
+        group, position = self.slots[id(parameter)]
+        return 1 + (61 * group + position) % 4093
+
+    def check_sums(self) -> None:
+        """Drop sums in which gradients of different parameters met.
+
+        Raises:
+            RuntimeError: there were some.
+        """
+        try:
+            refuse_mixed(self._mixed)
+        except RuntimeError:
+            self.discard()
+            raise
 
     def note_shapes(self, gate: Gate) -> None:
         """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""
@@ -604,6 +635,7 @@ class PrivateBackward:
     def clear(self) -> None:
         """Ready for the next logical batch."""
         self.sums = {}
+        self._mixed = []
         self.bound = float("nan")
         self.release = None
         self._release_gates()

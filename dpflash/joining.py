@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ def open_ledger(path: str | os.PathLike[str] | None, workers: Workers) -> Ledger
 
     def read() -> bytes:
         kept.append(Ledger(path))
-        return kept[0].content
+        return kept[0].content()
 
     content = workers.first_does(f"ledger={os.fspath(path)!r}", read)
     return kept[0] if kept else LedgerCopy(path, content)
@@ -163,29 +162,30 @@ _COMPARED = 14
 
 
 def _entry_digest(entry: Any, key: bytes) -> str:
-    try:
-        content = pickle.dumps(_plain(entry), protocol=4)
-    except Exception:  # of whatever kind the entries of a data set are
+    """The same for equal entries, whatever objects they share; empty where that is not known."""
+    if isinstance(entry, Tensor) and entry.layout is torch.strided:
+        held = entry.detach().cpu().contiguous()
+        kind = f"{entry.dtype} {tuple(entry.shape)}"
+        content = held.view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(entry, np.ndarray | np.generic) and not entry.dtype.hasobject:
+        kind, content = f"{entry.dtype} {entry.shape}", entry.tobytes()
+    elif isinstance(entry, Mapping | list | tuple):
+        kind = "mapping" if isinstance(entry, Mapping) else "sequence"
+        inside = entry.items() if isinstance(entry, Mapping) else entry
+        parts = [_entry_digest(x, key) for x in inside]
+        if "" in parts:
+            return ""
+        content = "".join(sorted(parts) if kind == "mapping" else parts).encode()
+    elif isinstance(entry, str):
+        kind, content = "str", entry.encode("utf-8", "surrogatepass")
+    elif isinstance(entry, bytes):
+        kind, content = "bytes", entry
+    elif entry is None or isinstance(entry, int | float | complex):
+        kind, content = "number", repr(entry).encode()
+    else:
         return ""
-    return hashlib.blake2b(content, key=key, digest_size=16).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Values of which equal ones have equal pickles."""
-    if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()
-        return (
-            str(value.dtype),
-            tuple(value.shape),
-            held.flatten().view(torch.uint8).numpy().tobytes(),
-        )
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, Mapping):
-        return [(key, _plain(value[key])) for key in value]
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return value
+    whole = kind.encode() + b"\0" + content
+    return hashlib.blake2b(whole, key=key, digest_size=16).hexdigest()
 
 
 def join(module: nn.Module, workers: Workers) -> None:
@@ -195,11 +195,10 @@ def join(module: nn.Module, workers: Workers) -> None:
     workers.broadcast_([x for x in copies if not is_sharded(x)], what)
     if workers.context is not None:
         apart = set(_ranks(workers.context)) - {dist.get_rank()}
-        with torch.no_grad(), _workers.exchanging(what, workers.context):
-            for x in copies:
-                # Rows that the workers of a context hold alike, each from its own group of data.
-                if is_sharded(x) and not apart & set(x.device_mesh.mesh.flatten().tolist()):
-                    dist.broadcast(x.to_local(), group=workers.context, group_src=0)
+        for x in copies:
+            # Rows that the workers of a context hold alike, each from its own group of data.
+            if is_sharded(x) and not apart & set(x.device_mesh.mesh.flatten().tolist()):
+                _workers.broadcast_(x.to_local(), workers.context, what)
     if isinstance(module, DistributedDataParallel):
         held = module.__dict__.get(_REDUCTION)
         if held is None:

@@ -61,7 +61,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        content = self._content()
+        content = self.content()
         self.lines = self._read(content)
         self._payer: str | None = None
         for line in self.lines:
@@ -124,7 +124,7 @@ class Ledger:
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
-        content = self._content()
+        content = self.content()
         if wanted == self.releases:
             return _digest(content[: self._size])
         raw = content.splitlines(keepends=True)
@@ -133,12 +133,8 @@ class Ledger:
             taken += 1
         return _digest(b"".join(raw[:taken]))
 
-    @property
     def content(self) -> bytes:
         """The whole file."""
-        return self._content()
-
-    def _content(self) -> bytes:
         try:
             return self.path.read_bytes()
         except FileNotFoundError:
@@ -209,7 +205,7 @@ class LedgerCopy(Ledger):
         self._held = content
         super().__init__(path)
 
-    def _content(self) -> bytes:
+    def content(self) -> bytes:
         return self._held
 
     def _store(self, line: bytes) -> None:

@@ -155,6 +155,5 @@ class Workers:
         """The first worker's tensors, written into those of all others."""
         if self.everyone is None:
             return
-        with torch.no_grad(), workers.exchanging(what, self.everyone):
-            for tensor in tensors:
-                dist.broadcast(tensor, group=self.everyone, group_src=0)
+        for tensor in tensors:
+            workers.broadcast_(tensor, self.everyone, what)

@@ -213,7 +213,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         mark = self._tracker.current
         if self._step_skip_queue or mark is None or not mark.last:
             return None
-        if self._backward.workers.data is not None or any(map(is_sharded, self.params)):
+        if self._backward.workers.data is not None or self._backward.is_sharded:
             return None  # The noise is for the sum over all workers' samples.
         if self._is_noiseless():
             return None
@@ -246,6 +246,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._tracker.warn_of_missing_backward()
         self._check_others_have_no_gradient()
         self._check_only_gates_wrote(parameters)
+        backward.check_sums()
         if backward.release is None:
             backward.release = self._open_release()
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size

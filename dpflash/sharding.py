@@ -1,6 +1,6 @@
 """Parameters of which a worker holds a part, as FSDP2 leaves them: rows of a DTensor.
 
-DTensor takes half a second to load, so it is only asked for where somebody else has loaded it.
+DTensor is slow to load, so it is only asked for where somebody else has loaded it.
 """
 
 from __future__ import annotations
@@ -61,20 +61,31 @@ def local_shape(parameter: Tensor) -> torch.Size:
     return parameter.shape
 
 
-def reduce_to_part(total: Tensor, parameter: DTensor, data: ProcessGroup | None) -> Tensor:
-    """This worker's rows of a whole parameter's total, summed over the workers of `data`."""
+def reduce_to_part(
+    total: Tensor, parameter: DTensor, data: ProcessGroup | None, mark: int
+) -> tuple[Tensor, Tensor]:
+    """This worker's rows of a whole parameter's total, summed over the workers of `data`.
+
+    Also whether other workers brought another mark, which tells parameters apart.
+    """
     what = "reduction of a sharded parameter's clipped sum"
     begin, end = local_rows(parameter)
     if data is None:
-        return total[begin:end].clone()
-    mesh = parameter.device_mesh
-    if mesh.size() == workers.world_size(data) and mesh.get_group() is data:
-        size = -(-total.shape[0] // mesh.size())
-        padded = total.new_zeros((size * mesh.size(), *total.shape[1:]))
-        padded[: total.shape[0]] = total
-        own = workers.reduce_scatter(padded.unflatten(0, (-1, size)), data, what)
-        return own[: end - begin].clone()
-    return workers.all_reduce_(total.contiguous(), data, what)[begin:end].clone()
+        return total[begin:end].clone(), total.new_zeros((), dtype=torch.bool)
+    mesh, count = parameter.device_mesh, workers.world_size(data)
+    if mesh.size() == count and mesh.get_group() is data:
+        parts = total.split(-(-total.shape[0] // count))
+        sent = total.new_zeros((count, parts[0].numel() + 1))
+        sent[:, -1] = mark
+        for row, part in zip(sent, parts, strict=False):
+            row[: part.numel()] = part.flatten()
+        own = workers.reduce_scatter(sent, data, what)
+        rows = own[: total[begin:end].numel()].view(total[begin:end].shape)
+    else:
+        own = torch.cat([total.flatten(), total.new_full((1,), mark)])
+        workers.all_reduce_(own, data, what)
+        rows = own[:-1].view(total.shape)[begin:end].clone()
+    return rows, own[-1] != count * mark
 
 
 def as_grad(grad: Tensor, parameter: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 renamed them; both names take (output, input, group=...).
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # As in DDP: large enough for the links, small enough to be no burden.
 _BUCKET_BYTES = 25 * 2**20
+# torch 2.13 renamed them; both names take (output, input, group=...).
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -33,6 +33,13 @@ def world_size(group: ProcessGroup | None) -> int:
 def rank_in(group: ProcessGroup | None) -> int:
     """This worker's number in a group, from 0."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def digest(data: bytes | str) -> int:
+    """64 bits that tell contents apart, as an int64."""
+    content = data.encode() if isinstance(data, str) else data
+    word = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(word, "little", signed=True)
 
 
 @contextmanager
@@ -70,20 +77,30 @@ def gather_rows(row: Sequence[int], group: ProcessGroup | None, what: str) -> li
     return table
 
 
-def agree(what: str, values: Mapping[str, object], group: ProcessGroup | None) -> None:
+def agree(
+    what: str,
+    values: Mapping[str, object],
+    group: ProcessGroup | None,
+    tell: Sequence[int] = (),
+) -> list[list[int]]:
     """Refuse to go on where workers differ in what must be the same for all of them.
 
     Args:
         what: what the values are of, for the message.
         values: names and values with a repr that tells them apart; the same names everywhere.
         group: whose workers must agree; all of them call this.
+        tell: integers that need not be the same, as many everywhere.
+
+    Returns:
+        What each worker told, by rank.
 
     Raises:
         ValueError: on all workers, naming the first value that differs, and each worker's.
     """
     if group is None or world_size(group) == 1:
-        return
-    rows = gather_rows([_digest(repr(value)) for value in values.values()], group, what)
+        return [list(tell)]
+    digests = [digest(repr(value)) for value in values.values()]
+    rows = gather_rows([*digests, *tell], group, what)
     for index, name in enumerate(values):
         if len({row[index] for row in rows}) == 1:
             continue
@@ -93,6 +110,7 @@ def agree(what: str, values: Mapping[str, object], group: ProcessGroup | None) -
         shown = (value if len(str(value)) < 200 else f"{str(value)[:200]}..." for value in said)
         listed = ", ".join(f"worker {rank} has {value}" for rank, value in enumerate(shown))
         raise ValueError(f"{what}: {name} differs between workers ({listed}); make it the same")
+    return [row[len(values) :] for row in rows]
 
 
 def all_gather(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
@@ -146,6 +164,17 @@ def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+def broadcast_(x: Tensor, group: ProcessGroup, what: str) -> None:
+    """The first worker's x, written into that of all others; of any dtype and strides."""
+    with torch.no_grad():
+        held = x.contiguous()
+        # Bytes, since not every backend knows every dtype.
+        flat = held.view(-1).view(torch.uint8)
+        with exchanging(what, group):
+            dist.broadcast(flat, group=group, group_src=0)
+        x.copy_(held)
+
+
 def from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:
     """The first worker's value, on all of them."""
     if group is None or world_size(group) == 1:
@@ -163,8 +192,3 @@ def control_device(group: ProcessGroup) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.accelerator.current_device_index())
-
-
-def _digest(text: str) -> int:
-    word = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(word, "little", signed=True)

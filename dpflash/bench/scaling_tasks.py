@@ -324,7 +324,8 @@ def predicted_training_bytes(
         return {
             "parameters (all-gather, forward)": everything,
             "parameters of blocks again (all-gather, backward)": blocks,
-            "sum over samples (reduce-scatter)": everything,
+            # One number with each tells of which parameter it is.
+            "sum over samples (reduce-scatter)": everything + (size - 1) * len(padded) * item,
         }
     shares = {name: -(-numel // size) for name, numel in numels.items()}
     # The tied embedding is used as a table of tokens and as the head's matrix.

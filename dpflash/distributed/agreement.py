@@ -5,7 +5,6 @@ Letters: T tokens, P workers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dpflash import _validate
 from dpflash.kernels.tile_shard import Chunk
-from dpflash.workers import agree, exchanging, gather_rows, rank_in, world_size
+from dpflash.workers import agree, digest, exchanging, gather_rows, rank_in, world_size
 
 from .layout import Layout
 
@@ -113,7 +112,8 @@ def lengths_agreed(
     Raises:
         ValueError: on all workers: the first refusal, or the first value that differs.
     """
-    row = [int(refused is not None), _digest(values), length]
+    text = "\n".join(f"{name}={value!r}" for name, value in values.items())
+    row = [int(refused is not None), digest(text), length]
     rows = gather_rows(row, group, what)
     if any(theirs[0] for theirs in rows):
         _raise_together(what, refused, group)
@@ -167,9 +167,3 @@ def _raise_together(what: str, refused: ValueError | None, group: ProcessGroup |
         raise refused
     first = next(rank for rank, text in enumerate(said) if text is not None)
     raise ValueError(f"{what}: worker {first} refused its arguments: {said[first]}")
-
-
-def _digest(values: Mapping[str, object]) -> int:
-    text = "\n".join(f"{name}={value!r}" for name, value in values.items())
-    word = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(word, "little", signed=True)

@@ -5,7 +5,6 @@ Letters: B samples, T tokens, T_p those of worker p.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpflash import _validate
-from dpflash.workers import gather_rows, world_size
+from dpflash.workers import digest, gather_rows, world_size
 
 from .agreement import (
     MODES,
@@ -131,10 +130,7 @@ class ContextParallel:
         ):
             return
         content = x.detach().cpu().contiguous().numpy().tobytes()
-        word = hashlib.blake2b(content, digest_size=8).digest()
-        rows = gather_rows(
-            [int.from_bytes(word, "little", signed=True)], self.group, "first look at the tokens"
-        )
+        rows = gather_rows([digest(content)], self.group, "first look at the tokens")
         if len({row[0] for row in rows}) == 1:
             warnings.warn(
                 f"all {size} workers of the context have the same {x.shape[1]} tokens, which "
@@ -142,6 +138,36 @@ class ContextParallel:
                 "model.context_parallel.shard(x), the targets too",
                 stacklevel=4,
             )
+
+    def spread(self, model: nn.Module) -> None:
+        """Tell a model's modules of it; see `context_parallel`, which refuses the same."""
+        takers = []
+        for name, module in model.named_modules():
+            where = f"'{name}'" if name else "the model itself"
+            for kinds, why in _MIXES_TOKENS.items():
+                if isinstance(module, kinds):
+                    raise ValueError(f"{where} is a {type(module).__name__}: it {why}")
+            if not getattr(module, "takes_context_parallel", False):
+                continue
+            if getattr(module, "context_parallel", None) is not None:
+                raise ValueError(
+                    f"{where} is context parallel already: expected a model that is not; call "
+                    "context_parallel once"
+                )
+            refuse = getattr(module, "refuse_context_parallel", None)
+            reason = None if refuse is None else refuse()
+            if reason is not None:
+                raise ValueError(f"{where} is a {type(module).__name__}: {reason}")
+            takers.append(module)
+        if not takers:
+            raise ValueError(
+                f"model={type(model).__name__} has no attention that reaches other workers' "
+                "tokens; use dpflash.nn.MultiheadAttention, or "
+                "dpflash.distributed.ring_attention in its forward"
+            )
+        # Also where the model itself takes none: its `shard` cuts the inputs alike.
+        for module in (*takers, model):
+            module.context_parallel = self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This worker's tokens of a sequence that all workers hold, see `shard_sequence`."""
@@ -178,35 +204,7 @@ def context_parallel(
         ValueError: the model has no attention of `dpflash.nn`, has a module that mixes tokens by
             itself, or is context parallel already; the mesh has no dimension "context".
     """
-    parallel = ContextParallel.of(mesh, mode, sharding)
-    takers = []
-    for name, module in model.named_modules():
-        where = f"'{name}'" if name else "the model itself"
-        for kinds, why in _MIXES_TOKENS.items():
-            if isinstance(module, kinds):
-                raise ValueError(f"{where} is a {type(module).__name__}: it {why}")
-        if not getattr(module, "takes_context_parallel", False):
-            continue
-        if getattr(module, "context_parallel", None) is not None:
-            raise ValueError(
-                f"{where} is context parallel already: expected a model that is not; call "
-                "context_parallel once"
-            )
-        refuse = getattr(module, "refuse_context_parallel", None)
-        reason = None if refuse is None else refuse()
-        if reason is not None:
-            raise ValueError(f"{where} is a {type(module).__name__}: {reason}")
-        takers.append(module)
-    if not takers:
-        raise ValueError(
-            f"model={type(model).__name__} has no attention that reaches other workers' tokens; "
-            "use dpflash.nn.MultiheadAttention, or dpflash.distributed.ring_attention in its "
-            "forward"
-        )
-    for module in takers:
-        module.context_parallel = parallel
-    # Also where the model itself takes none: its `shard` cuts the inputs alike.
-    model.context_parallel = parallel  # type: ignore[assignment]
+    ContextParallel.of(mesh, mode, sharding).spread(model)
     return model
 
 

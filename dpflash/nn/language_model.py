@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import _validate, losses
 from ..distributed import ContextParallel, loss_weights
 from ..patterns import Pattern
-from .attention import MultiheadAttention, require_dropout
+from .attention import require_dropout
 from .linear_cross_entropy import LinearCrossEntropy
 from .transformer import TransformerBlock, make_norm
 
@@ -49,7 +49,8 @@ class LongContextLM(nn.Module):
             holds the logits; its parameters are those of `torch.nn.Linear`.
 
     Raises:
-        ValueError: for a value outside of what is written above.
+        ValueError: for a value outside of what is written above; with context_parallel also for
+            what `dpflash.distributed.context_parallel` refuses.
     """
 
     takes_context_parallel = True
@@ -119,9 +120,7 @@ class LongContextLM(nn.Module):
         if context_parallel is not None:
             if not isinstance(context_parallel, ContextParallel):
                 context_parallel = ContextParallel.of(context_parallel)
-            for module in self.modules():
-                if isinstance(module, MultiheadAttention | LongContextLM):
-                    module.context_parallel = context_parallel
+            context_parallel.spread(self)
 
     def reset_parameters(self) -> None:
         """Draws all weights anew and sets all biases to 0."""

@@ -116,6 +116,15 @@ def refusals(group: object) -> dict[str, str]:
     attempt(
         "dropout in module", lambda: MultiheadAttention(16, 4, dropout=0.1, context_parallel=mesh)
     )
+    dropping = {"max_seq_len": 7, "dropout": 0.1}
+    attempt(
+        "dropout in model",
+        lambda: context_parallel(LongContextLM(VOCAB, 16, 1, 4, **dropping), mesh),
+    )
+    attempt(
+        "dropout in a model's own",
+        lambda: LongContextLM(VOCAB, 16, 1, 4, context_parallel=mesh, **dropping),
+    )
     x = torch.randn(2, 5, 16)
     attend = twice.attention
     attempt("padding", lambda: attend(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)))

@@ -252,18 +252,85 @@ def sinks_of_an_empty_share(group: object) -> dict[str, Any]:
     return {"sizes": sizes, "steps": optimizer.releases}
 
 
-def unequal_lengths(group: object) -> int:
+def heads_of_its_own(group: object, kind: str, clipping: str) -> tuple[str, Any]:
+    """Workers with other samples, whose losses count other layers of those that ran."""
+    model = TwoHeads()
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh_of(1)["data"])
+    engine, optimizer, loader = make(
+        model,
+        data=torch.arange(960.0).view(30, 4, 8) / 960,
+        noise_multiplier=0.0,
+        clipping=clipping,
+    )
+    for (x,) in loader:
+        engine.backward(model(x, "first+second", ("first", "second")[rank()]))
+        said = said_by(optimizer.step)
+        break
+    whole = [p.full_tensor() if kind == "fsdp" else p for p in model.parameters()]
+    return said, torch.cat([p.detach().flatten() for p in whole]).numpy()
+
+
+def samples_of_its_own(group: object, kind: str) -> str:
+    """Workers of a context with other numbers of samples, in a layer that exchanges nothing."""
+    model = context_parallel(TwoHeads(), mesh_of(2))
+    if kind == "fsdp":
+        fully_shard(model.first, mesh=mesh_of(2)["data", "context"]._flatten("all"))
+    engine, _, _ = make(model, 2)
+    x = torch.randn(3 + rank() % 2, 4, 8)
+    return said_by(lambda: engine.backward(model.first(x).square().mean((1, 2))))
+
+
+class Tempered(nn.Module):
+    """Attention, and a parameter without dimensions."""
+
+    class Temperature(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = MultiheadAttention(8, 2)
+        self.temperature = self.Temperature()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.temperature(self.attention(x)[0]).square().sum((1, 2))
+
+
+def scalar_parameter(group: object, context: int) -> Tensor:
+    """A pass without noise over a model with a parameter of one number."""
+    model = Tempered()
+    if context > 1:
+        context_parallel(model, mesh_of(context))
+    data = torch.arange(960.0).view(30, 4, 8) / 960
+    engine, optimizer, loader = make(model, context, data=data, noise_multiplier=0.0)
+    for (x,) in loader:
+        if context > 1:
+            x = shard_sequence(x, 1, mesh_of(context).get_group("context"))
+        engine.backward(model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def unequal_lengths(group: object) -> tuple[int, bool]:
     """Sharded parameters, and other T on other workers, of which one would go in two passes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
-    fully_shard(model, mesh=mesh_of(1)["data"])
-    engine, optimizer, loader = make(model, memory_budget=40_000)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh_of(1)["data"])
+    engine, optimizer, loader = make(model, memory_budget=5_000)
     for (x,) in loader:
         x = x.unsqueeze(1).expand(-1, (64, 2)[rank()], -1)
         engine.backward(model(x).mean((1, 2)))
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.releases
+    return optimizer.releases, all(use.way == "two_pass" for use in engine.plan())
 
 
 def one_sided(group: object) -> str:

@@ -42,7 +42,7 @@ def test_a_model_over_its_context_is_that_of_one_process(
 ) -> None:
     options = {"tokens": tokens, "model": model, "mode": mode, "sharding": sharding}
     for errors in three.run(CASES, "model_matches", 3, **options):
-        assert max(errors) < 1e-5, errors
+        assert max(errors) < 4e-6, errors
 
 
 @pytest.mark.parametrize("mesh_as", ["mesh", "parallel"])
@@ -73,6 +73,8 @@ REFUSED = {
     "no context": "expected one named 'context'",
     "twice": "context parallel already",
     "dropout in module": "dropout=0.1",
+    "dropout in model": "'blocks.0.attention' is a MultiheadAttention: dropout=0.1",
+    "dropout in a model's own": "'blocks.0.attention' is a MultiheadAttention: dropout=0.1",
     "padding": "key_padding_mask with context_parallel",
     "mask": "attn_mask with context_parallel",
     "mask of one": "attn_mask with context_parallel",

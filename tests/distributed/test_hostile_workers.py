@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 CASES = str(Path(__file__).with_name("hostile_cases.py"))
@@ -82,8 +83,33 @@ def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -
     assert any(a != b for a, b in zip(first["sizes"], second["sizes"], strict=True))
 
 
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+def test_a_layer_that_counts_on_one_worker_only_trains_on_it_or_is_refused(
+    pair: Any, clipping: str
+) -> None:
+    plain = pair.run(CASES, "heads_of_its_own", 2, kind="plain", clipping=clipping)
+    for said, parameters in pair.run(CASES, "heads_of_its_own", 2, kind="fsdp", clipping=clipping):
+        if clipping == "flat":
+            assert said == "did it: None"
+            np.testing.assert_allclose(parameters, plain[0][1], rtol=0, atol=1e-6)
+        else:  # gates of other layers ran at a time
+            assert "RuntimeError: workers had gradients of different parameters" in said
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_workers_of_a_context_have_as_many_samples(world: Any, kind: str) -> None:
+    for said in world.run(CASES, "samples_of_its_own", 4, kind=kind):
+        assert "number of samples differs between workers (worker 0 has 3, worker 1 has 4)" in said
+
+
+def test_a_parameter_without_dimensions_over_a_context(pair: Any) -> None:
+    wanted = pair.run(CASES, "scalar_parameter", 2, context=1)[0]
+    for parameters in pair.run(CASES, "scalar_parameter", 2, context=2):
+        np.testing.assert_allclose(parameters, wanted, rtol=0, atol=2e-6)
+
+
 def test_workers_with_sharded_parameters_go_in_as_many_passes(pair: Any) -> None:
-    assert pair.run(CASES, "unequal_lengths", 2) == [5, 5]
+    assert pair.run(CASES, "unequal_lengths", 2) == [(5, True), (5, False)]
 
 
 def test_what_one_worker_gets_wrong_is_told_to_all(pair: Any) -> None:

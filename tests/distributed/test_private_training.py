@@ -101,7 +101,7 @@ def test_workers_get_the_parameters_of_one_process(
     together = started.run(workers, "train", context=context, wrapper=wrapper, **clipping)
     alone = _single(**clipping)
     for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
         np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
         assert one["epsilon"] == alone["epsilon"]
 
@@ -147,7 +147,7 @@ def test_every_kind_of_model_trains_over_its_context(
     options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 3}
     alone = cases.train(**options)
     for one in started.run(4, "train", context=2, **context, **options):
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
@@ -157,14 +157,14 @@ def test_accumulation_over_unequal_parts_is_one_step(started: _Started, wrapper:
     alone = _single(**options)
     assert len({tuple(one["sizes"]) for one in together}) == 2  # the shares do differ
     for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
 def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
     options = {"physical_batch_size": 2, "clipping": "flat", "batch_size": 9}
     together = started.run(2, "train", context=1, wrapper="ddp", no_sync=True, **options)
     alone = _single(**options)
-    np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
@@ -176,7 +176,7 @@ def test_empty_batches_of_a_worker_neither_hang_nor_skew(started: _Started, wrap
     assert any(0 in one["sizes"] for one in together)
     for one in together:
         assert len(one["sizes"]) == 8
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
         assert one["epsilon"] == alone["epsilon"]
 
 
@@ -186,7 +186,7 @@ def test_batches_of_fixed_size_are_dealt_out_too(started: _Started) -> None:
     alone = _single(**options)
     assert [one["sizes"] for one in together] == [[3, 3, 3], [3, 3, 3]]
     for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
 def test_the_workers_shares_of_a_draw_are_the_draw(started: _Started) -> None:
@@ -267,7 +267,7 @@ def test_invariant_4_noise_is_added_once_whatever_the_workers(
     together = started.run(workers, "noise_of", context=context, wrapper=wrapper)
     assert abs(float(alone.std()) - 1.0) < 0.02
     for one in together:
-        np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +302,18 @@ def test_invariant_10_no_worker_releases_where_the_ledger_fails(
 def test_workers_start_from_the_first_ones_parameters(started: _Started) -> None:
     first, second = started.run(2, "unequal_start")
     np.testing.assert_array_equal(first, second)
+
+
+def test_the_first_ones_tensors_arrive_whatever_their_dtype_and_strides(
+    started: _Started,
+) -> None:
+    first, second = started.run(2, "odd_start")
+    assert set(first) == {
+        f"0.{x}" for x in ("weight", "bias", "flags", "narrow", "count", "nothing")
+    }
+    for name, value in first.items():
+        np.testing.assert_array_equal(second[name], value)
+    assert first["0.count"] == 0
 
 
 def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
