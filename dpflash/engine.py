@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import secrets
@@ -28,7 +29,7 @@ from .check import CheckReport, run_check
 from .clipping import Group
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .gate import Gate, PrivateBackward
+from .gate import Gate, PrivateBackward, outside_autocast
 from .joining import (
     check_module,
     digests_of,
@@ -38,8 +39,9 @@ from .joining import (
     require_same_data,
 )
 from .mesh import Workers
+from .optimization import LeveledForward, Optimization, choose
 from .optimizer import PrivateOptimizer
-from .planner import WAYS, default_memory_budget
+from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
@@ -49,6 +51,7 @@ from .tracker import BatchTracker
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
@@ -58,6 +61,8 @@ def _after_fork() -> None:
         # A child that was forked is none of the workers.
         engine._workers = Workers()
         engine._leave_noise()
+        if engine._leveled is not None:
+            engine._leveled.leave_compiler("the process was forked")
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -137,6 +142,7 @@ class PrivacyEngine:
         self._paid = (0, math.inf)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
+        self._leveled: LeveledForward | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
@@ -162,7 +168,7 @@ class PrivacyEngine:
         data_loader: DataLoader,
         noise_multiplier: float,
         max_grad_norm: float,
-        clipping: str = "flat",
+        clipping: str | None = None,
         way: str = "auto",
         clip_function: str = "hard",
         poisson_sampling: bool = True,
@@ -172,6 +178,7 @@ class PrivacyEngine:
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
+        optimize: str = DEFAULT_LEVEL,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -185,7 +192,9 @@ class PrivacyEngine:
             max_grad_norm: L2 bound C of one sample's gradient over all parameters.
             clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
                 an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
-                weight, and one a parameter elsewhere, C^2 shared by number of elements).
+                weight, and one a parameter elsewhere, C^2 shared by number of elements). None
+                for that of the level: "flat", or "per_layer" where `optimize` is "aggressive"
+                and no way is asked for.
             clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
             way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
             poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
@@ -204,6 +213,11 @@ class PrivacyEngine:
                 the expected batch) may take; default a quarter of the device's.
             budget: a limit on what everything released so far and from now on may spend; a step
                 beyond it raises `BudgetSpent` and releases nothing.
+            optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
+                "conservative" (a planner picks the way, and nothing changes but rounding),
+                "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
+                per_layer clipping, and torch.compile). `engine.optimization` tells what was
+                changed, and what was left out; epsilon never is.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -225,8 +239,11 @@ class PrivacyEngine:
         positive(max_grad_norm=max_grad_norm)
         if noise_multiplier > 0:
             finite(max_grad_norm=max_grad_norm)
-        one_of(clipping=(clipping, CLIPPINGS))
+        one_of(optimize=(optimize, LEVELS))
         one_of(way=(way, ("auto", *WAYS)))
+        is_own_clipping = clipping is None
+        clipping = clipping_for(optimize, clipping, way)
+        one_of(clipping=(clipping, CLIPPINGS))
         one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
         one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
         if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
@@ -237,6 +254,11 @@ class PrivacyEngine:
             )
         if clipping != "flat" and way != "auto":
             raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
+        if optimize == "none" and way not in ("auto", "stored"):
+            raise ValueError(
+                f"way={way!r} with optimize='none', where each layer keeps its per-sample "
+                "gradients (way='stored'); leave way='auto', or pass optimize='conservative'"
+            )
         if way == "two_pass" and loss_reduction is not None:
             raise ValueError(
                 "way='two_pass' weights the losses of the samples, so it needs them one by one; "
@@ -255,7 +277,9 @@ class PrivacyEngine:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
         tracker = BatchTracker()
 
-        def checked() -> tuple[list[nn.Parameter], PrivateDataLoader, list[Group], list[str]]:
+        def checked() -> tuple[
+            list[nn.Parameter], PrivateDataLoader, list[Group], list[str], int, Optimization
+        ]:
             check_module(module, self._workers)
             check_model(module)
             self._check_joint(sampling, way)
@@ -270,16 +294,31 @@ class PrivacyEngine:
             )
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
-            return trained, loader, make_groups(module, trained, clipping), entries
+            expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
+            planned = physical_batch_size or expected
+            optimization = choose(
+                optimize,
+                module=module,
+                trained=trained,
+                clipping=clipping,
+                is_own_clipping=is_own_clipping,
+                way=way,
+                public_batch_size=planned,
+                memory_budget=memory_budget or default_memory_budget(trained[0].device),
+                workers=self._workers,
+            )
+            groups = make_groups(module, trained, clipping)
+            return trained, loader, groups, entries, planned, optimization
 
-        trained, loader, groups, entries = self._workers.on_all("make_private", checked)
-        expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
+        trained, loader, groups, entries, planned, optimization = self._workers.on_all(
+            "make_private", checked
+        )
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
-            way=way,
+            way="stored" if optimize == "none" else way,
             memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
-            public_batch_size=physical_batch_size or expected,
+            public_batch_size=planned,
             loss_reduction=loss_reduction,
             clip_function=clip_function,
             flat=clipping == "flat",
@@ -294,6 +333,7 @@ class PrivacyEngine:
                 "clipping": clipping,
                 "clip_function": clip_function,
                 "way": way,
+                "optimize": optimize,
                 "sampling": self._sampling_of(loader),
                 "physical_batch_size": physical_batch_size,
                 "loss_reduction": loss_reduction,
@@ -341,6 +381,9 @@ class PrivacyEngine:
         for parameter in trained:
             parameter.grad = None
         attach(module, backward)
+        self._leveled = LeveledForward(module, backward, optimization)
+        self._leveled.put()
+        _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker
         self._clipping = clipping
         self._paid = (0, math.inf)
@@ -357,7 +400,7 @@ class PrivacyEngine:
         target_delta: float,
         epochs: int,
         max_grad_norm: float,
-        clipping: str = "flat",
+        clipping: str | None = None,
         way: str = "auto",
         clip_function: str = "hard",
         poisson_sampling: bool = True,
@@ -367,6 +410,7 @@ class PrivacyEngine:
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
+        optimize: str = DEFAULT_LEVEL,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` passes.
@@ -437,6 +481,7 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             memory_budget=memory_budget,
             budget=budget,
+            optimize=optimize,
         )
         if budget is None:
             self._spending.delta = target_delta
@@ -484,7 +529,8 @@ class PrivacyEngine:
             self._tracker.before_backward(losses.shape[0])
         nonfinite = backward.nonfinite_samples
         try:
-            backward.backward(losses)
+            with outside_autocast(losses.device.type):
+                backward.backward(losses)
         except BaseException:
             # Its sums are dropped, so the batch may be tried again.
             self._tracker.dropped()
@@ -593,6 +639,17 @@ class PrivacyEngine:
         backward, optimizer = self._require_private("groups")
         return describe_groups(backward.groups, backward.names, optimizer.max_grad_norm)
 
+    @property
+    def optimization(self) -> Optimization:
+        """What the level that make_private was given changes; as text, sentence by sentence.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        if self._leveled is None:
+            raise ValueError("optimization before make_private: there is no private model yet")
+        return self._leveled.optimization
+
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.
 
@@ -602,9 +659,15 @@ class PrivacyEngine:
             A sequence of `PlannedUse`; as text, a table.
 
         Raises:
-            ValueError: no model is private, or it has not run since it is.
+            ValueError: no model is private, or it has not run since it is, or it is compiled, so
+                that its layers keep their per-sample gradients without a plan.
         """
         backward, _ = self._require_private("plan")
+        if self.optimization.compiled and not backward.last_shapes:
+            raise ValueError(
+                "plan() of a model that optimize='aggressive' compiles: all of its layers keep "
+                "their per-sample gradients; see engine.optimization"
+            )
         return explain_plan(backward)
 
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
@@ -622,6 +685,8 @@ class PrivacyEngine:
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
+        assert self._leveled is not None
+        self._leveled.remove()
         detach(model)
         part(model)
         assert self._optimizer is not None
@@ -630,7 +695,7 @@ class PrivacyEngine:
         self._key = derive_key(self._key, "next model")
         self._run = self._new_token()
         self._spending.budget = None
-        self._model = self._backward = None
+        self._model = self._backward = self._leveled = None
         return model
 
     def save_checkpoint(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,16 @@ class _ClipGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.gate.finish(grads))
+        # `loss.backward()` may stand in the user's own autocast region.
+        with outside_autocast(ctx.gate.device.type):
+            return (None, *ctx.gate.finish(grads))
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """For norms and sums: in 16 bit they would round beyond the bound."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:

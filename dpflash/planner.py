@@ -25,6 +25,10 @@ from .ceilings import CPU_RULE, Ceilings
 
 WAYS = ("stored", "book_keeping", "two_pass")
 
+# What `make_private(optimize=)` takes, see `optimization`.
+LEVELS = ("none", "conservative", "balanced", "aggressive")
+DEFAULT_LEVEL = "conservative"
+
 _ELEMENT = 4
 _DOUBLE = 8
 
@@ -242,6 +246,16 @@ class Plan:
     @property
     def two_pass(self) -> bool:
         return "two_pass" in self.ways
+
+
+def clipping_for(level: str, clipping: str | None, way: str) -> str:
+    """The clipping of a level: what was asked for, or, where that is nothing, the level's own.
+
+    Ways belong to flat clipping, so who asks for a way asks for that.
+    """
+    if clipping is not None:
+        return clipping
+    return "per_layer" if level == "aggressive" and way == "auto" else "flat"
 
 
 def default_memory_budget(device: torch.device) -> int:

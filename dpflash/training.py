@@ -35,6 +35,8 @@ from .engine import PrivacyEngine
 from .launch import Launch
 from .ledger import Ledger
 from .nn import LongContextLM
+from .optimization import Optimization
+from .planner import clipping_for
 from .report import make_report, peak_memory_mb, write_report
 from .streams import derive_key, master_key
 from .team import Team
@@ -108,6 +110,7 @@ class TrainingRun:
             budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
         # The engine refuses a budget that is spent; what is left of such a job takes no step.
         self._was_spent = budget is not None and not self._leaves_room(budget)
+        of_level = clipping_for(config.optimize, None, config.way)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
@@ -115,8 +118,9 @@ class TrainingRun:
             noise_multiplier=state.noise_multiplier,
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
-            clipping=config.clipping,
+            clipping=None if config.clipping == of_level else config.clipping,
             way=config.way,
+            optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
         )
 
@@ -201,7 +205,8 @@ class TrainingRun:
             )
         config = TrainingConfig(**{**saved["config"], **given})
         for name in given.keys() - {"data"}:
-            own = saved["config"][name]
+            # A run of an older version has the default of what was not there.
+            own = saved["config"].get(name, getattr(TrainingConfig, name))
             if getattr(config, name) != own:
                 raise ValueError(
                     f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "
@@ -245,6 +250,11 @@ class TrainingRun:
     def workers(self) -> dict[str, Any]:
         """How workers share the job, as in the report."""
         return self._team.as_dict()
+
+    @property
+    def optimization(self) -> Optimization:
+        """What config.optimize changes."""
+        return self._engine.optimization
 
     @property
     def checkpoint(self) -> Path:

@@ -14,6 +14,7 @@ from dpflash.accounting import get_noise_multiplier
 
 from . import _validate
 from .corpus import ByteDocuments, default_data_dir
+from .planner import DEFAULT_LEVEL, LEVELS, clipping_for
 from .relations import DEFAULT_ACCOUNTANT
 
 __all__ = ["Corpus", "Parallelism", "TrainingConfig", "TrainingState"]
@@ -37,7 +38,8 @@ class TrainingConfig:
         max_epsilon: the training ends before the step that would spend more, lost steps of a
             killed process included; None for no such limit.
         accountant: its name.
-        clipping, way, max_grad_norm: as in `PrivacyEngine.make_private`.
+        clipping, way, max_grad_norm, optimize: as in `PrivacyEngine.make_private`; without a
+            clipping, that of the level takes its place.
         learning_rate: of Adam.
         embed_dim, layers, heads: of the model.
         eval_windows: held-out windows of an evaluation.
@@ -62,9 +64,10 @@ class TrainingConfig:
     delta: float = 1e-5
     max_epsilon: float | None = None
     accountant: str = DEFAULT_ACCOUNTANT
-    clipping: str = "flat"
+    clipping: str | None = None
     way: str = "auto"
     max_grad_norm: float = 1.0
+    optimize: str = DEFAULT_LEVEL
     learning_rate: float = 0.01
     embed_dim: int = 64
     layers: int = 2
@@ -112,7 +115,9 @@ class TrainingConfig:
                     f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without "
                     "noise has no epsilon; give one of them"
                 )
-        _validate.one_of(device=(self.device, ("cpu", "cuda")))
+        _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
+        chosen = clipping_for(self.optimize, self.clipping, self.way)
+        object.__setattr__(self, "clipping", chosen)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number")
         data = default_data_dir() if self.data is None else Path(self.data)

@@ -39,6 +39,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
     "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
     "max_grad_norm": ("C", float, "bound of one document's gradient"),
+    "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
     "learning_rate": ("R", float, "of Adam"),
     "embed_dim": ("N", int, "width of the model"),
     "layers": ("N", int, "blocks of the model"),
@@ -47,6 +48,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "max_total_bytes": ("N", int, "the most bytes of text to hold in memory"),
     "checkpoint_every": ("N", int, "steps between checkpoints"),
 }
+_OTHER_DEFAULTS = {"clipping": "flat, or per_layer with --optimize aggressive"}
 
 # The same of Parallelism: how workers share the job. A resumed run may do it differently.
 _SHARED: dict[str, tuple[str, type, str]] = {
@@ -107,7 +109,7 @@ def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
             f"--{name.replace('_', '-')}",
             type=kind,
             metavar=metavar,
-            help=f"{text} (default: {defaults[name]})",
+            help=f"{text} (default: {_OTHER_DEFAULTS.get(name, defaults[name])})",
         )
     parser.add_argument(
         "--target-epsilon",
@@ -271,6 +273,9 @@ def _announcement(job: Any) -> list[str]:
         f"privacy   noise multiplier {state.noise_multiplier:.4g}, {config.clipping} clipping at "
         f"{config.max_grad_norm:g}, delta {config.delta:g}",
     ]
+    if config.optimize != TrainingConfig.optimize:
+        first, *changes = str(job.optimization).splitlines()
+        lines += [f"level     {first}", *(f"        {change}" for change in changes)]
     if workers["data"] * workers["context"] > 1:
         lines.append(
             f"workers   {workers['data']} along the documents x {workers['context']} along the "

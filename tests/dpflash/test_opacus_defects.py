@@ -837,7 +837,6 @@ def test_m14_every_clipping_and_way_that_is_accepted_works(clipping, way):
         ("clipping='per_tensor'", {"clipping": "per_tensor"}),
         ("clipping='adaptive'", {"clipping": "adaptive"}),
         ("clipping='Flat'", {"clipping": "Flat"}),
-        ("clipping=None", {"clipping": None}),
         ("way='ghost'", {"way": "ghost"}),
         ("way='hooks'", {"way": "hooks"}),
         ("way='ghost_tp'", {"clipping": "per_layer", "way": "ghost_tp"}),

@@ -26,7 +26,7 @@ GPU = Ceilings(
 )
 COMPUTE_BOUND = replace(GPU, flops={"float32": 1e12}, bandwidth=1e15)
 STARVED = replace(GPU, flops={"float32": 1e18}, bandwidth=1e9)
-# A transformer of width 256 at the sizes of benchmarks/bench_private_step.py.
+# A transformer of width 256 at the sizes of `dpflash bench private-step`.
 BENCHMARK = [
     (batch, tokens, *sizes)
     for batch, tokens in ((4, 2048), (16, 256))
