@@ -2,14 +2,14 @@
 # Everything that needs a GPU, in one command: the tests, the tile sizes, the measurements.
 #
 #     BUDGET_S=570 benchmarks/gpu.sh
-#     PARTS="attention flex" benchmarks/gpu.sh
+#     PARTS="attention variants" benchmarks/gpu.sh
 #
 # A part that fails or runs out of time does not stop the others; the exit status is 0 only if all
 # parts ended with 0. Environment:
 #   OUT        where JSON and logs go (runs/gpu)
 #   BUDGET_S   seconds for everything (570); each part is cut off when its share is spent
-#   QUICK      1 (as without it): fewer cases, for about ten minutes; 0: all of them
-#   PARTS      which parts, in this order ("tests tune attention flex million private_step")
+#   QUICK      1 (as without it): small cases, for about ten minutes; 0: all of them
+#   PARTS      which parts, in this order (all: the tests, the tile sizes, suites of dpflash bench)
 #   PYTHON     the interpreter of the environment (.venv/bin/python, else python3)
 #   JOBS       processes that compile at a time (the number of cores, 12 at most)
 set -u
@@ -18,7 +18,8 @@ cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-runs/gpu}
 BUDGET_S=${BUDGET_S:-570}
 QUICK=${QUICK:-1}
-PARTS=${PARTS:-tests tune attention flex million private_step}
+ALL="tests tune attention variants private-step optimize max-length batch sequence heads"
+PARTS=${PARTS:-$ALL}
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
@@ -70,7 +71,7 @@ part() {
 }
 
 tests() {
-  part tests 35 "$PYTHON" -c \
+  part tests 30 "$PYTHON" -c \
     'import sys, pytest; sys.path.remove(""); sys.exit(pytest.main(sys.argv[1:]))' \
     -m gpu -q -p no:cacheprovider
 }
@@ -78,54 +79,34 @@ tests() {
 tune() {
   local left=$((BUDGET_S - (SECONDS - begin)))
   # Trials take most of the time; what was tried until then is timed and written.
-  local which=(--try-seconds $((left * 25 / 100)))
+  local which=(--try-seconds $((left * 18 / 100)))
   [ "$QUICK" = 1 ] && which+=(--head-dims 64 128 --bits 16 --stages 2 3 --rounds 10)
-  part tune 45 "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" \
+  part tune 30 "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" \
     --json "$OUT/tune_attention.json" "${which[@]}"
   cp kernels/attention_configs.json "$OUT/attention_configs.json"
 }
 
-# bench NAME PERCENT ARGUMENT...: the attention benchmark with limits of its own below the part's.
-bench() {
-  local name=$1 percent=$2
-  shift 2
-  local left=$((BUDGET_S - (SECONDS - begin)))
-  part "$name" "$percent" "$PYTHON" benchmarks/bench_attention.py --json "$OUT/$name.json" \
-    --budget-seconds $((left * percent * 85 / 10000)) "$@"
-}
-
-attention() {
-  if [ "$QUICK" = 1 ]; then
-    bench attention 45 --providers dpflash sdpa flash-attn --head-dims 128 64 \
-      --lengths 2048 8192 --max-seconds 5 --rounds 10
-  else
-    bench attention 80
-  fi
-}
-
-# FlexAttention compiles for half a minute in each case, so the quick run has few of them.
-flex() {
-  [ "$QUICK" = 1 ] || return 0
-  bench flex 60 --providers dpflash flex --head-dims 128 --lengths 8192 --causal yes \
-    --patterns dilated dense sliding_window documents block_sparse --max-seconds 5 --rounds 10
-}
-
-million() {
-  bench million 50 --million --rounds 5 --providers dpflash
-}
-
-private_step() {
-  local which=()
-  [ "$QUICK" = 1 ] && which=(--rounds 5 --configs B4-T4096-D1024)
-  part private_step 100 "$PYTHON" benchmarks/bench_private_step.py --device cuda \
-    --json "$OUT/bench_private_step.json" "${which[@]}"
+# suite NAME PERCENT: a suite of `dpflash bench`; its JSON is written again after each comparison,
+# so a suite that is cut off leaves what it has.
+suite() {
+  local which=(--max-seconds 60)
+  [ "$QUICK" = 1 ] && which=(--quick --max-seconds 5)
+  part "$1" "$2" "$PYTHON" -m dpflash bench "$1" --device cuda --out "$OUT" "${which[@]}"
 }
 
 for name in $PARTS; do
   case $name in
-    tests | tune | attention | flex | million | private_step) "$name" ;;
+    tests | tune) "$name" ;;
+    attention) suite attention 30 ;;
+    variants) suite variants 30 ;;
+    private-step) suite private-step 30 ;;
+    optimize) suite optimize 30 ;;
+    max-length) suite max-length 40 ;;
+    batch) suite batch 40 ;;
+    sequence) suite sequence 60 ;;
+    heads) suite heads 100 ;;
     *)
-      echo "PARTS=$name: expected some of: tests tune attention flex million private_step" >&2
+      echo "PARTS=$name: expected some of: $ALL" >&2
       failed+=("$name(unknown)")
       ;;
   esac

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _attention_cases import band_error
-from _attention_timing import Step, Stopwatch, time_steps
 from torch import Tensor
 from tqdm import tqdm
 
 from dpflash import patterns
+from dpflash.bench.attention_cases import band_error
+from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
 from dpflash.kernels import attention_configs, attention_reference
 from dpflash.kernels.attention_configs import HEAD_DIMS, Config, architecture, entry, table
 from dpflash.kernels.tile_graph import TileGraph
@@ -202,7 +202,7 @@ def try_apart(job: Job) -> list[dict[str, Any]]:
 def times(key: Key, tried: Sequence[Config], rounds: int) -> list[list[float]]:
     """Median milliseconds of each config on each of `TIMED`."""
     rows, name = table()[architecture(torch.device(DEVICE))], name_of(*key)
-    old, stopwatch = rows[name], Stopwatch(DEVICE)
+    old, stopwatch = rows[name], Stopwatch(torch.device(DEVICE))
 
     def with_sizes(config: Config, step: Step) -> Step:
         def run() -> object:
@@ -212,9 +212,10 @@ def times(key: Key, tried: Sequence[Config], rounds: int) -> list[list[float]]:
         return run
 
     found: list[list[float]] = [[] for _ in tried]
+    effort = Effort(trials=rounds)
     for step in timed_steps(*key).values():
         steps = {str(n): with_sizes(config, step) for n, config in enumerate(tried)}
-        for number, seconds in time_steps(steps, rounds, stopwatch).items():
+        for number, seconds in time_steps(steps, effort=effort, stopwatch=stopwatch).items():
             found[int(number)].append(1e3 * statistics.median(seconds))
     rows[name] = old
     return found

@@ -6,6 +6,7 @@ from .budget import BudgetSpent, PrivacyBudget
 from .engine import PrivacyEngine
 from .functional import attention
 from .optimizer import PrivateOptimizer
+from .recommend import recommend
 
 __version__ = "0.1.0"
 
@@ -23,5 +24,6 @@ __all__ = [
     "nn",
     "patterns",
     "private_boundary",
+    "recommend",
     "sampling",
 ]

@@ -44,10 +44,10 @@ def environment(device: str, threads: int) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """Of the checkout this package lies in, "-dirty" where files differ; None outside of one."""
+def commit(folder: Path | None = None) -> str | None:
+    """Of a checkout (this package's by default), "-dirty" where files differ; None outside."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    folder = Path(__file__).resolve().parent
+    folder = (folder or Path(__file__).parent).resolve()
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -50,8 +50,9 @@ def run_isolated(
         Exception: what the function raised else.
     """
     context = multiprocessing.get_context("forkserver")
-    # The server imports once; its children begin as fresh copies of it.
-    context.set_forkserver_preload(["dpflash.bench.isolated"])
+    # The server imports once, what takes seconds too; its children begin as fresh copies of it.
+    # An optimizer imports torch._dynamo.
+    context.set_forkserver_preload(["dpflash.bench.suite", "torch._dynamo"])
     ours, theirs = context.Pipe(duplex=False)
     given = (theirs, function, arguments, memory_limit, threads or torch.get_num_threads())
     process = context.Process(target=_work, args=given, daemon=True)

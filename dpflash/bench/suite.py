@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -67,10 +67,8 @@ class Subject:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Build(Protocol):
-    """Makes a subject on a device: a function of a module."""
-
-    def __call__(self, *, device: str, seed: int, **arguments: Any) -> Subject: ...
+# Makes a subject from device, seed and a measurement's config, all by keyword.
+Build = Callable[..., Subject]
 
 
 @dataclass(frozen=True)

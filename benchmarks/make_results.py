@@ -1,0 +1,48 @@
+"""Makes the page of results and the figures of `dpflash.recommend` from the committed JSON files.
+
+python benchmarks/make_results.py [--check]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from dpflash.bench.page import recommendation_data, render
+from dpflash.bench.reports import REPORTS
+from dpflash.bench.results import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def made(root: Path) -> dict[Path, str]:
+    """The text of each file to be."""
+    results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
+    data = json.dumps(recommendation_data(results), indent=1, sort_keys=True)
+    return {
+        page: render(results, REPORTS, page),
+        root / "dpflash" / "recommendations.json": data + "\n",
+    }
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Exit status: 1 where --check found a file that the JSON does not give."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 where a file would change"
+    )
+    check = parser.parse_args(arguments).check
+    stale = []
+    for path, text in made(root).items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path)
+        if not check:
+            write_text(path, text)
+    for path in stale:
+        print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

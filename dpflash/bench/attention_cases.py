@@ -1,0 +1,322 @@
+"""One problem of attention, and the check that each implementation of it must pass.
+
+The definition here is written without the library's tile graphs, in float64.
+
+Letters: B samples, H heads, T tokens, D head dim, R checked query rows, n blocks, K kept blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpflash.patterns import (
+    Adaptive,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Documents,
+    Hierarchical,
+    Pattern,
+    SlidingWindow,
+)
+
+from .suite import Unsupported
+
+# Largest relative error that a row may have, in the worst of BANDS bands of rows.
+TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+BANDS = 8
+# Up to this T every row is checked, beyond it this many.
+CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+# How often key j counts for query i in head h, elementwise.
+Multiplicity = Callable[[Any, Any, Any], Tensor]
+# What is added to the scores of a head: (head, rows, q, k) to [R, T].
+Bias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: everything that implementations share which are compared."""
+
+    pattern: Pattern
+    tokens: int
+    batch: int
+    heads: int
+    head_dim: int
+    dtype: str
+    device: str
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """Pairs (query, key) that see each other, over all samples and heads."""
+        return self.batch * self.pattern.edges(self.tokens, self.heads)
+
+    @property
+    def density(self) -> float:
+        """Pairs over those of dense attention that is not causal."""
+        return self.pairs / (self.batch * self.heads * self.tokens**2)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def bytes_of_a_tensor(self) -> int:
+        """Of each of q, k, v, o and their gradients."""
+        size = getattr(torch, self.dtype).itemsize
+        return self.batch * self.heads * self.tokens * self.head_dim * int(size)
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (which ask for gradients) and do, `[B, H, T, D]`, contiguous."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (self.batch, self.heads, self.tokens, self.head_dim)
+        q, k, v, do = (
+            torch.randn(
+                shape, dtype=getattr(torch, self.dtype), device=self.device, generator=generator
+            )
+            for _ in range(4)
+        )
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+    def checked_rows(self) -> Tensor:
+        """`[R]`: all query rows of a short sequence, a random subset of a long one."""
+        if self.tokens <= CHECKED_TOKENS:
+            return torch.arange(self.tokens)
+        drawn = random.Random(0).sample(range(self.tokens - 1), CHECKED_ROWS - 1)
+        return torch.tensor([*sorted(drawn), self.tokens - 1])
+
+
+def document_borders(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Borders of documents whose lengths are log-uniform from 128 to 4096, the last one cut."""
+    generator, borders = random.Random(seed), [0]
+    while borders[-1] < tokens:
+        length = round(math.exp(generator.uniform(math.log(128), math.log(4096))))
+        borders.append(min(borders[-1] + length, tokens))
+    return tuple(borders)
+
+
+def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
+    """How often key j counts for query i in head h, and whether heads differ.
+
+    FlexAttention is given its masks by it too. Not for Adaptive, which chooses from q and k.
+    """
+    pattern = case.pattern
+    seen, per_head = _without_causality(case)
+    if not pattern.causal:
+        return seen, per_head
+    if isinstance(pattern, Dilated):
+        return (lambda h, i, j: seen(h, i, j) * (j <= i)), per_head
+    return (lambda h, i, j: seen(h, i, j) & (j <= i)), per_head
+
+
+def _without_causality(case: Case) -> tuple[Multiplicity, bool]:
+    pattern = case.pattern
+    if isinstance(pattern, Dense):
+        return (lambda h, i, j: (i >= 0) & (j >= 0)), False
+    if isinstance(pattern, SlidingWindow):
+        window = pattern.window
+        return (lambda h, i, j: (i - j <= window) & (j - i <= window)), False
+    if isinstance(pattern, Documents):
+        lengths = torch.tensor(pattern.cu_seqlens).diff()
+        document = torch.arange(len(lengths)).repeat_interleave(lengths).to(case.device)
+        return (lambda h, i, j: document[i] == document[j]), False
+    if isinstance(pattern, Hierarchical):
+        return _hierarchical(pattern), False
+    if isinstance(pattern, BlockSparse):
+        return _block_sparse(pattern, case), _table_heads(pattern, case) > 1
+    if isinstance(pattern, Dilated):
+        per_head = max(pattern.dilation_rates) > 1 or pattern.heads == "grouped"
+        return _dilated(pattern, case), per_head
+    raise Unsupported(f"{type(pattern).__name__} has no fixed mask: it chooses from q and k")
+
+
+def _hierarchical(pattern: Hierarchical) -> Multiplicity:
+    size = pattern.block_size
+    levels = [(max(1, stride // size), window) for stride, window in pattern.levels]
+
+    def seen(h: Any, i: Any, j: Any) -> Tensor:
+        row, col = i // size, j // size
+        found = row == col
+        for step, window in levels:
+            near = (row - col).abs() <= max(1, window // size) // 2
+            found = found | ((row % step == 0) & (near | (window == -1)))
+        return found
+
+    return seen
+
+
+def _block_sparse(pattern: BlockSparse, case: Case) -> Multiplicity:
+    """By rules; blocks that are drawn or listed by a table of blocks."""
+    size = pattern.block_size
+    table = None
+    if pattern.random_blocks or pattern.block_lists is not None:
+        # A pattern of blocks sees blocks as that with blocks of one token sees tokens.
+        small = dataclasses.replace(pattern, block_size=1)
+        heads = _table_heads(pattern, case)
+        table = small.mask(-(-case.tokens // size), heads).bool().to(case.device)
+
+    def seen(h: Any, i: Any, j: Any) -> Tensor:
+        row, col = i // size, j // size
+        if table is not None:
+            return table[h if len(table) > 1 else 0, row, col]
+        found = (row - col).abs() <= pattern.local_blocks
+        if pattern.stride_blocks:
+            found = found | ((row - col) % pattern.stride_blocks == 0)
+        return found | (row < pattern.global_blocks) | (col < pattern.global_blocks)
+
+    return seen
+
+
+def _table_heads(pattern: BlockSparse, case: Case) -> int:
+    differs = pattern.random_blocks > 0 or pattern.block_lists is not None
+    return case.heads if differs else 1
+
+
+def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
+    branches = [
+        (min(w, case.tokens), r)
+        for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    ]
+    # The branches of each head.
+    takes_part = torch.ones(len(branches), case.heads, dtype=torch.bool, device=case.device)
+    if pattern.heads == "grouped":
+        groups = torch.arange(case.heads, device=case.device).tensor_split(len(branches))
+        for branch, group in enumerate(groups):
+            takes_part[branch] = False
+            takes_part[branch, group] = True
+
+    def seen(h: Any, i: Any, j: Any) -> Tensor:
+        count: Any = 0
+        for branch, (w, r) in enumerate(branches):
+            offset = h % r if pattern.offset == "head" else h // -(-case.heads // r)
+            live = ((i % w) % r == offset) & ((j % w) % r == offset) & (i // w == j // w)
+            count = count + (live & takes_part[branch, h]).to(torch.int32)
+        return count.clamp(max=1) if pattern.overlap == "set" else count
+
+    return seen
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The definition in float64 at the checked rows, one sample of each head.
+
+    Gradients are those of ``sum(o do)`` over the checked rows alone: with do = 0 elsewhere they
+    are exact for every query and key, whatever T.
+    """
+
+    rows: Tensor  # [R]
+    do: Tensor  # [B, H, T, D], 0 outside of rows
+    expected: dict[str, list[Tensor]]  # of each head: o [R, D]; dq, dk, dv [T, D]
+
+
+def reference(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, with_grads: bool
+) -> Reference:
+    """What an implementation's result is compared with."""
+    rows = case.checked_rows().to(case.device)
+    masked = torch.zeros_like(do)
+    masked[:, :, rows] = do[:, :, rows]
+    bias = score_bias(case, q, k)
+    expected: dict[str, list[Tensor]] = {"o": [], "dq": [], "dk": [], "dv": []}
+    for head in range(case.heads):
+        sample = head % case.batch
+        leaves = [x.detach()[sample, head].double().requires_grad_(with_grads) for x in (q, k, v)]
+        o = attend_rows(case, bias, head, rows, *leaves)
+        expected["o"].append(o.detach())
+        if with_grads:
+            grads = torch.autograd.grad((o * masked[sample, head, rows].double()).sum(), leaves)
+            for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                expected[name].append(grad)
+    return Reference(rows, masked, expected)
+
+
+def attend_rows(
+    case: Case, bias: Bias, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """`[R, D]`: what the rows of a head see, from its q, k and v `[T, D]`."""
+    scores = case.scale * (q[rows] @ k.T) + bias(head, rows, q, k)
+    # A query that sees nothing has the output 0, and a softmax over nothing would be NaN.
+    blind = (scores == -math.inf).all(1, keepdim=True)
+    return (scores.masked_fill(blind, 0.0).softmax(1) @ v) * ~blind
+
+
+def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
+    """What the pattern adds to the scores: the log of how often a key counts."""
+    if isinstance(case.pattern, Adaptive):
+        return _adaptive_bias(case, case.pattern, q, k)
+    seen, _ = multiplicity(case)
+    keys = torch.arange(case.tokens, device=case.device)
+
+    def bias(head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen(head, rows[:, None], keys[None, :]).double().log()
+
+    return bias
+
+
+def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
+    """The log of the gates, as a function of q and k; the blocks as the library chooses them."""
+    size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
+    chosen = pattern.choose(q.detach(), k.detach(), case.scale)[0].long()  # [B, H, n, K]
+    keys = torch.arange(case.tokens, device=case.device)
+
+    def bias(head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        blocks = chosen[head % case.batch, head]
+        q_means, k_means = (torch.stack([b.mean(0) for b in x.split(size)]) for x in (q, k))
+        if pattern.causal:
+            q_means = F.pad(q_means, (0, 0, 1, 0))[:-1]
+        scores = case.scale * (q_means.unsqueeze(1) * k_means[blocks.clamp(min=0)]).sum(2)
+        gates = torch.cat((torch.zeros_like(scores[:, :1]), F.logsigmoid(scores[:, 1:])), dim=1)
+        nowhere = q.new_full((n, n + 1), -math.inf)
+        table = nowhere.scatter(1, blocks.masked_fill(blocks < 0, n), gates)
+        unseen = (keys[None, :] > rows[:, None]) & pattern.causal
+        return table[rows // size][:, keys // size].masked_fill(unseen, -math.inf)
+
+    return bias
+
+
+def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, float]:
+    """The relative error of o and, where the reference has them, of dq, dk and dv."""
+    q, k, v = inputs[:3]
+    found: dict[str, Tensor] = {}
+    if expected.expected["dq"]:
+        o = run(q, k, v)
+        grads = torch.autograd.grad(o, (q, k, v), expected.do)
+        found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    else:
+        with torch.no_grad():
+            o = run(q, k, v)
+    found["o"] = o.detach()[:, :, expected.rows]
+    batch = q.shape[0]
+    return {
+        name: max(
+            band_error(found[name][head % batch, head], value) for head, value in enumerate(values)
+        )
+        for name, values in expected.expected.items()
+        if values
+    }
+
+
+def band_error(x: Tensor, expected: Tensor) -> float:
+    """``|x - expected| / |expected|`` in the worst of BANDS bands of rows.
+
+    By bands, because the late rows of a long sequence are small and would vanish beside the early
+    ones. A band counts as at least a hundredth of the mean one.
+    """
+    floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
+    worst = 0.0
+    for ours, theirs in zip(x.double().chunk(BANDS), expected.chunk(BANDS), strict=True):
+        error = ((ours - theirs).norm() / theirs.norm().maximum(floor)).item()
+        worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst

@@ -1,0 +1,356 @@
+"""The longest sequence that attention takes, before memory or time runs out.
+
+Every call runs in a process of its own, which may take so much memory and time and no more, so
+that a call too many harms nothing. T is the tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpflash.patterns import Dilated, Pattern, SlidingWindow
+
+from . import results
+from .attention import DIRECTIONS
+from .attention_cases import TOLERANCES, Case, check, reference
+from .document import Chart, Table, column, config
+from .isolated import Failed, OutOfMemory, OutOfTime, run_isolated
+from .memory import device_memory, peak_growth
+from .named_variants import VARIANTS, Variant
+from .peers import build_run
+from .suite import Request, Row, Suite, Unsupported
+from .timing import Stopwatch
+
+SECTION = "max_length"
+CEILING = "the ceiling of the search"
+
+_HEADS, _HEAD_DIM = 8, 64
+_CHECKED_TOKENS = 384
+_WITHIN = 8  # The longest T is known to one part in so many.
+_LEAST = 256
+# A search makes a dozen calls, and those that fail take longer than one may.
+_CALLS = 24
+# Beyond the time of a call: what its process takes to start, and to check a short sequence.
+_SECONDS_AROUND = 10.0
+_CPU_MEMORY = 4 * 2**30
+# (first T, last T) of a search.
+_CPU, _CPU_QUICK = (2**12, 2**18), (2**11, 2**13)
+_GPU, _GPU_QUICK = (2**17, 2**21), (2**14, 2**17)
+
+
+def _longnet(tokens: int, causal: bool) -> Pattern:
+    return Dilated(
+        segment_lengths=(2048, 4096, 8192, 16384, 32768),
+        dilation_rates=(1, 2, 4, 6, 12),
+        causal=causal,
+    )
+
+
+def _sliding_window(tokens: int, causal: bool) -> Pattern:
+    return SlidingWindow(window=1024, causal=causal)
+
+
+SEARCHED: Mapping[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("LongNet", "LongNet's own segments, five of them up to 32,768", _longnet),
+        Variant("SlidingWindow", "1,024 tokens back", _sliding_window),
+        *(
+            VARIANTS[name]
+            for name in (
+                "DilatedAttention",
+                "BranchByBranch",
+                "BlockSparse",
+                "BlockSparseOptimized",
+                "BlockSparseHierarchical",
+                "BlockSparseAdaptive",
+                "Dense",
+                "SDPA",
+            )
+        ),
+    )
+}
+_QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: causal attention with B = 1, and its backward pass where it has one.
+
+    Attributes:
+        variant: of SEARCHED.
+        direction: of `attention.DIRECTIONS`.
+        tokens: T.
+        dtype: of q, k and v.
+        device: "cpu" or "cuda".
+        seed: of the inputs.
+    """
+
+    variant: str
+    direction: str
+    tokens: int
+    dtype: str
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a call took.
+
+    Attributes:
+        error: relative, of the same variant at a small T.
+        seconds: of the call alone, which was not warmed up.
+        peak_mb: MiB by which the memory of its process grew, inputs included; None where the
+            system does not tell.
+    """
+
+    error: float
+    seconds: float
+    peak_mb: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a search ended.
+
+    Attributes:
+        tokens: the longest T that went well; None where none did.
+        failed_tokens: the shortest T that did not; None where all did.
+        stopped_by: why it did not, or CEILING.
+    """
+
+    tokens: int | None
+    failed_tokens: int | None
+    stopped_by: str
+
+
+def make_call(call: Call) -> Taken:
+    """Checks a variant at a small T, then calls it once; in a process of its own."""
+    variant, device = SEARCHED[call.variant], torch.device(call.device)
+    pattern = variant.pattern(call.tokens, True)
+    case = Case(pattern, call.tokens, 1, _HEADS, _HEAD_DIM, call.dtype, call.device)
+    backward = call.direction == DIRECTIONS[1]
+    error = _error(variant.operator, case, call.seed, backward)
+    run = build_run(variant.operator, case)
+    shape = (1, _HEADS, call.tokens, _HEAD_DIM)
+    seconds = 0.0
+
+    def whole() -> None:
+        nonlocal seconds
+        dtype = getattr(torch, call.dtype)
+        q, k, v = (
+            torch.randn(shape, dtype=dtype, device=device, requires_grad=backward)
+            for _ in range(3)
+        )
+        if backward:
+            do = torch.randn(shape, dtype=dtype, device=device)
+            seconds = _seconds(lambda: torch.autograd.grad(run(q, k, v), (q, k, v), do), device)
+        else:
+            seconds = _seconds(lambda: run(q, k, v), device)
+
+    peak = peak_growth(whole, device)
+    return Taken(error, seconds, peak)
+
+
+def _error(operator: str, case: Case, seed: int, backward: bool) -> float:
+    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS)
+    inputs = small.inputs(seed)
+    expected = reference(small, *inputs, with_grads=backward)
+    return max(check(build_run(operator, small), inputs, expected).values())
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        return Stopwatch(device)(call)
+    # Stopwatch overwrites the cache, by a buffer that would count as memory here.
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def search(why_not: Callable[[int], str | None], first: int, ceiling: int) -> Found:
+    """Doubles, or halves, until it is known where calls begin to fail; then bisects.
+
+    Args:
+        why_not: makes a call with so many tokens, and says why it failed; None where it did not.
+        first: T of the first call.
+        ceiling: the most tokens that are tried.
+    """
+    good, bad, tokens, reason = 0, 0, first, ""
+    while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
+        failure = why_not(tokens)
+        if failure is None:
+            good = tokens
+            if good == ceiling:
+                return Found(good, None, CEILING)
+        else:
+            bad, reason = tokens, failure
+        if bad == 0:
+            tokens = min(2 * good, ceiling)
+        else:
+            tokens = (good + bad) // 2
+    return Found(good or None, bad, reason)
+
+
+class _Wrong(Exception):
+    """A result is not what the definition says; the argument is the relative error."""
+
+
+def _search_row(variant: str, direction: str, request: Request) -> Row:
+    device = request.where
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    limit = _memory_limit(device)
+    call_seconds = request.limit / _CALLS
+    first, ceiling = _range(request)
+    row = results.row(
+        f"{SECTION}/{variant}/{direction}",
+        {
+            "variant": variant,
+            "direction": direction,
+            "batch": 1,
+            "heads": _HEADS,
+            "head_dim": _HEAD_DIM,
+            "dtype": dtype,
+            "causal": True,
+            "ceiling": ceiling,
+        },
+        section=SECTION,
+        about=SEARCHED[variant].about,
+        limit_bytes=limit,
+        call_limit_s=call_seconds,
+    )
+    taken: dict[int, Taken] = {}
+
+    def why_not(tokens: int) -> str | None:
+        try:
+            told = run_isolated(
+                make_call,
+                # A GPU ends such a call by itself.
+                memory_limit=limit if device.type == "cpu" else None,
+                timeout=call_seconds + _SECONDS_AROUND,
+                call=Call(variant, direction, tokens, dtype, device.type, request.seed),
+            )
+        except OutOfMemory:
+            return "memory"
+        except OutOfTime:
+            return "time"
+        except Failed as error:
+            return f"failure: {error}"
+        if not told.error <= TOLERANCES[dtype]:
+            raise _Wrong(told.error)
+        taken[tokens] = told
+        return "time" if told.seconds > call_seconds else None
+
+    try:
+        found = search(why_not, first, ceiling)
+    except Unsupported as reason:
+        row["needs"] = str(reason)
+        return row
+    except _Wrong as wrong:
+        row.update(correct=False, error=wrong.args[0])
+        return row
+    row.update(
+        max_tokens=found.tokens, failed_tokens=found.failed_tokens, stopped_by=found.stopped_by
+    )
+    if taken:
+        row.update(correct=True, error=max(one.error for one in taken.values()))
+    if found.tokens is not None:
+        longest = taken[found.tokens]
+        row.update(call_seconds=longest.seconds, peak_memory_mb=longest.peak_mb)
+        if longest.peak_mb is not None:
+            row["bytes_per_token"] = longest.peak_mb * 2**20 / found.tokens
+    return row
+
+
+def _memory_limit(device: torch.device) -> int:
+    """Bytes that a process may take."""
+    if device.type == "cuda":
+        return int(device_memory(device) * 2**20)
+    return _CPU_MEMORY
+
+
+def _range(request: Request) -> tuple[int, int]:
+    if request.where.type == "cuda":
+        return _GPU_QUICK if request.quick else _GPU
+    return _CPU_QUICK if request.quick else _CPU
+
+
+def _searches(variant: str) -> Callable[[Request], Iterator[Row]]:
+    def rows(request: Request) -> Iterator[Row]:
+        # The server of new processes starts in nobody's time.
+        run_isolated(torch.get_num_threads)
+        for direction in DIRECTIONS:
+            yield _search_row(variant, direction, request)
+
+    return rows
+
+
+def _shown_tokens(row: Mapping[str, Any]) -> str | None:
+    if row["correct"] is False:
+        return f"WRONG (error {row['error']:.1e})"
+    if row.get("needs"):
+        return f"needs: {row['needs']}"
+    if row["max_tokens"] is None:
+        return f"fewer than {_LEAST:,}"
+    return f"{row['max_tokens']:,}"
+
+
+SUITE = Suite(
+    name="max-length",
+    title="The longest sequence that fits",
+    about=(
+        "For each variant of causal attention (B 1, H 8, D 64) the longest sequence whose forward "
+        "pass, and whose forward and backward pass, ends within the limits of memory and time. "
+        "Lengths are doubled until a call fails, then bisected to within an eighth; every call "
+        "runs once, in a process of its own, and every process first checks the variant against "
+        "its definition at a short length. On a CPU the limit of memory is that of a process's "
+        "private memory, with some 270 MB of the libraries' own; on a GPU it is the card's. "
+        "q, k and v, and for the backward pass the gradient of the output, are among what the "
+        "call takes. *Stopped by* says what ended the search: memory, the time that one call may "
+        "take (a part of the row's, see --max-seconds; the time of this machine, not a bound "
+        "of the variant), or the search's own ceiling, which says nothing of where the variant "
+        "ends."
+    ),
+    plan=lambda request: [_searches(name) for name in (_QUICK if request.quick else SEARCHED)],
+    tables=(
+        Table(
+            SECTION,
+            "Longest sequences",
+            (
+                config("variant"),
+                config("direction"),
+                config("dtype"),
+                ("longest T", _shown_tokens),
+                column("stopped_by", "stopped by"),
+                column("failed_tokens", "failed at"),
+                column("limit_bytes", "limit of memory, bytes"),
+                column("peak_memory_mb", "peak MiB there"),
+                column("bytes_per_token", "bytes a token"),
+                column("call_seconds", "seconds there, one cold call"),
+                column("call_limit_s", "limit, seconds"),
+                column("correct"),
+            ),
+            "Peak memory is what the process grew by, inputs included. Reported elsewhere, for "
+            "forward passes alone: 16,384 to 524,288 tokens, where 524,288 was the ceiling of "
+            "the search.",
+        ),
+    ),
+    charts=(
+        Chart(
+            SECTION,
+            "Longest sequence within the limits (or the ceiling of the search)",
+            ("variant", lambda row: row["config"]["variant"]),
+            ("tokens", lambda row: row.get("max_tokens")),
+            lambda row: str(row["config"]["direction"]),
+        ),
+    ),
+)

@@ -1,0 +1,312 @@
+"""What attention can be computed with: dpflash, and what others would take instead of it.
+
+Letters: B samples, H heads, T tokens, D head dim, w segment length, r dilation rate, n segments,
+m live tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dpflash
+from dpflash.distributed import ring_attention
+from dpflash.patterns import Dense, Dilated, Documents, SlidingWindow
+
+from .attention_cases import Case, Run, multiplicity
+from .suite import Unsupported
+
+# What each computes attention with; those of FORWARD_ONLY have a gradient that is not its own.
+OPERATORS = (
+    "dpflash",
+    "ring",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "flex",
+    "flash-attn",
+    "branch-by-branch",
+    "branch-by-branch-detached",
+)
+FORWARD_ONLY = ("branch-by-branch-detached",)
+
+
+def build_run(operator: str, case: Case) -> Run:
+    """An operator's attention for a case, ready to be called.
+
+    Args:
+        operator: one of OPERATORS.
+        case: the problem.
+
+    Raises:
+        Unsupported: it has none; the message says why.
+    """
+    pattern = case.pattern
+    if operator == "dpflash":
+        return lambda q, k, v: dpflash.attention(q, k, v, pattern=pattern)
+    if operator == "ring":
+        return lambda q, k, v: ring_attention(q, k, v, pattern=pattern)
+    if operator == "flex":
+        if case.device == "cpu":
+            raise Unsupported("a GPU: FlexAttention has no backward on the CPU")
+        return flex(case)
+    if operator == "flash-attn":
+        return _flash_attn(case)
+    if operator == "branch-by-branch":
+        branches = _branches(case)
+        return lambda q, k, v: _BranchByBranch.apply(q, k, v, branches, pattern.causal)
+    if operator == "branch-by-branch-detached":
+        branches = _branches(case)
+        return lambda q, k, v: _detached(q, k, v, branches, pattern.causal)
+    if operator.startswith("sdpa-"):
+        return _sdpa(operator.removeprefix("sdpa-"), case)
+    raise ValueError(f"operator={operator!r}: expected one of {', '.join(OPERATORS)}")
+
+
+def _sdpa(name: str, case: Case) -> Run:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if case.device == "cpu" and name == "cudnn":
+        raise Unsupported("a CUDA device: cuDNN has no attention on the CPU")
+    if not isinstance(case.pattern, Dense):
+        raise Unsupported("another pattern: it takes dense or causal attention only")
+    if case.device != "cpu" and case.dtype == "float32":
+        raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=case.pattern.causal)
+
+    return run
+
+
+def flex(case: Case, *, compiled: bool = True) -> Run:
+    """FlexAttention with the same multiplicities; what is not compiled is for tests only."""
+    import torch._dynamo
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    seen, per_head = multiplicity(case)
+    score_mod = block_mask = None
+    if isinstance(case.pattern, Dilated):
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + torch.log(seen(h, i, j).to(torch.float32))
+
+    # Every case compiles anew; without this, dynamo would give up after eight of them.
+    torch._dynamo.reset()
+    make: Any = create_block_mask
+    attend: Any = flex_attention
+    if compiled:
+        # The block mask too, because the eager one holds T x T entries for each head.
+        make, attend = (torch.compile(function, dynamic=False) for function in (make, attend))
+    if not isinstance(case.pattern, Dense) or case.pattern.causal:
+        block_mask = make(
+            lambda b, h, i, j: seen(h, i, j) > 0,
+            None,
+            case.heads if per_head else None,
+            case.tokens,
+            case.tokens,
+            device=case.device,
+        )
+    # Backward alone is timed on a graph that is kept.
+    torch._functorch.config.donated_buffer = False
+    return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=block_mask)
+
+
+def _flash_attn(case: Case) -> Run:
+    if case.device == "cpu":
+        raise Unsupported("a CUDA device: flash-attn has no attention on the CPU")
+    if case.dtype == "float32":
+        raise Unsupported("fp16 or bf16: flash-attn takes no fp32")
+    try:
+        flash_attn: Any = importlib.import_module("flash_attn")
+    except ImportError as error:
+        raise Unsupported(f"flash-attn, which is not importable: {error}") from error
+    pattern, causal = case.pattern, case.pattern.causal
+    if isinstance(pattern, Documents):
+        if case.batch > 1:
+            raise Unsupported("B = 1: it is given one packed sample here")
+        lengths = torch.tensor(pattern.cu_seqlens)
+        borders = lengths.to(case.device, torch.int32)
+        longest = int(lengths.diff().max())
+
+        def run_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            packed = (x[0].transpose(0, 1) for x in (q, k, v))
+            o: Tensor = flash_attn.flash_attn_varlen_func(
+                *packed, borders, borders, longest, longest, causal=causal
+            )
+            return o.transpose(0, 1).unsqueeze(0)
+
+        return run_packed
+    if not isinstance(pattern, Dense | SlidingWindow):
+        raise Unsupported("another pattern: it has dense attention, windows and packed documents")
+    reach = pattern.window if isinstance(pattern, SlidingWindow) else -1
+    window = (reach, 0 if causal and reach >= 0 else reach)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_last = (x.transpose(1, 2) for x in (q, k, v))
+        o: Tensor = flash_attn.flash_attn_func(*heads_last, causal=causal, window_size=window)
+        return o.transpose(1, 2)
+
+    return run
+
+
+class _Piece(NamedTuple):
+    """Consecutive segments of one length: of a branch all whole ones, or its short last one."""
+
+    begin: int
+    segments: int  # n
+    length: int  # divisible by rate
+    rate: int
+
+    def classes(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The heads of each residue class and their live tokens, a view `[B, ., n, m, .]`."""
+        end = self.begin + self.segments * self.length
+        sizes = (self.segments, self.length // self.rate, self.rate)
+        parts = x[:, :, self.begin : end].unflatten(2, sizes)
+        for offset in range(min(self.rate, x.shape[1])):
+            heads = slice(offset, None, self.rate)
+            yield heads, parts[:, heads, :, :, offset]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`[B n, H, m, D]`: the live tokens of `[B, H, T, D]`, head h those of class h mod r."""
+        batch, heads, _, width = x.shape
+        if self.rate == 1:
+            (_, view), *_ = self.classes(x)
+            return view.transpose(1, 2).flatten(0, 1)
+        live = x.new_empty(batch, self.segments, heads, self.length // self.rate, width)
+        for own, view in self.classes(x):
+            live[:, :, own] = view.transpose(1, 2)
+        return live.flatten(0, 1)
+
+    def scatter(self, into: Tensor, live: Tensor, *, add: bool) -> None:
+        """Puts what `gather` takes back to where it was."""
+        values = live.unflatten(0, (into.shape[0], self.segments)).transpose(1, 2)
+        for own, view in self.classes(into):
+            if add:
+                view += values[:, own]
+            else:
+                view.copy_(values[:, own])
+
+
+_Branches = tuple[tuple[_Piece, ...], ...]
+
+
+def _branches(case: Case) -> _Branches:
+    """The pieces of each branch of LongNet's formula."""
+    pattern, tokens = case.pattern, case.tokens
+    if not isinstance(pattern, Dilated):
+        raise Unsupported("a dilated pattern: it is LongNet's formula")
+    if (pattern.overlap, pattern.offset, pattern.heads) != ("multiset", "head", "all"):
+        raise Unsupported("LongNet's own rules: every branch counts, in every head, at h mod r")
+    branches = []
+    for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
+        width = min(length, tokens)
+        whole, rest = divmod(tokens, width)
+        if width % rate or rest % rate:
+            raise Unsupported(
+                f"segments whose lengths {width} and {rest} rate {rate} divides, for their live "
+                "tokens to be as many in every head"
+            )
+        pieces = [_Piece(0, whole, width, rate)]
+        if rest:
+            pieces.append(_Piece(tokens - rest, 1, rest, rate))
+        branches.append(tuple(pieces))
+    return tuple(branches)
+
+
+def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool) -> Tensor:
+    """As in torchscale: branches are mixed by weights through which no gradient flows.
+
+    Torch's flash attention has none for its sums.
+    """
+    outputs, sums = [], []
+    for pieces in branches:
+        o = torch.zeros_like(q)
+        lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
+        for piece in pieces:
+            live, own = _flash(piece.gather(q), piece.gather(k), piece.gather(v), causal)
+            piece.scatter(o, live, add=False)
+            piece.scatter(lse, own.unsqueeze(3), add=False)
+        outputs.append(o)
+        sums.append(lse)
+    weights = torch.stack(sums).softmax(0).to(q.dtype)
+    return torch.stack([w * o for w, o in zip(weights, outputs, strict=True)]).sum(0)
+
+
+class _BranchByBranch(torch.autograd.Function):
+    """The formula with its true gradient: one flash backward for each branch.
+
+    With the log-sum-exp of all branches a branch's probabilities are those of the mix, and with
+    the mixed output so is ``rowsum(o do)``: each branch adds its part of the whole gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool
+    ) -> Tensor:
+        lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
+        found = []
+        for piece in _all(branches):
+            live, own = _flash(piece.gather(q), piece.gather(k), piece.gather(v), causal)
+            found.append((live, own.unsqueeze(3)))
+            piece.scatter(lse, torch.logaddexp(piece.gather(lse), found[-1][1]), add=False)
+        o = torch.zeros_like(q, dtype=torch.float32)
+        for piece, (live, own) in zip(_all(branches), found, strict=True):
+            piece.scatter(o, live * torch.exp(own - piece.gather(lse)), add=True)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.branches, ctx.causal = branches, causal
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        for piece in _all(ctx.branches):
+            parts = _flash_backward(
+                piece.gather(do),
+                piece.gather(q),
+                piece.gather(k),
+                piece.gather(v),
+                piece.gather(o),
+                piece.gather(lse).squeeze(3),
+                ctx.causal,
+            )
+            for grad, part in zip(grads, parts, strict=True):
+                piece.scatter(grad, part, add=True)
+        return *(grad.to(q.dtype) for grad in grads), None, None
+
+
+def _all(branches: _Branches) -> list[_Piece]:
+    return [piece for pieces in branches for piece in pieces]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention, differentiable in its output: o and lse `[B, H, T]`."""
+    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu")
+    o, lse, *_ = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal)
+    return o, lse
+
+
+def _flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal
+        )
+        return dq, dk, dv
+    # There is no dropout, whose random state these two would be.
+    none = torch.zeros(2, dtype=torch.int64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
+        none, none,
+    )  # fmt: skip
+    return dq, dk, dv

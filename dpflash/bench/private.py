@@ -1,0 +1,476 @@
+"""One training step of a private model as benchmarks measure it: who makes it, and whether right.
+
+Providers train the same model on the same batch, drawn anew by the loader of each at sample rate
+1, so that a step is loader, forward, backward, clipping, noise and optimizer. Letters: B samples,
+T tokens, H heads, D head dim, E = H D.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpflash import losses
+from dpflash.arguments import make_groups
+from dpflash.clipping import Group
+from dpflash.engine import PrivacyEngine
+from dpflash.nn import LongContextLM, MultiheadAttention
+
+from .suite import Subject, Unsupported
+from .timing import Step
+from .work import Work, attention_flops, count_work
+
+VOCABULARY = 256
+NONPRIVATE = "nonprivate"
+DPFLASH = (
+    "dpflash-flat-auto",
+    "dpflash-flat-stored",
+    "dpflash-flat-book_keeping",
+    "dpflash-flat-two_pass",
+    "dpflash-per_layer",
+    "dpflash-per_block",
+)
+OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
+PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
+
+# Below the norms of all samples, in all layers, so that each of them is clipped.
+_MAX_GRAD_NORM = 0.1
+_TILE = 128
+# Relative errors of gradients, of the parameter that is farthest off.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return output
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        build: makes the model, with the same weights in each call.
+        x, y: one batch, samples first.
+        loss: (output, y) to one loss a sample, `[B]`.
+        forward: (model, x, y) to the output; Opacus calls the model with x alone.
+        dtype: "float32", or "bfloat16" for autocast.
+    """
+
+    build: Callable[[], nn.Module]
+    x: Tensor
+    y: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = _output
+    dtype: str = "float32"
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return len(self.x)
+
+    def losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """`[B]`."""
+        with self.precision():
+            output = self.forward(model, x, y)
+        return self.loss(output, y)
+
+    def precision(self) -> torch.autocast:
+        """The context of a forward pass."""
+        enabled = self.dtype == "bfloat16"
+        return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
+
+
+Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def private_subject(
+    *,
+    model: str,
+    provider: str,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    layers: int = 1,
+    noise_multiplier: float = 1.0,
+    dtype: str = "float32",
+    device: str,
+    seed: int,
+) -> Subject:
+    """A training step.
+
+    Args:
+        model: "attention" (a causal `MultiheadAttention` of width heads * head_dim, and the
+            squared error of its output) or "lm" (a `LongContextLM` over bytes, untied).
+        provider: one of PROVIDERS.
+        batch: B.
+        tokens: T of each sample.
+        heads, head_dim: of attention.
+        layers: of the lm.
+        noise_multiplier: of the private providers.
+        dtype: "float32", or "bfloat16" for autocast with parameters of float32.
+        device: "cpu" or "cuda".
+        seed: of weights and data.
+
+    Raises:
+        Unsupported: a peer is not installed.
+    """
+    make = {"attention": _attention_task, "lm": _lm_task}[model]
+    task = make(batch, tokens, heads, head_dim, layers, dtype, device, seed)
+    return subject_of(task, provider, tokens=batch * tokens, noise_multiplier=noise_multiplier)
+
+
+def subject_of(
+    task: Task, provider: str, *, tokens: int, noise_multiplier: float = 1.0
+) -> Subject:
+    """A training step of a task; its error is of the sum of clipped gradients without noise."""
+
+    def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    training = make_training(task, provider, noise_multiplier=noise_multiplier, optimize=adamw)
+
+    def work() -> Work:
+        if task.x.is_cuda and training.engine is not None:
+            plain = make_training(task, NONPRIVATE, noise_multiplier=0.0, optimize=adamw)
+            return _beyond(count_work(plain.step), training.engine)
+        return count_work(training.step)
+
+    return Subject(
+        training.step,
+        lambda: gradient_error(task, provider),
+        TOLERANCES[task.dtype],
+        tokens=tokens,
+        work=work,
+        dtype=task.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A private or other training.
+
+    Attributes:
+        step: one whole training step.
+        engine: of dpflash; None for the others.
+    """
+
+    step: Step
+    engine: PrivacyEngine | None = None
+
+
+def make_training(
+    task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize
+) -> Training:
+    """The training of a task.
+
+    Args:
+        task: what is trained.
+        provider: one of PROVIDERS.
+        noise_multiplier: of the private ones.
+        optimize: makes the optimizer of the parameters.
+
+    Raises:
+        Unsupported: a peer is not installed.
+    """
+    model = task.build()
+    optimizer = optimize(list(model.parameters()))
+    loader = DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch)
+    if provider == NONPRIVATE:
+        return _nonprivate(task, model, optimizer, loader)
+    make = _dpflash if provider in DPFLASH else _opacus
+    return make(task, provider, model, optimizer, loader, noise_multiplier)
+
+
+def gradient_error(task: Task, provider: str) -> float:
+    """Relative error of a provider's sum of clipped gradients, of the worst parameter."""
+    given: list[Tensor] = []
+
+    def keep(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return GradientKeeper(parameters, given)
+
+    make_training(task, provider, noise_multiplier=0.0, optimize=keep).step()
+    expected = clipped_sums(task, clipping_of(provider))
+    pairs = zip(given, expected, strict=True)
+    return max(float((task.batch * g - e).norm() / e.norm()) for g, e in pairs)
+
+
+def clipping_of(provider: str) -> str | None:
+    """What a provider clips: "flat", "per_layer", "per_block", or None for nothing."""
+    if provider == NONPRIVATE:
+        return None
+    return provider.split("-")[1] if provider in DPFLASH else "flat"
+
+
+def clipped_sums(task: Task, clipping: str | None) -> list[Tensor]:
+    """The sum of clipped gradients of each parameter, by a loop over single samples."""
+    model = task.build()
+    parameters = list(model.parameters())
+    index = {parameter: number for number, parameter in enumerate(parameters)}
+    groups = [] if clipping is None else make_groups(model, parameters, clipping)
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    for i in range(task.batch):
+        loss = task.losses(model, task.x[i : i + 1], task.y[i : i + 1]).sum()
+        grads = list(torch.autograd.grad(loss, parameters))
+        for group in groups:
+            members = [grads[index[parameter]] for parameter in group.parameters]
+            _clip_(members, group)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(grad)
+    return sums
+
+
+def _clip_(grads: Sequence[Tensor], group: Group) -> None:
+    """Scales one sample's gradients of a group, in place."""
+    bound = _MAX_GRAD_NORM * group.share
+    if not group.tiled:
+        _scale_(grads, bound)
+        return
+    (grad,) = grads
+    for rows in grad.split(_TILE):
+        for tile in rows.split(_TILE, dim=1):
+            _scale_([tile], bound * math.sqrt(tile.numel() / grad.numel()))
+
+
+def _scale_(grads: Sequence[Tensor], bound: float) -> None:
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    if norm > bound:
+        for grad in grads:
+            grad.mul_(bound / norm)
+
+
+class GradientKeeper(torch.optim.SGD):
+    """Keeps what it is given instead of making a step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], given: list[Tensor]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self._given = given
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keeps the gradients."""
+        for parameter in self.param_groups[0]["params"]:
+            self._given.append(parameter.grad.detach().float().clone())
+
+
+def _batches(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _nonprivate(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+) -> Training:
+    batches = _batches(loader)
+
+    def step() -> None:
+        x, y = next(batches)
+        task.losses(model, x, y).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(step)
+
+
+def _dpflash(
+    task: Task,
+    provider: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    noise_multiplier: float,
+) -> Training:
+    _, clipping, *way = provider.split("-")
+    engine = PrivacyEngine()
+    private, private_optimizer, private_loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=_MAX_GRAD_NORM,
+        clipping=clipping,
+        way=way[0] if way else "auto",
+    )
+    batches = _batches(private_loader)
+
+    def step() -> None:
+        x, y = next(batches)
+        engine.backward(task.losses(private, x, y))
+        private_optimizer.step()
+        private_optimizer.zero_grad()
+
+    return Training(step, engine)
+
+
+class _SampleMean(nn.Module):
+    """A task's loss as Opacus wants it: "mean" over samples, or "none"."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reduction = "mean"
+        self._loss = loss
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        found = self._loss(output, y)
+        return found if self.reduction == "none" else found.mean()
+
+
+def _opacus(
+    task: Task,
+    provider: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    noise_multiplier: float,
+) -> Training:
+    try:
+        import opacus
+    except ImportError:
+        raise Unsupported("Opacus: pip install opacus") from None
+    mode = provider.split("-")[1]
+    with _quiet():
+        engine = opacus.PrivacyEngine(accountant="rdp")
+        parts = engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            criterion=_SampleMean(task.loss),
+            data_loader=loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=_MAX_GRAD_NORM,
+            grad_sample_mode=mode,
+        )
+    private, private_optimizer, private_loader = parts[0], parts[1], parts[-1]
+    criterion = _SampleMean(task.loss) if mode == "hooks" else parts[2]
+    batches = _batches(private_loader)
+    is_registered = provider.endswith("-registered")
+
+    def step() -> None:
+        x, y = next(batches)
+        with _quiet(), _registered() if is_registered else contextlib.nullcontext():
+            with task.precision():
+                output = private(x)
+            criterion(output, y).backward()
+        private_optimizer.step()
+        private_optimizer.zero_grad()
+
+    return Training(step)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Opacus says of its noise, and torch of Opacus' hooks, in each step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _registered() -> Iterator[None]:
+    """Opacus with this library's norms, which it takes from a registry of its own."""
+    from dpflash.integrations import opacus as integration
+
+    integration.register()
+    try:
+        yield
+    finally:
+        integration.unregister()
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = MultiheadAttention(width, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, is_causal=True)[0]
+        return output
+
+
+def _attention_task(
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    layers: int,
+    dtype: str,
+    device: str,
+    seed: int,
+) -> Task:
+    if layers != 1:
+        raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return (output.float() - y).square().sum(2).mean(1)
+
+    width = heads * head_dim
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(batch, tokens, width, generator=generator) for _ in range(2))
+    build = built(lambda: _Attention(width, heads), device, seed)
+    return Task(build, x.to(device), y.to(device), loss, dtype=dtype)
+
+
+def _lm_task(
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    layers: int,
+    dtype: str,
+    device: str,
+    seed: int,
+) -> Task:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator)
+    build = built(lambda: lm(tokens, heads, head_dim, layers), device, seed)
+    return Task(build, x.to(device), y.to(device), losses.cross_entropy, dtype=dtype)
+
+
+def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
+    """The language model over bytes, for at most this number of tokens."""
+    # Opacus' ghost clipping refuses tied weights, so nobody ties them here.
+    return LongContextLM(
+        VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
+    )
+
+
+def built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
+    """Makes a model with the weights of this seed, and leaves torch's generator as it was."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make().to(device)
+
+    return build
+
+
+def _beyond(plain: Work, engine: PrivacyEngine) -> Work:
+    """The work of a private step by the planner's formulas, since Triton kernels are not seen.
+
+    What "two_pass" does in attention's second backward is missing.
+    """
+    uses = list(engine.plan())
+    return Work(
+        plain.flops + sum(use.flops for use in uses),
+        plain.moved_bytes + sum(use.moved_bytes for use in uses),
+    )
+
+
+def attention_step_flops(*, batch: int, tokens: int, heads: int, head_dim: int) -> float:
+    """FLOPs of a nonprivate step of the "attention" model, by hand.
+
+    Four projections forward and their weights' gradients, the gradient of one of their inputs
+    (the data need none), and the pairs of causal attention.
+    """
+    width = heads * head_dim
+    projections = batch * tokens * 2 * width**2 * (4 + 4 + 1)
+    pairs = batch * heads * tokens * (tokens + 1) // 2
+    return projections + attention_flops(pairs, head_dim, forward=True, backward=True)

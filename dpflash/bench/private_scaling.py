@@ -1,0 +1,316 @@
+"""How a private training step of attention grows with its batch and with its tokens (S0.1, S0.2).
+
+Sizes that a machine cannot run in time by their FLOPs alone are not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from . import results
+from .document import FIGURES, ROOFS, Chart, Table, column, config
+from .memory import device_memory
+from .private import NONPRIVATE, attention_step_flops, private_subject
+from .suite import Comparison, Measurement, Request, Row, needs, of_section
+from .timing import Stopwatch, exponent
+
+PRIVATE = "dpflash-flat-auto"
+BATCHES = (1, 3, 5, 10, 19, 35, 64)
+TOKENS = (128, 223, 389, 677, 1179, 2048)
+
+# The optimal batch is the smallest one within this part of the most tokens/s.
+_CLOSE = 0.95
+# Of the time that a row may take: a step reaches a third of the rate of one product, or more.
+_SHARE_OF_ROOF = 1 / 3
+_CPU_LIMIT_MB = 8.0 * 1024
+_GPU_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One size of a curve."""
+
+    batch: int
+    tokens: int
+    heads: int
+    head_dim: int
+
+
+_BATCH_CURVES = {
+    f"seq{tokens}_h{heads}_d{head_dim}": [
+        _Shape(batch, tokens, heads, head_dim) for batch in BATCHES
+    ]
+    for tokens, heads, head_dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
+}
+_SEQUENCE_CURVES = {
+    f"b16_h{heads}_d{head_dim}": [_Shape(16, tokens, heads, head_dim) for tokens in TOKENS]
+    for heads, head_dim in ((12, 64), (16, 64), (20, 80))
+}
+_QUICK_BATCH_CURVES = {"seq128_h4_d32": [_Shape(batch, 128, 4, 32) for batch in (1, 3, 10)]}
+_QUICK_SEQUENCE_CURVES = {"b4_h4_d32": [_Shape(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
+
+Item = Comparison | Callable[[Request], Iterable[Row]]
+
+
+def batch_plan(request: Request) -> Iterator[Item]:
+    """Steps at each batch size, private beside nonprivate; section "private_batch"."""
+    curves = _QUICK_BATCH_CURVES if request.quick else _BATCH_CURVES
+    yield from _plan("private_batch", curves, (NONPRIVATE, PRIVATE), request)
+
+
+def sequence_plan(request: Request) -> Iterator[Item]:
+    """Private steps at each number of tokens; section "private_sequence"."""
+    curves = _QUICK_SEQUENCE_CURVES if request.quick else _SEQUENCE_CURVES
+    yield from _plan("private_sequence", curves, (PRIVATE,), request)
+
+
+def derive_batch(rows: Sequence[Row]) -> Iterator[Row]:
+    """The exponent and the optimal batch of each curve, the clipping's price, and their gist."""
+    found = list(of_section(rows, "private_batch"))
+    optimal = []
+    for curve, own in _curves(found).items():
+        yield _exponent("private_batch_exponent", curve, own, "batch", "tokens_per_s")
+        best = optimal_batch("private_batch_optimal", curve, own)
+        yield best
+        if best["batch"] is not None:
+            optimal.append(best)
+    if optimal:
+        mean = sum(row["batch"] for row in optimal) / len(optimal)
+        each = ", ".join(f"{row['batch']} ({row['curve']})" for row in optimal)
+        text = (
+            f"The optimal batch is {mean:.1f} on average: {each}; the smallest within 5% of the "
+            f"most tokens/s in {optimal[0]['memory_limit_mb'] / 1024:.0f} GiB."
+        )
+        yield insight("private_batch/optimal", text, mean_optimal_batch=mean)
+    ratios = [1 / row["speedup"] for row in found if row.get("speedup") is not None]
+    if ratios:
+        text = (
+            f"A private step takes {min(ratios):.2f} to {max(ratios):.2f} times as long as a "
+            f"nonprivate one, at {len(ratios)} sizes."
+        )
+        yield insight("private_batch/overhead", text, least=min(ratios), most=max(ratios))
+
+
+def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
+    """The exponent of time in tokens of each curve."""
+    exponents = []
+    for curve, own in _curves(of_section(rows, "private_sequence")).items():
+        row = _exponent("private_sequence_exponent", curve, own, "tokens", "median_ms")
+        yield row
+        if row["exponent"] is not None:
+            exponents.append(f"{row['exponent']:.2f} ({curve})")
+    if exponents:
+        text = f"The time of a private step grows with the tokens to the power {exponents[0]}"
+        yield insight("private_sequence/exponent", ", ".join([text, *exponents[1:]]) + ".")
+
+
+def _plan(
+    section: str, curves: dict[str, list[_Shape]], providers: Sequence[str], request: Request
+) -> Iterator[Item]:
+    dtype = "bfloat16" if request.where.type == "cuda" else "float32"
+    rate = _product_rate(request.where)
+    limit = memory_limit_mb(request)
+    calls = request.calls.warm_ups + request.calls.trials
+    for curve, shapes in curves.items():
+        for number, shape in enumerate(shapes):
+            measurements = [
+                Measurement(
+                    f"{section}/{curve}/B{shape.batch}-T{shape.tokens}/{provider}",
+                    private_subject,
+                    {"model": "attention", "provider": provider, **asdict(shape), "dtype": dtype},
+                    {"section": section, "curve": curve, "memory_limit_mb": limit},
+                )
+                for provider in providers
+            ]
+            least = attention_step_flops(**asdict(shape)) / rate
+            # The first size of a curve is tried in any case.
+            if number and calls * least > request.limit * _SHARE_OF_ROOF:
+                yield _too_slow(measurements, least, calls)
+            else:
+                yield Comparison(measurements, measurements[0].name if measurements[1:] else None)
+
+
+def _too_slow(
+    measurements: Sequence[Measurement], least: float, calls: int
+) -> Callable[[Request], Iterable[Row]]:
+    reason = (
+        f"a faster device: {calls} calls of {least:.2g} s at the rate of a matrix product alone "
+        "are too much of a row's time (--max-seconds); not tried"
+    )
+    rows = [needs(one.name, one.config, reason, **one.columns) for one in measurements]
+    return lambda request: rows
+
+
+def _product_rate(device: torch.device) -> float:
+    """FLOP/s of one product of matrices; infinite on a GPU, where no size takes too long."""
+    if device.type == "cuda":
+        return float("inf")
+    size = 1024
+    a = torch.ones(size, size)
+    stopwatch = Stopwatch(device)
+    return 2 * size**3 / min(stopwatch(lambda: a @ a) for _ in range(5))
+
+
+def memory_limit_mb(request: Request) -> float:
+    """What an optimal batch may take: 8 GiB on a CPU, 80% of a GPU's memory."""
+    device = request.where
+    return _GPU_SHARE * device_memory(device) if device.type == "cuda" else _CPU_LIMIT_MB
+
+
+def _curves(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The private rows of each curve."""
+    curves: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["config"]["provider"] == PRIVATE:
+            curves.setdefault(row["curve"], []).append(row)
+    return curves
+
+
+def _exponent(section: str, curve: str, rows: Sequence[Row], size: str, value: str) -> Row:
+    """P of value ~ size^P, fitted where three sizes or more were measured."""
+    name = f"{section}/{curve}"
+    measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
+    columns: dict[str, Any] = {
+        "section": section,
+        "curve": curve,
+        "sizes": [one for one, _ in measured],
+        "exponent": None,
+        "exponent_ci95": None,
+    }
+    if len(measured) < 3:
+        reason = f"three sizes: {len(measured)} of {len(rows)} were measured"
+        return needs(name, {}, reason, **columns)
+    middle, low, high = exponent(*zip(*measured, strict=True))
+    columns.update(exponent=middle, exponent_ci95=[low, high])
+    return results.row(name, {}, **columns)
+
+
+def optimal_batch(section: str, curve: str, rows: Sequence[Row]) -> Row:
+    """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
+    limit = rows[0]["memory_limit_mb"]
+    measured = {row["config"]["batch"]: row for row in rows if row.get("tokens_per_s") is not None}
+    fitting = {
+        batch: row["tokens_per_s"]
+        for batch, row in measured.items()
+        if row["peak_memory_mb"] is None or row["peak_memory_mb"] <= limit
+    }
+    columns: dict[str, Any] = {
+        "section": section,
+        "curve": curve,
+        "memory_limit_mb": limit,
+        "not_measured": [b for row in rows if (b := row["config"]["batch"]) not in measured],
+        "batch": None,
+        "tokens_per_s": None,
+    }
+    name = f"{section}/{curve}"
+    if not fitting:
+        return needs(name, {}, "a size that was measured and fits the limit", **columns)
+    most = max(fitting.values())
+    batch = min(batch for batch, speed in fitting.items() if speed >= _CLOSE * most)
+    columns.update(batch=batch, tokens_per_s=fitting[batch])
+    return results.row(name, {}, **columns)
+
+
+def insight(name: str, text: str, **numbers: float) -> Row:
+    """A sentence that follows from rows, and the numbers in it; section "insights"."""
+    return results.row(f"insights/{name}", {}, section="insights", text=text, **numbers)
+
+
+def _shown_exponent(row: Mapping[str, Any]) -> str | None:
+    if row["exponent"] is None:
+        return f"needs: {row['needs']}"
+    low, high = row["exponent_ci95"]
+    return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def overhead(row: Mapping[str, Any]) -> float | None:
+    """A step's time over that of the nonprivate one, its comparison's baseline."""
+    return None if row.get("speedup") is None else 1 / row["speedup"]
+
+
+def _sizes(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: ", ".join(str(size) for size in row[key]) or "none"
+
+
+_EXPONENT = (
+    column("curve"),
+    ("exponent [95%]", _shown_exponent),
+    ("sizes measured", _sizes("sizes")),
+)
+
+INSIGHTS = Table("insights", "Key insights", (("", lambda row: row["text"]),))
+OPTIMAL = (
+    column("curve"),
+    column("batch", "optimal batch"),
+    column("tokens_per_s", "tokens/s"),
+    column("memory_limit_mb", "memory limit MiB"),
+    ("not measured", _sizes("not_measured")),
+)
+OPTIMAL_NOTE = (
+    "The smallest batch whose tokens/s are within 5% of the most, among those that were "
+    "measured and whose peak memory is within the limit (8 GiB on a CPU, 80% of a GPU's). "
+    "Batches that were not measured might be faster."
+)
+BATCH_TABLES = (
+    INSIGHTS,
+    Table(
+        "private_batch",
+        "One private training step of causal attention, by batch (S0.1)",
+        (
+            column("curve"),
+            config("batch"),
+            config("provider"),
+            *FIGURES,
+            ("time over nonprivate", overhead),
+            *ROOFS,
+        ),
+        "A step is loader, forward, backward, clipping, noise and AdamW.",
+    ),
+    Table(
+        "private_batch_exponent",
+        "Private tokens/s grow with the batch to the power",
+        _EXPONENT,
+        "0: a larger batch is no faster; 1: the time does not depend on it.",
+    ),
+    Table(
+        "private_batch_optimal",
+        "Optimal batch",
+        OPTIMAL,
+        OPTIMAL_NOTE,
+    ),
+)
+BATCH_CHARTS = (
+    Chart(
+        "private_batch",
+        "Private training step of attention",
+        config("batch"),
+        column("tokens_per_s", "tokens/s"),
+        lambda row: f"{row['curve']} {row['config']['provider']}",
+    ),
+)
+SEQUENCE_TABLES = (
+    INSIGHTS,
+    Table(
+        "private_sequence",
+        "One private training step of causal attention, by tokens (S0.2)",
+        (column("curve"), config("tokens"), *FIGURES, *ROOFS),
+    ),
+    Table(
+        "private_sequence_exponent",
+        "The time of a private step grows with the tokens to the power",
+        _EXPONENT,
+    ),
+)
+SEQUENCE_CHARTS = (
+    Chart(
+        "private_sequence",
+        "Private training step of attention",
+        config("tokens"),
+        column("median_ms", "ms"),
+        lambda row: row["curve"],
+    ),
+)

@@ -1,0 +1,297 @@
+"""Two checkouts measured in turns on one machine, call by call.
+
+Each checkout has a process of its own that imports its dpflash and takes turns with the other
+(A B, B A, ...), by its process time on one thread: whatever slows the machine slows both. A launch
+is a pair of fresh copies of these processes; how memory happens to lie differs from launch to
+launch, so launches, not rounds, are what the comparison counts.
+
+    python -m dpflash.bench.versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from dpflash import _validate
+
+from . import results
+from .compare import run_compare
+from .environment import commit, environment
+from .timing import summarize
+from .versus_worker import JOBS
+
+Row = dict[str, Any]
+
+# Launches and rounds of each.
+FULL, QUICK = (8, 6), (4, 3)
+_HOUSES = ("kernels", "accounting")
+_HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+class WorkerError(ValueError):
+    """A checkout's process ended before it answered."""
+
+
+def run_versus(
+    old_checkout: str | os.PathLike[str],
+    new_checkout: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    quick: bool = False,
+    names: Sequence[str] = tuple(JOBS),
+    launches: int | None = None,
+    rounds: int | None = None,
+    threshold: float = 0.05,
+    has_progress: bool = True,
+) -> int:
+    """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
+
+    What is measured is `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
+    have in `dpflash.bench`.
+
+    Args:
+        old_checkout: folder of a checkout, the baseline.
+        new_checkout: folder of the one that is judged.
+        out: folder of the results, made if missing; comparison.json goes there too.
+        quick: 4 launches of 3 rounds instead of 8 of 6: a look, which misses small slowdowns.
+        names: what is measured, of `versus_worker.JOBS`.
+        launches: pairs of fresh processes; 3 or more to be compared launch by launch. None for
+            what `quick` says.
+        rounds: of each launch; in each every measurement has its turn in both. None likewise.
+        threshold: share by which a time may grow.
+        has_progress: whether a bar is drawn on stderr.
+
+    Returns:
+        What `compare.run_compare` returns: 1 for a regression, 0 for none.
+
+    Raises:
+        ValueError: a folder is no checkout of dpflash, or a name is unknown.
+        WorkerError: a checkout's process died.
+    """
+    usual = QUICK if quick else FULL
+    launches = usual[0] if launches is None else launches
+    rounds = usual[1] if rounds is None else rounds
+    _validate.positive_int(launches=launches, rounds=rounds)
+    unknown = [name for name in names if name not in JOBS]
+    if unknown or not names:
+        raise ValueError(f"names={unknown or names}: expected some of {', '.join(JOBS)}")
+    folder = results.make_folder(out)
+    checkouts = {"OLD": Path(old_checkout), "NEW": Path(new_checkout)}
+    with tempfile.TemporaryDirectory(prefix="dpflash-versus-") as scratch:
+        found = _measure(checkouts, Path(scratch), names, launches, rounds, has_progress)
+    for side, result in found.items():
+        result["environment"]["quick"] = quick
+        results.write_json(folder / f"{side}.json", result)
+    old, new = (folder / f"{side}.json" for side in checkouts)
+    return run_compare(old, new, threshold=threshold, json_path=folder / "comparison.json")
+
+
+def _measure(
+    checkouts: dict[str, Path],
+    scratch: Path,
+    names: Sequence[str],
+    launches: int,
+    rounds: int,
+    has_progress: bool,
+) -> dict[str, dict[str, Any]]:
+    harness = _copy_harness(scratch / "harness")
+    trees = {side: _copy_sources(path, scratch / side) for side, path in checkouts.items()}
+    rows: dict[str, dict[str, Row]] = {side: {} for side in trees}
+    with ExitStack() as stack:
+        workers = {
+            side: stack.enter_context(_Worker(tree, harness, scratch / f"{side}.txt"))
+            for side, tree in trees.items()
+        }
+        for launch in tqdm(
+            range(launches), unit="launch", disable=not has_progress, file=sys.stderr
+        ):
+            _launch(workers, names, rounds, launch, rows)
+        versions = {side: worker.version for side, worker in workers.items()}
+    run = {"run": uuid.uuid4().hex, "launches": launches, "rounds": rounds}
+    return {
+        side: {
+            "environment": {
+                **environment("cpu", 1),
+                "dpflash": versions[side],
+                "commit": commit(checkouts[side]),
+                "suite": "versus",
+                "trials": launches * rounds,
+                "clock": "process time",
+                "versus": run,
+            },
+            "complete": True,
+            "rows": [_finished(row) for row in rows[side].values()],
+            "reported": [],
+        }
+        for side in trees
+    }
+
+
+def _copy_harness(folder: Path) -> Path:
+    """The workers' code as a package of its own, apart from either dpflash."""
+    package = folder / "versus_harness"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for source, target in _HARNESS.items():
+        shutil.copyfile(Path(__file__).parent / source, package / target)
+    return folder
+
+
+def _copy_sources(checkout: Path, folder: Path) -> Path:
+    """One tree of the three packages that the checkout maps to dpflash."""
+    missing = [name for name in ("dpflash", *_HOUSES) if not (checkout / name).is_dir()]
+    if missing:
+        raise ValueError(
+            f"{os.fspath(checkout)!r} has no folder {missing[0]!r}; pass a checkout of dpflash"
+        )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(checkout / "dpflash", folder / "dpflash", ignore=ignored)
+    for house in _HOUSES:
+        shutil.copytree(checkout / house, folder / "dpflash" / house, ignore=ignored)
+    return folder
+
+
+def _launch(
+    workers: dict[str, _Worker],
+    names: Sequence[str],
+    rounds: int,
+    launch: int,
+    rows: dict[str, dict[str, Row]],
+) -> None:
+    """Adds the trials of a launch to the rows; what fails in one launch has no more turns."""
+    for worker in workers.values():
+        worker.ask(do="launch")
+    for name in names:
+        for side in _order(workers, launch):
+            row = rows[side].setdefault(name, _empty_row(name))
+            if row["needs"] is None and row["correct"] is not False:
+                _take(row, workers[side].ask(do="build", name=name, check=launch == 0))
+    for number in range(rounds):
+        for name in names:
+            for side in _order(workers, number):
+                if _runs(rows[side][name]):
+                    seconds = workers[side].ask(do="time", name=name)["seconds"]
+                    rows[side][name]["samples_ms"].append(1e3 * seconds)
+    for worker in workers.values():
+        worker.ask(do="end")
+
+
+def _order(workers: dict[str, _Worker], number: int) -> Iterable[str]:
+    return reversed(workers) if number % 2 else workers
+
+
+def _empty_row(name: str) -> Row:
+    return results.row(name, JOBS[name][1], needs=None, error=None, samples_ms=[])
+
+
+def _runs(row: Row) -> bool:
+    return row["needs"] is None and row["correct"] is True
+
+
+def _take(row: Row, built: dict[str, Any]) -> None:
+    """Notes what a build says; the peak is the least of all launches."""
+    if "needs" in built:
+        row["needs"] = built["needs"]
+        return
+    if built["error"] is not None:
+        row["error"], row["correct"] = built["error"], built["error"] <= built["tolerance"]
+    peaks = [peak for peak in (row["peak_memory_mb"], built["peak_memory_mb"]) if peak is not None]
+    row["peak_memory_mb"] = min(peaks, default=None)
+
+
+def _finished(row: Row) -> Row:
+    if not _runs(row):
+        return {
+            **row,
+            "peak_memory_mb": None,
+            "samples_ms": [],
+            "correct": row["correct"] and None,
+        }
+    return {**row, **summarize([ms / 1e3 for ms in row["samples_ms"]]).as_row()}
+
+
+class _Worker:
+    """The process of a checkout, used in a `with` block."""
+
+    def __init__(self, tree: Path, harness: Path, log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "versus_harness.worker"],
+                cwd=harness,
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.fspath(tree)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._tree = tree
+
+    def __enter__(self) -> _Worker:
+        hello = self._answer()
+        strangers = [f for f in hello["files"] if not Path(f).is_relative_to(self._tree.resolve())]
+        assert not strangers, strangers
+        self.version = hello["version"]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Also in the middle of a launch, whose copy reads the same pipe.
+        self._process.communicate()
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """The answer to a command."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            self._fail()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _fail(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        said = self._log.read_text(errors="replace").strip()
+        raise WorkerError(f"the process of {self._tree.name} ended: {said[-2000:]}")
+
+
+def main() -> int:
+    """The command line of `python -m dpflash.bench.versus`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old_checkout")
+    parser.add_argument("new_checkout")
+    parser.add_argument("--out", required=True, help="folder of the results, made if missing")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    return run_versus(args.old_checkout, args.new_checkout, out=args.out, quick=args.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The benchmark of accountants: what it checks, at small sizes; nothing depends on time."""
+
+import math
+import sys
+
+import pytest
+
+from dpflash import accounting as accountants
+from dpflash.bench import accounting
+from dpflash.bench.suite import Comparison, Request, Unsupported
+
+SMALL = {"device": "cpu", "seed": 0, "limit_s": 60.0}
+QUERY = {**SMALL, "noise": 1.0, "steps": 100}
+QUICK = Request(quick=True, threads=1, has_progress=False)
+
+
+@pytest.mark.parametrize("provider", ["contour", "rdp", "opacus rdp", "google rdp"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_query_gives_an_epsilon_that_is_not_below_what_is_certain(provider, warm):
+    subject = accounting.query(provider=provider, warm=warm, **QUERY)
+    assert subject.error() <= subject.tolerance
+    assert subject.figures["epsilon"] >= subject.figures["lower_end"] > 0
+    first, second = subject.step(), subject.step()
+    assert first == pytest.approx(subject.figures["epsilon"], rel=0.1)
+    assert (second > first) if warm else (second < first)
+
+
+def test_a_warm_query_has_one_step_more_and_a_cold_one_has_not():
+    warm = accounting.query(provider="rdp", warm=True, **QUERY)
+    cold = accounting.query(provider="rdp", warm=False, **QUERY)
+    assert warm.step() == pytest.approx(accounting.epsilon("rdp", [(1.0, 0.01, 101)], 1e-5))
+    assert cold.step() == pytest.approx(accounting.epsilon("rdp", [(1.0, 0.01, 100)], 1e-5))
+
+
+@pytest.mark.parametrize("provider", ["contour", "rdp", "opacus prv"])
+def test_an_epsilon_below_what_is_certain_is_told_with_its_shortfall(provider, monkeypatch):
+    right = accounting.query(provider=provider, warm=False, **QUERY).figures["lower_end"]
+    monkeypatch.setattr(accounting, "epsilon", lambda *_: 0.9 * right)
+    subject = accounting.query(provider=provider, warm=False, **QUERY)
+    assert subject.error() == pytest.approx(0.1) and subject.error() > subject.tolerance
+
+
+def test_no_accountant_is_judged_by_its_own_lower_end(monkeypatch):
+    asked = []
+    real = accounting._lower_end
+    monkeypatch.setattr(
+        accounting, "_lower_end", lambda name, *a: asked.append(name) or real(name, *a)
+    )
+    for provider in ("contour", "pld", "rdp"):
+        accounting.query(provider=provider, warm=False, **QUERY)
+    assert asked == ["pld", "contour", "contour"]
+
+
+@pytest.mark.parametrize("provider", ["contour", "rdp", "opacus rdp", "google rdp"])
+def test_the_noise_found_for_a_target_keeps_it(provider):
+    arguments = {**SMALL, "target_epsilon": 2.0, "sample_rate": 0.01, "steps": 50}
+    subject = accounting.calibration(provider=provider, **arguments)
+    assert subject.error() <= subject.tolerance
+    phases = [(subject.figures["noise_multiplier"], 0.01, 50)]
+    assert accounting.epsilon("contour", phases, 1e-5) <= 2.0 * (1 + 1e-6)
+    assert subject.step() == pytest.approx(subject.figures["noise_multiplier"], rel=1e-2)
+
+
+def test_too_little_noise_for_a_target_is_wrong(monkeypatch):
+    monkeypatch.setattr(accounting, "_calibrator", lambda provider: lambda *_: 0.5)
+    arguments = {**SMALL, "target_epsilon": 0.1, "sample_rate": 0.01, "steps": 50}
+    for provider in ("contour", "rdp"):
+        subject = accounting.calibration(provider=provider, **arguments)
+        assert subject.error() > 0.5
+
+
+def test_a_schedule_costs_what_its_phases_do():
+    subject = accounting.schedule(provider="pld", phases=2, steps=10, **SMALL)
+    made = accountants.create_accountant("pld")
+    made.history = [(1.0, 0.01, 10), (1.5, 0.01, 10)]
+    assert subject.figures["epsilon"] == made.get_epsilon(1e-5)
+    assert subject.error() <= subject.tolerance
+
+
+@pytest.mark.parametrize("module", ["opacus", "dp_accounting"])
+def test_a_peer_that_is_not_installed_is_asked_for(module, monkeypatch):
+    provider = {"opacus": "opacus rdp", "dp_accounting": "google pld"}[module]
+    loaded = [name for name in sys.modules if name.split(".")[0] == module]
+    for name in {module, *loaded}:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Unsupported, match="pip install"):
+        accounting.query(provider=provider, warm=False, **QUERY)
+    with pytest.raises(Unsupported, match="pip install"):
+        accounting.calibration(
+            provider=provider, target_epsilon=1.0, sample_rate=0.01, steps=5, **SMALL
+        )
+
+
+def test_a_peer_that_takes_too_long_or_refuses_has_a_reason(monkeypatch):
+    def endless(*_):
+        while True:
+            pass
+
+    def refuse(*_):
+        raise ValueError("the budget\nis too low")
+
+    monkeypatch.setattr(accounting, "epsilon", endless)
+    with pytest.raises(Unsupported, match=r"took longer than 0\.05 s"):
+        accounting.query(provider="opacus prv", warm=False, **{**QUERY, "limit_s": 0.05})
+    monkeypatch.setattr(accounting, "epsilon", refuse)
+    with pytest.raises(Unsupported, match="ValueError: the budget is too low"):
+        accounting.query(provider="opacus prv", warm=False, **QUERY)
+    with pytest.raises(ValueError, match="budget"):
+        accounting.query(provider="contour", warm=False, **QUERY)
+
+
+def test_the_summary_of_a_table_counts_what_is_below_the_truth():
+    answers = [1.0, 1.1, 0.8, math.inf, "more time: ...", "another setting: ..."]
+    found = accounting.summary(answers, [1.0] * 6)
+    counted = ("answers", "infinite_or_nan", "late", "refused", "below_truth")
+    assert [found[key] for key in counted] == [3, 1, 1, 1, 1]
+    assert found["correct"] is False and found["error"] == pytest.approx(0.2)
+    assert found["greatest_error"] == pytest.approx(0.2)
+    assert found["median_error"] == pytest.approx(0.1)
+    assert accounting.summary([1.0, math.inf], [1.0, 1.0])["correct"] is True
+    assert accounting.summary([math.nan], [1.0])["correct"] is False
+    assert accounting.summary(["more memory"], [1.0])["correct"] is None
+
+
+def test_the_table_of_truths_holds_for_our_accountants(monkeypatch):
+    monkeypatch.setattr(accounting, "PROVIDERS", ("contour", "rdp"))
+    rows = list(accounting.truth_rows(QUICK))
+    assert [row["name"] for row in rows] == ["truth/contour", "truth/rdp"]
+    for row in rows:
+        assert row["correct"] is True and row["answers"] == row["config"]["settings"] > 3
+    contour, rdp = rows
+    assert contour["greatest_error"] < 1e-3 < rdp["greatest_error"]
+
+
+def test_without_a_checkout_the_table_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(accounting, "TRUTH", tmp_path / "truth.json")
+    for row in accounting.truth_rows(QUICK):
+        assert "truth.json" in row["needs"] and row["correct"] is None
+
+
+def test_every_provider_has_a_row_in_every_part():
+    for request in (QUICK, Request(threads=1)):
+        comparisons = [c for c in accounting.plan(request) if isinstance(c, Comparison)]
+        names = [m.name for c in comparisons for m in c.measurements]
+        assert len(set(names)) == len(names)
+        for comparison in comparisons:
+            assert [m.config["provider"] for m in comparison.measurements] == list(
+                accounting.PROVIDERS
+            )
+            assert comparison.baseline in names
+    assert len(comparisons) == 2 + len(accounting.TARGETS) + len(accounting.SCHEDULES)

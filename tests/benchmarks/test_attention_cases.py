@@ -1,0 +1,180 @@
+"""The check of the attention benchmarks, and what they compare: definitions are right."""
+
+import math
+
+import pytest
+import torch
+
+from dpflash import patterns
+from dpflash.bench import attention_cases
+from dpflash.bench.attention_cases import (
+    Case,
+    band_error,
+    check,
+    document_borders,
+    multiplicity,
+    reference,
+)
+from dpflash.bench.peers import FORWARD_ONLY, OPERATORS, build_run, flex
+from dpflash.bench.suite import Unsupported
+
+LONGNET = {"segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)}
+LISTS = ((0,), (0, 1), (), (3, 1), (2, 0))
+FIXED = {
+    "dense": lambda causal: patterns.Dense(causal=causal),
+    "window": lambda causal: patterns.SlidingWindow(window=40, causal=causal),
+    "documents": lambda causal: patterns.Documents(
+        cu_seqlens=(0, 30, 31, 190, 250), causal=causal
+    ),
+    "dilated": lambda causal: patterns.Dilated(**LONGNET, causal=causal),
+    "set": lambda causal: patterns.Dilated(**LONGNET, causal=causal, overlap="set"),
+    "offset-group": lambda causal: patterns.Dilated(**LONGNET, causal=causal, offset="group"),
+    "grouped": lambda causal: patterns.Dilated(**LONGNET, causal=causal, heads="grouped"),
+    "blind-rows": lambda causal: patterns.Dilated(
+        segment_lengths=(64,), dilation_rates=(3,), causal=causal
+    ),
+    "blocks": lambda causal: patterns.BlockSparse(
+        block_size=25, local_blocks=1, global_blocks=1, stride_blocks=4, causal=causal
+    ),
+    "random-blocks": lambda causal: patterns.BlockSparse(
+        block_size=25, local_blocks=0, random_blocks=2, causal=causal
+    ),
+    "listed-blocks": lambda causal: patterns.BlockSparse(
+        block_size=50, block_lists=LISTS, causal=causal
+    ),
+    "hierarchical": lambda causal: patterns.Hierarchical(
+        levels=((16, 64), (64, 128), (128, -1)), block_size=16, causal=causal
+    ),
+}
+TOKENS, HEADS = 250, 5
+SLOW_WITHOUT_COMPILE = "ignore:flex_attention called without torch.compile"
+
+
+def case_of(pattern, tokens=TOKENS, batch=2, heads=HEADS, head_dim=16):
+    return Case(pattern, tokens, batch, heads, head_dim, "float32", "cpu")
+
+
+def errors_of(case, run, *, with_grads=True):
+    inputs = case.inputs(0)
+    return check(run, inputs, reference(case, *inputs, with_grads=with_grads))
+
+
+@pytest.fixture(params=[False, True], ids=["full", "causal"])
+def causal(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_elementwise_definition_is_the_mask_of_the_pattern(name, causal):
+    case = case_of(FIXED[name](causal))
+    seen, per_head = multiplicity(case)
+    i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None, :]
+    masks = case.pattern.mask(TOKENS, HEADS)
+    for head in range(HEADS):
+        assert torch.equal(seen(head, i, j).float(), masks[head])
+    if not per_head:
+        assert all(torch.equal(masks[0], mask) for mask in masks)
+    assert case.pairs == 2 * (masks > 0).sum()
+
+
+@pytest.mark.parametrize("name", [*FIXED, "adaptive"])
+def test_the_definition_agrees_with_the_library_in_every_gradient(name, causal):
+    adaptive = patterns.Adaptive(block_size=32, keep=3, causal=causal)
+    case = case_of(adaptive if name == "adaptive" else FIXED[name](causal))
+    errors = errors_of(case, build_run("dpflash", case))
+    assert set(errors) == {"o", "dq", "dk", "dv"}
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dilated", "adaptive"])
+def test_a_subset_of_rows_suffices_for_all_gradients(name, monkeypatch):
+    monkeypatch.setattr(attention_cases, "CHECKED_TOKENS", 0)
+    adaptive = patterns.Adaptive(block_size=32, keep=3, causal=True)
+    case = case_of(adaptive if name == "adaptive" else FIXED[name](True))
+    assert len(case.checked_rows()) == 64
+    expected = reference(case, *case.inputs(0), with_grads=True)
+    assert expected.expected["dk"][0].shape == (TOKENS, 16)
+    assert max(errors_of(case, build_run("dpflash", case)).values()) < 1e-5
+
+
+def test_what_lacks_a_part_of_the_gradient_is_found():
+    case = case_of(FIXED["dilated"](True))
+    run = build_run("dpflash", case)
+    errors = errors_of(case, lambda q, k, v: run(q, k.detach() + 0 * k, v))
+    assert errors["o"] < 1e-5
+    assert errors["dk"] > 0.5
+
+
+def test_a_wrong_row_or_nan_is_an_error_of_the_check():
+    expected = torch.randn(4096, 16, dtype=torch.float64)
+    # Rows that shrink, as those of causal attention do: the late ones must not vanish.
+    expected *= torch.linspace(1, 0.02, 4096).unsqueeze(1)
+    assert band_error(expected.float(), expected) < 1e-6
+    late = expected.clone()
+    late[4000:] = 0
+    assert band_error(late, expected) > 0.1
+    late[4000] = math.nan
+    assert band_error(late, expected) == math.inf
+
+
+def test_documents_fill_the_sequence_and_are_the_same_each_time():
+    borders = document_borders(100_000)
+    assert borders == document_borders(100_000)
+    lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
+    assert borders[0] == 0 and borders[-1] == 100_000
+    assert all(128 <= length <= 4096 for length in lengths[:-1])
+
+
+@pytest.mark.filterwarnings(SLOW_WITHOUT_COMPILE)
+@pytest.mark.parametrize("name", sorted(set(FIXED) - {"blind-rows"}))
+def test_flexattention_is_given_the_same_multiplicities(name):
+    # On the CPU it has no backward.
+    case = case_of(FIXED[name](True), tokens=250)
+    inputs = [x.detach() for x in case.inputs(0)]
+    expected = reference(case, *inputs, with_grads=False)
+    assert check(flex(case, compiled=False), inputs, expected)["o"] < 1e-5
+
+
+# 400 and 300 leave a short last segment, which rate 4 divides.
+@pytest.mark.parametrize("tokens", [32, 256, 400, 300])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_the_formula_branch_by_branch_has_the_output_and_gradient_of_the_definition(
+    tokens, heads, causal
+):
+    case = case_of(FIXED["dilated"](causal), tokens=tokens, heads=heads)
+    assert max(errors_of(case, build_run("branch-by-branch", case)).values()) < 1e-5
+
+
+def test_detached_weights_have_another_gradient_and_the_same_output(causal):
+    case = case_of(FIXED["dilated"](causal), tokens=256)
+    errors = errors_of(case, build_run("branch-by-branch-detached", case))
+    assert errors["o"] < 1e-5
+    assert errors["dq"] > 1e-3
+    assert FORWARD_ONLY == ("branch-by-branch-detached",)
+
+
+@pytest.mark.parametrize("name", ["dense", "dilated", "blocks"])
+def test_ring_attention_of_one_worker_is_the_operator_itself(name):
+    case = case_of(FIXED[name](True))
+    q, k, v, _ = case.inputs(0)
+    run, ring = (build_run(operator, case) for operator in ("dpflash", "ring"))
+    assert torch.equal(run(q, k, v), ring(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("operator", "pattern", "reason"),
+    [
+        ("branch-by-branch", patterns.Dense(), "dilated"),
+        ("branch-by-branch", FIXED["grouped"](True), "every head"),
+        ("branch-by-branch", FIXED["set"](True), "every branch"),
+        ("branch-by-branch", FIXED["blind-rows"](True), "rate 3 divides"),
+        ("sdpa-flash", FIXED["dilated"](True), "dense or causal"),
+        ("sdpa-cudnn", patterns.Dense(), "CUDA"),
+        ("flex", patterns.Dense(), "GPU"),
+        ("flash-attn", patterns.Dense(), "CUDA"),
+    ],
+)
+def test_what_cannot_run_says_what_it_needs(operator, pattern, reason):
+    assert operator in OPERATORS
+    with pytest.raises(Unsupported, match=reason):
+        build_run(operator, case_of(pattern))

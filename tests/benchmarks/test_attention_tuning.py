@@ -1,0 +1,111 @@
+"""Tuning the attention kernels, and the script that does it on a GPU."""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpflash.bench.suites import SUITES
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tune_attention
+
+    return tune_attention
+
+
+def run_script(name, *arguments, cwd):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+
+
+def test_the_table_is_written_as_it_lies_there(tune, tmp_path):
+    text = tune.TABLE.read_text()
+    assert tune.format_table(json.loads(text)) == text
+    path = tmp_path / "configs.json"
+    tune.write_table(path, "sm_90", {"dq/64/16": tune.Config(1, 2, 3, 4)})
+    before, after = json.loads(text), json.loads(path.read_text())
+    assert after["sm_90"]["dq/64/16"] == [1, 2, 3, 4]
+    before["sm_90"]["dq/64/16"] = [1, 2, 3, 4]
+    assert after == before
+
+
+def test_every_entry_of_the_table_is_tuned_with_its_old_sizes_first(tune):
+    keys = tune.entries(tune.HEAD_DIMS, [16, 32])
+    table = tune.table()["sm_90"]
+    assert {tune.name_of(*key) for key in keys} == set(table)
+    for key in keys:
+        old = table[tune.name_of(*key)]
+        jobs = tune.jobs_of(key, old)
+        tried = [config for *_, configs in jobs for config in configs]
+        assert tried[0] == old
+        assert len(tried) == len(set(tried)) > 3
+
+
+def test_old_sizes_stay_unless_others_are_clearly_faster(tune):
+    old, new = tune.Config(64, 64, 4, 2), tune.Config(128, 64, 4, 2)
+    assert tune.choose(old, {old: [1.0, 2.0], new: [0.999, 2.0]}, 0.01) == old
+    assert tune.choose(old, {old: [1.0, 2.0], new: [0.9, 2.0]}, 0.01) == new
+    assert tune.choose(old, {new: [9.0, 9.0]}, 0.01) == new
+
+
+def test_candidates_survive_a_process_that_breaks_down(tune, monkeypatch):
+    outputs = iter(['{"config": [1, 1, 1, 1], "reason": null}\n', "", "Killed\n"])
+
+    def broken(command, **_):
+        return argparse.Namespace(stdout=next(outputs), returncode=-9)
+
+    monkeypatch.setattr(tune.subprocess, "run", broken)
+    configs = [tune.Config(n, n, n, n) for n in (1, 2, 3)]
+    lines = tune.try_apart(("dq", 64, 16, configs))
+    assert [line["config"][0] for line in lines] == [1, 2, 3]
+    assert lines[0]["reason"] is None
+    assert "-9" in lines[1]["reason"] and "-9" in lines[2]["reason"]
+
+
+def test_trials_begin_with_each_entry_s_old_sizes_and_end_with_the_time(tune, monkeypatch):
+    tried = []
+
+    def record(job):
+        tried.append(job)
+        return [{"config": list(config), "reason": None} for config in job[3]]
+
+    monkeypatch.setattr(tune, "try_apart", record)
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    keys = tune.entries([64], [16])
+    args = argparse.Namespace(stages=[2], try_seconds=math.inf, jobs=1)
+    lines = tune.try_all(keys, args)
+    assert [job[:3] for job in tried[:3]] == keys
+    assert all(len(lines[key]) >= 5 for key in keys)
+    args.try_seconds = -1.0
+    assert all("not tried" in line["reason"] for line in tune.try_all(keys, args)[keys[0]])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_tuning_without_a_gpu_changes_nothing_and_says_so(tmp_path):
+    path = tmp_path / "configs.json"
+    done = run_script("tune_attention.py", "--write", str(path), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "GPU" in done.stderr
+    assert not path.exists()
+
+
+def test_the_gpu_script_runs_suites_that_exist():
+    text = (BENCHMARKS / "gpu.sh").read_text()
+    parts = re.search(r'^ALL="(.*)"$', text, re.MULTILINE).group(1).split()
+    assert parts[:2] == ["tests", "tune"]
+    assert set(parts[2:]) <= set(SUITES)
+    started = re.findall(r"^ +(\S+)\) suite (\S+) \d+ ;;$", text, re.MULTILINE)
+    assert started == [(name, name) for name in parts[2:]]

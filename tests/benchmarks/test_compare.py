@@ -1,0 +1,234 @@
+"""What counts as a regression, on made-up samples with fixed seeds; nothing here is timed."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from dpflash.bench.compare import Unusable, compare, run_compare
+from dpflash.bench.results import row
+from dpflash.bench.timing import summarize
+
+DEVICE = {"suite": "toy", "device": "CPU", "threads": 1, "clock": "process time", "quick": False}
+
+
+def timed(name, samples_ms, config=None, **columns):
+    figures = summarize([ms / 1e3 for ms in samples_ms]).as_row()
+    columns = {"correct": True, "samples_ms": list(samples_ms), **columns}
+    return row(name, config or {"size": 1}, **{**figures, **columns})
+
+
+def drawn(seed, median=20.0, trials=20, noise=0.02):
+    generator = np.random.default_rng(seed)
+    return list(median * np.exp(noise * generator.standard_normal(trials)))
+
+
+def file(*rows, **environment):
+    return {"environment": {**DEVICE, **environment}, "complete": True, "rows": list(rows)}
+
+
+def turns(old, new, launches=6):
+    """Two files whose trials took turns."""
+    versus = {"versus": {"run": "r", "launches": launches, "rounds": len(old) // launches}}
+    return file(timed("a", old), **versus), file(timed("a", new), **versus)
+
+
+def drifting(seed, slowdown, launches=6, rounds=8):
+    """Trials on a machine whose speed doubles and halves, the same for both."""
+    generator = np.random.default_rng(seed)
+    drift = np.exp(np.cumsum(generator.normal(0, 0.1, launches * rounds)))
+    bias = np.repeat(generator.normal(0, 0.01, launches), rounds)
+    old, new = 20 * drift * np.exp(generator.normal(0, 0.03, (2, launches * rounds)))
+    return turns(list(old), list(new * np.exp(bias) * (1 + slowdown)), launches)
+
+
+def verdict(report, name="a"):
+    return next(line for line in report.lines if line.name == name)
+
+
+def test_trials_in_turns_tell_ten_percent_from_none_though_the_machine_drifts():
+    # The estimate has a standard deviation of 0.7%: a false verdict is beyond 6 of them.
+    for seed in range(40):
+        same, slower = compare(*drifting(seed, 0.0)), compare(*drifting(seed, 0.1))
+        assert same.paired and same.exit_code == 0 and verdict(same).verdict == "unchanged"
+        assert slower.exit_code == 1 and verdict(slower).verdict == "slower"
+        assert verdict(slower).ratio == pytest.approx(1.1, abs=0.04)
+        low, high = verdict(slower).interval
+        assert 1 < low < verdict(slower).ratio < high
+
+
+def test_less_than_the_threshold_is_no_regression_however_certain():
+    files = turns(drawn(0, noise=1e-3, trials=48), drawn(1, 20.8, noise=1e-3, trials=48))
+    report = compare(*files)
+    assert report.exit_code == 0 and verdict(report).verdict == "unchanged"
+    assert verdict(report).p < 1e-6
+    assert compare(*files, threshold=0.03).exit_code == 1
+
+
+def test_more_than_the_threshold_is_no_regression_if_it_may_be_chance():
+    old = [20.0] * 6
+    report = compare(*turns(old, [16.0, 30.0, 17.0, 31.0, 16.0, 30.0]))
+    assert verdict(report).ratio > 1.05 and report.exit_code == 0
+    assert verdict(report).note == "not significant"
+
+
+def test_launches_and_not_rounds_are_what_counts():
+    # One launch of four is off by 60%: forty rounds would call that significant.
+    new = [20.0] * 30 + [32.0] * 10
+    jitter = np.exp(0.001 * np.random.default_rng(0).standard_normal(40))
+    launches = compare(*turns([20.0] * 40, list(new * jitter), launches=4))
+    rounds = compare(*turns([20.0] * 40, list(new * jitter), launches=1))
+    assert launches.exit_code == 0 and rounds.exit_code == 1
+
+
+@pytest.mark.parametrize("make", [turns, lambda a, b: (file(timed("a", a)), file(timed("a", b)))])
+def test_a_speed_up_is_listed_and_passes(make):
+    old = drawn(1, trials=24)
+    report = compare(*make(old, drawn(2, median=10.0, trials=24)))
+    assert verdict(report).verdict == "faster" and report.exit_code == 0
+
+
+def test_separate_runs_are_tested_as_two_samples_and_warned_of():
+    old = file(timed("a", drawn(1)), timed("b", drawn(2)))
+    new = file(timed("a", drawn(3, median=23.0)), timed("b", drawn(4)))
+    report = compare(old, new)
+    assert not report.paired and any("separate" in text for text in report.warnings)
+    assert verdict(report).verdict == "slower" and verdict(report, "b").verdict == "unchanged"
+    low, high = verdict(report).interval
+    assert low < 1.15 < high and low > 1.05
+
+
+def test_files_of_two_versus_runs_are_separate_runs():
+    old, new = turns(drawn(1, trials=24), drawn(2, trials=24))
+    new["environment"]["versus"] = {**new["environment"]["versus"], "run": "another"}
+    assert not compare(old, new).paired
+
+
+def test_significance_is_corrected_for_the_number_of_rows():
+    # 5 against 5 separate trials: p is 1/252 at best, enough for one row but not for twenty.
+    old, new = [20.0, 20.1, 20.2, 20.3, 20.4], [23.0, 23.1, 23.2, 23.3, 23.4]
+    one = compare(file(timed("a", old)), file(timed("a", new)))
+    assert one.exit_code == 1 and verdict(one).p == pytest.approx(1 / 252)
+    names = [f"row {k}" for k in range(20)]
+    report = compare(
+        file(*(timed(name, old) for name in names)), file(*(timed(name, new) for name in names))
+    )
+    assert report.exit_code == 0
+    assert any("few trials" in text for text in report.warnings)
+
+
+def test_rows_without_trials_are_compared_by_their_intervals():
+    def with_interval(median, reach):
+        entry = {**timed("a", [median]), "ci95_ms": [median - reach, median + reach]}
+        del entry["samples_ms"]
+        return file(entry)
+
+    assert compare(with_interval(20.0, 0.5), with_interval(22.0, 0.5)).exit_code == 1
+    assert compare(with_interval(20.0, 0.5), with_interval(22.0, 1.6)).exit_code == 0
+    assert compare(with_interval(20.0, 0.1), with_interval(20.9, 0.1)).exit_code == 0
+    faster = compare(with_interval(22.0, 0.5), with_interval(20.0, 0.5))
+    assert verdict(faster).verdict == "faster" and faster.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "note"),
+    [
+        ([], "missing"),
+        ([row("a", {"size": 1}, correct=False)], "wrong"),
+        ([row("a", {"size": 1}, needs="a GPU")], "a GPU"),
+        ([row("a", {"size": 1}, correct=True)], "no figures"),
+    ],
+    ids=["missing", "wrong", "needs", "untimed"],
+)
+def test_a_row_that_had_figures_and_lost_them_fails(new, note):
+    report = compare(file(timed("a", drawn(1))), file(*new))
+    assert verdict(report).verdict == "fails" and report.exit_code == 1
+    assert note in verdict(report).note
+
+
+def test_a_row_that_is_right_without_times_fails_when_it_becomes_wrong():
+    right, wrong = (file(row("a", {}, correct=correct)) for correct in (True, False))
+    assert compare(right, wrong).exit_code == 1
+    assert compare(right, right).exit_code == 0
+
+
+def test_what_had_no_figures_or_another_config_is_not_compared():
+    slow = timed("a", drawn(1, median=40.0))
+    for old in (
+        timed("a", drawn(1), config={"size": 2}),
+        row("a", {"size": 1}, needs="a GPU"),
+        row("a", {"size": 1}, correct=False),
+    ):
+        report = compare(file(old), file(slow))
+        assert verdict(report).verdict == "not comparable" and report.exit_code == 0
+        assert verdict(report).note
+    report = compare(file(), file(slow))
+    assert verdict(report).verdict == "new" and report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "flagged"),
+    [(100.0, 112.0, True), (100.0, 107.0, False), (1000.0, 1040.0, False), (100.0, 50.0, False)],
+    ids=["more", "few-MiB", "few-percent", "less"],
+)
+def test_memory_is_flagged_beyond_a_share_and_an_amount(before, now, flagged):
+    samples = drawn(1)
+    old, new = (file(timed("a", samples, peak_memory_mb=peak)) for peak in (before, now))
+    report = compare(old, new)
+    assert report.exit_code == int(flagged)
+    assert verdict(report).verdict == ("more memory" if flagged else "unchanged")
+    assert verdict(report).memory_ratio == now / before
+
+
+def test_a_row_may_be_slower_and_take_more_memory():
+    old = file(timed("a", drawn(1), peak_memory_mb=100.0))
+    new = file(timed("a", drawn(2, median=30.0), peak_memory_mb=200.0))
+    assert verdict(compare(old, new)).verdict == "slower, more memory"
+
+
+@pytest.mark.parametrize("key", sorted(DEVICE))
+def test_another_way_of_measuring_is_refused_unless_forced(key):
+    old, new = file(timed("a", drawn(1))), file(timed("a", drawn(1)), **{key: "other"})
+    with pytest.raises(Unusable, match=f"{key} was .* --force"):
+        compare(old, new)
+    report = compare(old, new, force=True)
+    assert report.exit_code == 0 and any(key in text for text in report.warnings)
+
+
+def test_the_command_prints_a_table_writes_json_and_returns_the_verdict(tmp_path, capsys):
+    old, new = turns(drawn(1, trials=24), drawn(2, median=24.0, trials=24))
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, found in zip(paths, (old, new), strict=True):
+        path.write_text(json.dumps(found))
+    assert run_compare(*paths, threshold=0.05, json_path=tmp_path / "out.json") == 1
+    printed = capsys.readouterr().out
+    assert "| a | 20" in printed and "SLOWER" in printed and "1 of 1 rows regressed" in printed
+    held = json.loads((tmp_path / "out.json").read_text())
+    assert held["exit_code"] == 1 and held["lines"][0]["verdict"] == "slower"
+    assert run_compare(paths[0], paths[0]) == 0
+
+
+def test_files_that_cannot_be_compared_end_with_two(tmp_path, capsys):
+    good, bad, other = (tmp_path / name for name in ("good.json", "bad.json", "other.json"))
+    good.write_text(json.dumps(file(timed("a", drawn(1)))))
+    bad.write_text("{")
+    other.write_text(json.dumps(file(timed("a", drawn(1)), device="another")))
+    assert run_compare(good, bad) == 2
+    assert run_compare(tmp_path / "missing.json", good) == 2
+    assert run_compare(good, other) == 2
+    assert "device was 'CPU' and is 'another'" in capsys.readouterr().err
+    assert run_compare(good, other, force=True) == 0
+    bad.write_text("[]")
+    assert run_compare(good, bad) == 2
+
+
+def test_files_that_contradict_themselves_are_refused():
+    twice = file(timed("a", drawn(1)), timed("a", drawn(2)))
+    with pytest.raises(Unusable, match="twice"):
+        compare(twice, twice)
+    old, new = turns(drawn(1, trials=24), drawn(2, trials=24))
+    shorter = copy.deepcopy(new)
+    shorter["rows"][0]["samples_ms"].pop()
+    with pytest.raises(Unusable, match="do not pair"):
+        compare(old, shorter)

@@ -1,0 +1,161 @@
+"""The search for the longest sequence; limits are of bytes, or so that any machine meets them."""
+
+import math
+
+import pytest
+
+from dpflash.bench import max_length, results
+from dpflash.bench.attention import DIRECTIONS
+from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
+from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Taken, make_call, search
+from dpflash.bench.reported import reported_rows
+from dpflash.bench.reports_dilated import COMPREHENSIVE
+from dpflash.bench.suite import Request, Unsupported
+
+# A call may take minutes.
+PATIENT = Request(device="cpu", max_seconds=4000.0, threads=1, has_progress=False)
+
+
+def searched(monkeypatch, answer, request=PATIENT, limits=(1024, 4096)):
+    """The row of a search whose calls are answered so."""
+    monkeypatch.setattr(max_length, "run_isolated", lambda function, *, call, **_: answer(call))
+    monkeypatch.setattr(max_length, "_range", lambda request: limits)
+    return max_length._search_row("Dense", "forward", request)
+
+
+@pytest.mark.parametrize("limit", [*range(1, 40), 100, 1000, 5000])
+@pytest.mark.parametrize("first", [256, 1024, 4096])
+def test_a_search_ends_within_an_eighth_of_the_limit(limit, first):
+    tried = []
+
+    def why_not(tokens):
+        tried.append(tokens)
+        return "memory" if tokens > 777 * limit else None
+
+    found = search(why_not, first, 2**30)
+    if 777 * limit < 256:
+        assert found.tokens is None and found.failed_tokens <= 256
+    else:
+        assert found.tokens <= 777 * limit < found.failed_tokens
+        assert found.failed_tokens - found.tokens <= found.tokens / 8
+    assert found.stopped_by == "memory" and len(set(tried)) == len(tried)
+
+
+def test_the_ceiling_is_no_limit_of_what_is_searched():
+    tried = []
+    found = search(tried.append, 1000, 5000)
+    assert (found.tokens, found.failed_tokens, found.stopped_by) == (5000, None, CEILING)
+    assert tried == [1000, 2000, 4000, 5000]
+
+
+def test_the_reason_is_that_of_the_shortest_sequence_that_failed():
+    def why_not(tokens):
+        return None if tokens <= 1000 else "time" if tokens < 1900 else "memory"
+
+    assert search(why_not, 1000, 2**20).stopped_by == "time"
+    assert search(lambda tokens: "memory" * (tokens > 2000) or None, 1000, 2**20).tokens == 2000
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("variant", SEARCHED)
+def test_every_variant_is_what_its_definition_says(variant, direction):
+    taken = make_call(Call(variant, direction, 512, "float32", "cpu", 0))
+    assert taken.error < 1e-4 and taken.seconds > 0
+
+
+def test_a_backward_pass_and_the_inputs_count_into_memory():
+    if make_call(Call("Dense", "forward", 256, "float32", "cpu", 0)).peak_mb is None:
+        pytest.skip("this system does not tell how memory grows")
+    call = Call("SlidingWindow", "forward", 4096, "float32", "cpu", 0)
+    forward = make_call(call)
+    both = make_call(Call("SlidingWindow", "forward+backward", 4096, "float32", "cpu", 0))
+    of_a_tensor = 4096 * 8 * 64 * 4 / 2**20
+    assert forward.peak_mb > 3.9 * of_a_tensor and both.peak_mb > 7.9 * of_a_tensor
+
+
+@pytest.mark.slow
+def test_a_search_stops_where_memory_ends(monkeypatch):
+    # The libraries take some 270 MiB of it.
+    limit = 400 * 2**20
+    monkeypatch.setattr(max_length, "_CPU_MEMORY", limit)
+    monkeypatch.setattr(max_length, "_range", lambda request: (2**12, 2**16))
+    row = max_length._search_row("BlockSparseOptimized", "forward", PATIENT)
+    assert row["stopped_by"] == "memory" and row["limit_bytes"] == limit
+    assert 256 <= row["max_tokens"] < row["failed_tokens"] < limit / (4 * 8 * 64 * 4)
+    assert row["correct"] and row["bytes_per_token"] * row["max_tokens"] < limit
+
+
+def test_a_call_beyond_its_time_is_no_length(monkeypatch):
+    def answer(call):
+        if call.tokens > 2000:
+            raise OutOfTime("it took longer")
+        return Taken(1e-6, PATIENT.limit * (call.tokens > 1500), 1.0)
+
+    row = searched(monkeypatch, answer)
+    assert row["stopped_by"] == "time" and row["max_tokens"] == 1408
+    assert row["failed_tokens"] == 1536
+
+
+def test_memory_and_failures_are_told_apart(monkeypatch):
+    def fail(error):
+        def answer(call):
+            raise error
+
+        return answer
+
+    row = searched(monkeypatch, fail(OutOfMemory("no")))
+    assert row["stopped_by"] == "memory" and row["max_tokens"] is None
+    assert row["correct"] is None and "call_seconds" not in row
+    row = searched(monkeypatch, fail(Failed("its process ended with exit code -6")))
+    assert row["stopped_by"] == "failure: its process ended with exit code -6"
+    row = searched(monkeypatch, fail(Unsupported("a GPU")))
+    assert row["needs"] == "a GPU" and "max_tokens" not in row
+
+
+def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
+    def answer(call):
+        return Taken(1e-6, call.tokens / 1e6, call.tokens / 1024)
+
+    row = searched(monkeypatch, answer)
+    assert row["max_tokens"] == 4096 and row["stopped_by"] == CEILING
+    assert row["call_seconds"] == 4096 / 1e6 and row["peak_memory_mb"] == 4.0
+    assert row["bytes_per_token"] == 1024.0
+    for _, cell in SUITE.tables[0].columns:
+        assert results.shown(cell(row))
+
+
+@pytest.mark.parametrize("error", [2e-4, math.inf, math.nan])
+def test_a_wrong_variant_has_no_length(monkeypatch, error):
+    row = searched(monkeypatch, lambda call: Taken(error, 0.1, 1.0))
+    assert row["correct"] is False and "max_tokens" not in row
+    assert "WRONG" in dict(SUITE.tables[0].columns)["longest T"](row)
+
+
+def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):
+    limits = []
+
+    def spy(function, *, call, timeout, memory_limit):
+        limits.append((timeout, memory_limit))
+        return Taken(0.0, 0.0, None)
+
+    monkeypatch.setattr(max_length, "run_isolated", spy)
+    for seconds in (24.0, 48.0):
+        max_length._search_row("Dense", "forward", Request(device="cpu", max_seconds=seconds))
+    (first, memory), (last, _) = limits[0], limits[-1]
+    assert last - first == pytest.approx(1.0) and memory == 4 * 2**30
+
+
+def test_every_length_of_the_reports_has_a_variant():
+    named = [
+        answer.where["variant"]
+        for _, row in reported_rows([COMPREHENSIVE])
+        for answer in row.answers
+        if answer.suite == SUITE.name and answer.section == max_length.SECTION
+    ]
+    assert len(named) >= 5 and set(named) <= set(SEARCHED)
+
+
+def test_a_quick_look_searches_less():
+    quick, full = (len(list(SUITE.plan(Request(quick=q, device="cpu")))) for q in (True, False))
+    assert quick < full == len(SEARCHED)
+    assert max_length._range(Request(quick=True, device="cpu"))[1] < 2**14

@@ -1,0 +1,217 @@
+"""The page of results, on files made up here and on those committed."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dpflash
+from dpflash.bench import results as bench_results
+from dpflash.bench.page import device_names, load, recommendation_data, render
+from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
+from dpflash.patterns import Dense
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _make_results() -> Any:
+    path = ROOT / "benchmarks" / "make_results.py"
+    spec = importlib.util.spec_from_file_location("make_results", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _row(name: str, heads: int, section: str = "heads", **columns: Any) -> dict[str, Any]:
+    config = {"tokens": 2048, "batch": 2, "heads": heads, "head_dim": 64, "dtype": "float32"}
+    figures: dict[str, Any] = {
+        "median_ms": 8.25,
+        "ci95_ms": [8.125, 8.5],
+        "cv": 0.01,
+        "trials": 20,
+        "peak_memory_mb": 12.5,
+        "tokens_per_s": 123456.0,
+        "correct": True,
+        "direction": "forward",
+    }
+    return bench_results.row(name, config, **{**figures, "section": section, **columns})
+
+
+def _write(results: Path, name: str, rows: list[dict], place: str = "cpu", **environment: Any):
+    folder = results / place
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {
+        "device": "CPU of a test",
+        "threads": 1,
+        "date": "2026-11-22",
+        "torch": "2.13.0",
+        "dpflash": "0.1.0",
+        "commit": "abcdef0",
+        "quick": False,
+        **environment,
+    }
+    held = {"environment": told, "complete": True, "rows": rows, "reported": []}
+    bench_results.write_json(folder / f"{name}.json", held)
+
+
+def _reports(*rows: Reported) -> list[Report]:
+    return [Report("A report", (ReportTable("S9.1", "A table", rows, ("all of it",)),))]
+
+
+TWO_HEADS = Reported(
+    "H 2",
+    (Figure(8.0, "ms", 0.5), Figure(1.5e12, "ops/s"), Figure("100%", "efficiency")),
+    wrong="this row",
+    answers=[Answer("heads", "heads", {"heads": 2})],
+)
+
+
+def _page(results: Path, *rows: Reported) -> str:
+    return render(results, _reports(*rows), results.parent / "RESULTS.md")
+
+
+def _line(page: str, start: str) -> str:
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {start} |"))
+    return line
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    _write(folder, "heads", [_row("heads/H2", 2), _row("heads/H4", 4)])
+    return folder
+
+
+def test_their_figures_and_ours_stand_in_one_line(results: Path) -> None:
+    assert _line(_page(results, TWO_HEADS), "H 2") == (
+        "| H 2 | 8.0 ± 0.5 ms, 1.5e+12 ops/s, 100% (efficiency) | cpu: heads/H2 "
+        "(B 2, T 2048, H 2, D 64, float32) | 8.25 [8.125, 8.5] | 12.5 | 123,456 | yes |  | "
+        "this row |"
+    )
+
+
+def test_each_of_our_rows_has_a_line_and_theirs_are_told_once(results: Path) -> None:
+    both = Reported("H", answers=[Answer("heads", "heads")])
+    page = _page(results, both)
+    assert page.count("cpu: heads/H") == 2
+    assert _line(page, "H").count("heads/H2") == 1
+    assert "\n|  |  | cpu: heads/H4" in page
+
+
+def test_each_device_has_a_line_and_a_summary(results: Path) -> None:
+    _write(results, "heads", [_row("heads/H2", 2)], "h200", device="NVIDIA H200", commit="1234567")
+    page = _page(results, TWO_HEADS)
+    assert "cpu: heads/H2" in page and "h200: heads/H2" in page
+    assert "| [heads.json](results/h200/heads.json) | NVIDIA H200 | 1 | 2026-11-22 |" in page
+    assert "1234567" in page
+
+
+def test_what_could_not_be_measured_says_what_it_needs(results: Path) -> None:
+    row = bench_results.row("heads/H2", {"heads": 2}, section="heads", needs="a faster device")
+    _write(results, "heads", [row])
+    assert "| needs: a faster device |" in _line(_page(results, TWO_HEADS), "H 2")
+
+
+def test_a_wrong_row_is_marked_and_counted(results: Path) -> None:
+    wrong = _row("heads/H2", 2, correct=False, error=0.5, median_ms=None, peak_memory_mb=None)
+    _write(results, "heads", [wrong])
+    page = _page(results, TWO_HEADS)
+    assert "WRONG (error 5.0e-01)" in _line(page, "H 2")
+    assert "1, 1 WRONG" in page
+
+
+def test_a_quick_look_answers_nothing(results: Path) -> None:
+    _write(results, "heads", [_row("heads/H2", 2)], quick=True)
+    page = _page(results, TWO_HEADS)
+    assert "needs: a full run of `dpflash bench heads`" in _line(page, "H 2")
+    assert "a quick look: no figures to quote" in page
+
+
+def test_a_suite_that_was_not_run_is_needed(results: Path) -> None:
+    row = Reported("B 1", answers=[Answer("batch", "dilated_batch", {"batch": 1})])
+    assert "needs: a full run of `dpflash bench batch`" in _line(_page(results, row), "B 1")
+
+
+def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
+    row = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8})])
+    with pytest.raises(ValueError, match=r"heads.json: no row of section 'heads' with .*8"):
+        _page(results, row)
+    may = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8}, "eight heads")])
+    assert "needs: eight heads" in _line(_page(results, may), "H 8")
+
+
+def test_features_and_needs_stand_in_the_place_of_figures(results: Path) -> None:
+    rows = Reported("A tool", features=["dpflash.attention"]), Reported("A plan", needs="code")
+    page = _page(results, *rows)
+    assert "| `dpflash.attention` |" in _line(page, "A tool")
+    assert "| needs: code |" in _line(page, "A plan")
+
+
+def test_our_tables_that_answer_no_report_follow(results: Path) -> None:
+    exponent = _row("exponents/heads", 2, "exponents", curve="heads, forward", over="heads")
+    exponent.update(sizes=[2, 4], exponent=1.25, exponent_ci95=[1.0, 1.5])
+    _write(results, "heads", [_row("heads/H2", 2), exponent])
+    own = _page(results, TWO_HEADS).partition("## Our own tables")[2]
+    assert "heads, forward | heads | 1.25 [1.00, 1.50]" in own
+
+
+def test_a_table_with_a_row_that_no_report_asks_for_is_shown_whole(results: Path) -> None:
+    both = Reported("H", answers=[Answer("heads", "heads")])
+    title = "### Dilated attention over its heads: Heads (cpu)"
+    assert title not in _page(results, both)
+    assert title in _page(results, TWO_HEADS)
+
+
+def test_a_long_table_of_ours_is_a_link(results: Path) -> None:
+    _write(results, "heads", [_row(f"heads/H{n}", n) for n in range(1, 200)])
+    assert "199 rows: see [heads.md](results/cpu/heads.md)." in _page(results, TWO_HEADS)
+
+
+def test_results_of_scaling_may_lie_beside_the_folders(results: Path) -> None:
+    held = json.loads((results / "cpu" / "heads.json").read_text())
+    (results / "scaling_cpu.json").write_text(json.dumps(held))
+    assert device_names(results) == ["cpu"]
+    assert set(load(results, "cpu")) == {"heads", "scaling"}
+    assert "[scaling_cpu.json](results/scaling_cpu.json)" in _page(results, TWO_HEADS)
+
+
+def test_recommendations_hold_what_is_needed_and_are_read_again(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": "float32", "tokens": 1024}
+    config["direction"] = "forward"
+    ours = bench_results.row("d", config, median_ms=2.0)
+    ours.update(pattern_key=Dense(causal=True).key, operator="dpflash")
+    _write(results, "attention", [ours, {**ours, "name": "p", "operator": "sdpa-flash"}])
+    (run,) = recommendation_data(results)["runs"]
+    assert [row["name"] for row in run["rows"]] == ["d"]
+    path = results / "shipped.json"
+    path.write_text(json.dumps(run))
+    found = dpflash.recommend(1024, direction="forward", device="cpu", results=path)
+    assert found.chosen.expected_ms == 2.0
+    assert "CPU of a test" in found.measured_on
+
+
+def test_check_fails_until_the_files_are_what_the_json_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_results = _make_results()
+    _write(tmp_path / "benchmarks" / "results", "compare_check", [])
+    (tmp_path / "dpflash").mkdir()
+    assert make_results.main(["--check"], tmp_path) == 1
+    assert not (tmp_path / "benchmarks" / "RESULTS.md").exists()
+    assert make_results.main([], tmp_path) == 0
+    assert make_results.main(["--check"], tmp_path) == 0
+    page = tmp_path / "benchmarks" / "RESULTS.md"
+    page.write_text(page.read_text().replace("8.3 ms", "8.2 ms"))
+    assert make_results.main(["--check"], tmp_path) == 1
+    assert f"differs from what the JSON gives: {page}" in capsys.readouterr().out
+
+
+def test_the_committed_page_and_recommendations_are_what_the_committed_json_gives() -> None:
+    if not device_names(ROOT / "benchmarks" / "results"):
+        pytest.skip("no results are committed")
+    assert _make_results().main(["--check"]) == 0

@@ -1,0 +1,168 @@
+"""What follows from measured rows: exponents, the optimal batch, and which sizes are not tried."""
+
+import pytest
+
+from dpflash.bench import private_scaling
+from dpflash.bench.document import markdown
+from dpflash.bench.private_scaling import (
+    BATCH_TABLES,
+    BATCHES,
+    PRIVATE,
+    SEQUENCE_TABLES,
+    TOKENS,
+    batch_plan,
+    derive_batch,
+    derive_sequence,
+    optimal_batch,
+    sequence_plan,
+)
+from dpflash.bench.results import row
+from dpflash.bench.suite import Comparison, Request, Suite
+
+LIMIT = 1000.0
+
+
+def batch_row(batch, tokens_per_s, *, peak=10.0, provider=PRIVATE, curve="seq", **columns):
+    return row(
+        f"{curve}/{batch}/{provider}",
+        {"batch": batch, "provider": provider, "tokens": 8},
+        section="private_batch",
+        curve=curve,
+        memory_limit_mb=LIMIT,
+        tokens_per_s=tokens_per_s,
+        peak_memory_mb=peak,
+        **columns,
+    )
+
+
+def items(plan, request):
+    """The measurements of a plan, and the rows of what it does not try."""
+    measured, untried = [], []
+    for item in plan(request):
+        if isinstance(item, Comparison):
+            measured.append(item)
+        else:
+            untried += item(request)
+    return measured, untried
+
+
+def all_names(measured, untried):
+    return [one.name for item in measured for one in item.measurements] + [
+        one["name"] for one in untried
+    ]
+
+
+def test_the_plan_has_every_batch_of_every_configuration_of_the_report(monkeypatch):
+    monkeypatch.setattr(private_scaling, "_product_rate", lambda device: 1e15)
+    measured, untried = items(batch_plan, Request(device="cpu"))
+    assert not untried
+    shapes = {
+        (c["tokens"], c["heads"], c["head_dim"], c["batch"], c["provider"])
+        for item in measured
+        for c in (one.config for one in item.measurements)
+    }
+    assert shapes == {
+        (tokens, heads, head_dim, batch, provider)
+        for tokens, heads, head_dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
+        for batch in BATCHES
+        for provider in ("nonprivate", PRIVATE)
+    }
+    assert all(item.baseline == item.measurements[0].name for item in measured)
+    assert {item.measurements[0].config["provider"] for item in measured} == {"nonprivate"}
+
+
+def test_tokens_of_the_plan_are_evenly_spaced_in_their_logarithm():
+    steps = [large / small for small, large in zip(TOKENS, TOKENS[1:], strict=False)]
+    assert TOKENS[0] == 128 and TOKENS[-1] == 2048
+    assert steps == pytest.approx([16 ** (1 / 5)] * 5, rel=0.005)
+
+
+@pytest.mark.parametrize("plan", [batch_plan, sequence_plan])
+def test_sizes_too_slow_at_the_rate_of_a_product_are_not_tried_but_named(monkeypatch, plan):
+    everything = all_names(*items(plan, Request(device="cpu")))
+    monkeypatch.setattr(private_scaling, "_product_rate", lambda device: 1e9)
+    measured, untried = items(plan, Request(device="cpu"))
+    assert len(measured) == 3, "the first of each curve"
+    assert sorted(all_names(measured, untried)) == sorted(everything)
+    assert all(one["needs"].startswith("a faster device") for one in untried)
+    assert all(one["median_ms"] is None for one in untried)
+
+
+def test_more_patience_tries_larger_sizes(monkeypatch):
+    monkeypatch.setattr(private_scaling, "_product_rate", lambda device: 1e11)
+    few, _ = items(batch_plan, Request(device="cpu", max_seconds=20))
+    many, _ = items(batch_plan, Request(device="cpu", max_seconds=2000))
+    assert len(few) < len(many)
+
+
+def test_optimal_batch_is_the_smallest_within_five_percent_of_the_best():
+    rows = [batch_row(1, 50.0), batch_row(3, 94.0), batch_row(5, 96.0), batch_row(10, 100.0)]
+    found = optimal_batch("s", "seq", rows)
+    assert (found["batch"], found["tokens_per_s"]) == (5, 96.0)
+    assert found["not_measured"] == []
+
+
+def test_optimal_batch_fits_the_memory_limit():
+    rows = [batch_row(1, 50.0), batch_row(3, 90.0), batch_row(5, 200.0, peak=LIMIT + 1)]
+    assert optimal_batch("s", "seq", rows)["batch"] == 3
+    assert optimal_batch("s", "seq", rows[2:])["needs"]
+
+
+def test_batches_that_were_not_measured_are_told():
+    rows = [batch_row(1, 50.0), batch_row(3, None, needs="a faster device")]
+    assert optimal_batch("s", "seq", rows)["not_measured"] == [3]
+
+
+def derived(rows, derive):
+    return {one["name"]: one for one in derive(rows)}
+
+
+def test_exponent_and_insights_of_batches_follow_from_private_rows_alone():
+    rows = [batch_row(b, 10.0 * b**0.5, speedup=0.8) for b in (1, 2, 4, 16)]
+    rows += [batch_row(b, 1e9, provider="nonprivate") for b in (1, 2, 4, 16)]
+    found = derived(rows, derive_batch)
+    exponent = found["private_batch_exponent/seq"]
+    assert exponent["exponent"] == pytest.approx(0.5)
+    assert exponent["exponent_ci95"] == pytest.approx([0.5, 0.5])
+    assert found["insights/private_batch/optimal"]["mean_optimal_batch"] == 16
+    assert "1.25 to 1.25" in found["insights/private_batch/overhead"]["text"]
+
+
+def test_mean_optimal_batch_is_over_the_curves():
+    rows = [batch_row(b, v, curve="a") for b, v in ((1, 10.0), (3, 10.0))]
+    rows += [batch_row(b, v, curve="b") for b, v in ((1, 1.0), (3, 10.0))]
+    found = derived(rows, derive_batch)
+    assert found["insights/private_batch/optimal"]["mean_optimal_batch"] == 2.0
+
+
+def test_two_sizes_have_no_exponent_but_a_need():
+    found = derived([batch_row(1, 1.0), batch_row(3, 2.0)], derive_batch)
+    exponent = found["private_batch_exponent/seq"]
+    assert exponent["exponent"] is None
+    assert "2 of 2" in exponent["needs"]
+
+
+def test_exponent_of_a_sequence_is_of_time_in_tokens():
+    rows = [
+        row(
+            f"{tokens}",
+            {"batch": 16, "tokens": tokens, "provider": PRIVATE},
+            section="private_sequence",
+            curve="b16",
+            median_ms=3e-6 * tokens**1.5,
+        )
+        for tokens in TOKENS
+    ]
+    found = derived(rows, derive_sequence)
+    assert found["private_sequence_exponent/b16"]["exponent"] == pytest.approx(1.5)
+    assert "1.50 (b16)" in found["insights/private_sequence/exponent"]["text"]
+
+
+def test_the_page_shows_the_insights_and_what_is_needed():
+    rows = [batch_row(1, 1.0), batch_row(3, None, needs="a faster device: so slow")]
+    rows += derive_batch(rows)
+    suite = Suite("s", "S", "about", lambda request: (), (*BATCH_TABLES, *SEQUENCE_TABLES[1:]))
+    roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
+    page = markdown(suite, {"environment": {"quick": False, "roofs": roofs}, "rows": rows})
+    assert "The optimal batch is 1.0 on average" in page
+    assert "needs: a faster device: so slow" in page

@@ -1,0 +1,106 @@
+"""What patterns cost in quality, with models of a toy."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from dpflash.bench import quality, results
+from dpflash.bench.quality import Contestant, Size, Sizes
+from dpflash.bench.suite import Request
+from dpflash.patterns import BlockSparse, Dense
+
+TINY = Size(tokens=128, width=16, layers=1, heads=2, batch=2, steps=3, held_out=6)
+SIZES = Sizes(TINY, TINY)
+REQUEST = Request(quick=True, device="cpu", has_progress=False)
+DENSE = Dense(causal=True)
+
+
+def rows_of(monkeypatch, *given):
+    monkeypatch.setattr(quality, "contestants", lambda tokens: list(given))
+    return {row["what"]: row for row in quality.quality_rows(REQUEST, SIZES)}
+
+
+def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
+    rows = list(quality.quality_rows(REQUEST, SIZES))
+    names = [row["what"] for row in rows]
+    assert {"sparse 50%", "sparse 75%", "sparse 90%", "dilated", "adaptive"} <= set(names)
+    for row in rows:
+        assert set(results.COLUMNS) <= set(row) and row["section"] == "quality"
+        assert row["correct"] and row["error"] < 1e-4
+        assert row["held_out_loss"] < row["loss_before"]
+        if row["baseline"] is not None:
+            assert names.index(row["baseline"]) < names.index(row["what"])
+            low, high = row["difference_ci95"]
+            assert low <= row["difference"] <= high
+        assert (row.get("epsilon") is not None) == row["what"].endswith("private")
+        for _, cell in quality.QUALITY_TABLE.columns:
+            results.shown(cell(row))
+
+
+def test_patterns_that_see_the_same_learn_the_same(monkeypatch):
+    everything = BlockSparse(block_size=16, local_blocks=7, causal=True)
+    rows = rows_of(
+        monkeypatch,
+        Contestant("dense", DENSE, baseline=None),
+        Contestant("all blocks", everything),
+        Contestant("seed", DENSE, another_seed=True),
+    )
+    assert rows["all blocks"]["sparsity"] == 0
+    assert abs(rows["all blocks"]["difference"]) < 1e-4 < abs(rows["seed"]["difference"])
+
+
+def test_a_private_model_spends_what_its_row_says(monkeypatch):
+    row = rows_of(monkeypatch, Contestant("p", DENSE, baseline=None, private=True))["p"]
+    assert 0.99 * TINY.epsilon < row["epsilon"] <= TINY.epsilon
+    assert row["config"]["epsilon"] == row["epsilon"] and row["noise_multiplier"] > 0
+
+
+def test_wrong_attention_has_no_loss(monkeypatch):
+    monkeypatch.setattr(quality, "check", lambda *_: {"o": 0.0, "dq": 2e-4})
+    row = rows_of(monkeypatch, Contestant("dense", DENSE, baseline=None))["dense"]
+    assert row["correct"] is False and "held_out_loss" not in row
+
+
+def test_a_model_that_learns_nothing_has_no_loss(monkeypatch):
+    monkeypatch.setattr(quality, "_train", lambda *_: None)
+    row = rows_of(monkeypatch, Contestant("dense", DENSE, baseline=None))["dense"]
+    assert row["correct"] is False and "held_out_loss" not in row
+
+
+def test_what_follows_a_wrong_baseline_has_no_difference(monkeypatch):
+    errors = iter([1.0, 0.0])
+    monkeypatch.setattr(quality, "check", lambda *_: {"o": next(errors)})
+    rows = rows_of(
+        monkeypatch, Contestant("dense", DENSE, baseline=None), Contestant("other", DENSE)
+    )
+    assert "held_out_loss" in rows["other"] and "difference" not in rows["other"]
+
+
+@pytest.mark.parametrize("tokens", [512, 1024])
+@pytest.mark.parametrize("sparsity", [0.5, 0.75, 0.9])
+def test_sparse_patterns_leave_out_the_part_in_their_name(tokens, sparsity):
+    mask = quality.sparse_pattern(tokens, sparsity).mask(tokens)[0]
+    assert mask.sum() / (tokens * (tokens + 1) / 2) == pytest.approx(1 - sparsity, abs=0.03)
+
+
+def test_differences_are_of_the_same_windows():
+    own, other = np.array([1.0, 2.0, 3.5, 9.0]), np.array([0.9, 1.8, 3.1, 8.8])
+    mean, (low, high) = quality._paired(own, other)
+    expected = scipy.stats.ttest_rel(own, other).confidence_interval(0.95)
+    assert mean == pytest.approx(0.225)
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_held_out_documents_are_not_trained_on():
+    train, held_out = quality._windows(128, 0)
+    assert len(held_out) > 50
+    assert not set(train.documents) & set(held_out.documents)
+
+
+def test_an_untrained_model_guesses_all_tokens_alike():
+    model = quality._initial_model(DENSE, TINY, 0)
+    losses = quality._evaluate(model, TINY, REQUEST).losses
+    assert len(losses) == TINY.held_out
+    assert losses.mean() == pytest.approx(math.log(257), rel=0.05)

@@ -1,0 +1,181 @@
+"""The rows of others' reports, and that ours answer them."""
+
+import functools
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpflash.bench import results
+from dpflash.bench.attention import DIRECTIONS
+from dpflash.bench.max_length import SEARCHED
+from dpflash.bench.quality import contestants
+from dpflash.bench.reported import Answer, Figure, Reported, reported_rows
+from dpflash.bench.reports import REPORTS
+from dpflash.bench.suite import Comparison, Request
+from dpflash.bench.suites import SUITES, suite_named
+from dpflash.bench.workers_suite import (
+    CONTEXT,
+    CONTEXT_WORKERS,
+    NODE,
+    NODES,
+    SAMPLES,
+    WORKERS,
+    sample_tasks,
+)
+from dpflash.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [(table.id, row) for table, row in reported_rows(REPORTS)]
+TABLES = [table for report in REPORTS for table in report.tables]
+ANSWERS = [
+    pytest.param(answer, id=f"{table}-{number}.{part}")
+    for number, (table, row) in enumerate(ROWS)
+    for part, answer in enumerate(row.answers)
+]
+# What rows will have that are measured by a function of the plan, by (suite, section).
+_BY_FUNCTIONS = {
+    ("variants", "quality"): [{"what": contestant.name} for contestant in contestants(1024)],
+    ("max-length", "max_length"): [
+        {"variant": variant, "direction": direction}
+        for variant in SEARCHED
+        for direction in DIRECTIONS
+    ],
+    ("workers", SAMPLES): [
+        {"workers": workers, "batch": task.batch, "tokens": task.tokens}
+        for workers in WORKERS
+        for task in sample_tasks(Request())
+    ],
+    ("workers", CONTEXT): [{"workers": workers} for workers in CONTEXT_WORKERS],
+    ("workers", NODE): [{"workers": workers} for workers in NODES],
+}
+
+
+def _made_up(name: str, config: Any, columns: Any) -> dict[str, Any]:
+    return results.row(
+        name,
+        config,
+        **{
+            "median_ms": 1.0,
+            "ci95_ms": [1.0, 1.0],
+            "peak_memory_mb": 1.0,
+            "correct": True,
+            "tokens_per_s": 1.0,
+            "speedup": 1.0,
+            "speedup_ci95": [1.0, 1.0],
+            **columns,
+        },
+    )
+
+
+@functools.cache
+def _rows_to_be(suite_name: str) -> list[dict[str, Any]]:
+    """What a full run measures, and what it derives, with made up figures."""
+    suite = suite_named(suite_name)
+    # Sizes that this machine is too slow for are part of the plan too.
+    plan = suite.plan(Request(device="cpu", max_seconds=1e9))
+    rows = [
+        _made_up(one.name, one.config, one.columns)
+        for item in plan
+        if isinstance(item, Comparison)
+        for one in item.measurements
+    ]
+    return [*rows, *suite.derive(rows)]
+
+
+def test_every_row_is_answered_in_one_way() -> None:
+    for table, row in ROWS:
+        ways = bool(row.answers) + bool(row.features) + bool(row.needs)
+        assert ways == 1, (table, row.named)
+
+
+def test_every_table_of_the_reports_is_there() -> None:
+    text = " ".join(f"{table.id} {' '.join(row.named for row in table.rows)}" for table in TABLES)
+    found = set()
+    for first, last in re.findall(r"(S\d\.\d+)(?:-(S\d\.\d+))?", text):
+        house, begin = first.split(".")
+        end = last.split(".")[1] if last else begin
+        found |= {f"{house}.{number}" for number in range(int(begin), int(end) + 1)}
+    asked = {
+        *(f"S0.{n}" for n in range(1, 9)),
+        *(f"S1.{n}" for n in range(1, 11)),
+        *(f"S2.{n}" for n in (1, 2, 9, 10, 13, 14, 15, 16)),
+        *(f"S3.{n}" for n in range(1, 6)),
+        *(f"S4.{n}" for n in range(1, 14)),
+    }
+    assert found == asked
+
+
+def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows() -> None:
+    silent = [
+        (table.id, row.named)
+        for table in TABLES
+        for row in table.rows
+        if row.figures and not table.wrong and not row.wrong
+    ]
+    assert not silent
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_full_run_has_the_rows_that_an_answer_names(answer: Answer) -> None:
+    if answer.suite not in SUITES:
+        path = ROOT / "benchmarks" / "results" / f"{answer.suite}_cpu.json"
+        rows = json.loads(path.read_text())["rows"]
+        assert answer.needs or any(answer.fits(row["config"], row) for row in rows)
+    elif (answer.suite, answer.section) in _BY_FUNCTIONS:
+        rows = _BY_FUNCTIONS[answer.suite, answer.section]
+        assert any(answer.fits(row, {"section": answer.section}) for row in rows)
+    else:
+        rows = _rows_to_be(answer.suite)
+        assert any(answer.fits(row["config"], row) for row in rows), answer
+
+
+def _names(prefix: str) -> list[str]:
+    return sorted({name for _, row in ROWS for name in row.features if name.startswith(prefix)})
+
+
+@pytest.mark.parametrize("name", _names("dpflash."))
+def test_a_feature_that_stands_for_a_row_can_be_imported(name: str) -> None:
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], 1):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[: index + 1]))
+        found = getattr(found, part)
+    assert found.__doc__
+
+
+@pytest.mark.parametrize("command", _names("dpflash "))
+def test_a_command_that_stands_for_a_row_exists(command: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split()[1:], "--help"])
+    assert ended.value.code == 0
+
+
+def test_every_feature_is_a_name_a_command_or_a_target_of_make() -> None:
+    others = set().union(*(row.features for _, row in ROWS))
+    others -= {*_names("dpflash."), *_names("dpflash ")}
+    targets = (ROOT / "Makefile").read_text()
+    assert all(
+        re.search(rf"^{name.removeprefix('make ')}:", targets, re.MULTILINE) for name in others
+    )
+
+
+def test_an_answer_fits_by_section_and_values_of_config_and_columns() -> None:
+    answer = Answer("batch", "some", {"tokens": 8, "curve": "a", "lengths": (1, 2)})
+    config, columns = {"tokens": 8, "lengths": [1, 2]}, {"section": "some", "curve": "a"}
+    assert answer.fits(config, columns)
+    assert not answer.fits({**config, "tokens": 9}, columns)
+    assert not answer.fits({"tokens": 8}, columns)
+    assert not answer.fits(config, {**columns, "curve": "b"})
+    assert not answer.fits(config, {**columns, "section": "other"})
+
+
+def test_the_figures_of_the_quick_table_are_those_of_the_report() -> None:
+    (table,) = (table for table in TABLES if table.id == "S1.1")
+    row: Reported = table.rows[-1]
+    assert row.named == "B 1, N 16384, H 8, D 64, [4096, 8192] / [1, 2]"
+    assert row.figures == (Figure(1967.3, "ms"), Figure(156, "MB"), Figure(8327, "tokens/s"))

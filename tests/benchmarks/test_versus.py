@@ -1,0 +1,141 @@
+"""Two checkouts in turns: that both are really measured, and in pairs; never how long it took."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpflash.bench import versus, versus_worker
+from dpflash.bench.versus import WorkerError, run_versus
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QUICK_ONES = ("attention/dense/T1024", "accounting/contour")
+FEW = {"launches": 2, "rounds": 2, "has_progress": False}
+
+
+def copy_checkout(folder, *, without_bench=False):
+    """The sources, as a user's checkout of some commit has them."""
+    for house in ("dpflash", "kernels", "accounting"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / house, folder / house, ignore=ignored)
+    if without_bench:
+        shutil.rmtree(folder / "dpflash" / "bench")
+    return folder
+
+
+def read(folder):
+    names = ("OLD.json", "NEW.json", "comparison.json")
+    return [json.loads((folder / name).read_text()) for name in names]
+
+
+@pytest.mark.slow
+def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_path, capsys):
+    code = run_versus(ROOT, ROOT, out=tmp_path, quick=True, **FEW)
+    old, new, comparison = read(tmp_path)
+    assert old["environment"]["versus"] == new["environment"]["versus"]
+    assert comparison["paired"] and comparison["exit_code"] == code in (0, 1)
+    for found in (old, new):
+        assert found["environment"]["clock"] == "process time"
+        assert found["environment"]["commit"] == versus.commit(ROOT)
+        assert [row["name"] for row in found["rows"]] == list(versus_worker.JOBS)
+        for row in found["rows"]:
+            assert row["correct"] is True and row["needs"] is None, row
+            assert len(row["samples_ms"]) == 4 and min(row["samples_ms"]) > 0
+    verdicts = {line["verdict"] for line in comparison["lines"]}
+    allowed = {"unchanged", "slower", "faster", "more memory", "slower, more memory"}
+    assert verdicts <= allowed and len(comparison["lines"]) == len(versus_worker.JOBS)
+    assert "trials took turns" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
+    # The old one has no benchmarks and no dilated pattern, the new one a wrong accountant.
+    old = copy_checkout(tmp_path / "old", without_bench=True)
+    with (old / "dpflash/patterns/__init__.py").open("a") as source:
+        source.write("\ndel Dilated\n")
+    for user in (old / "dpflash").rglob("*.py"):
+        assert "patterns import Dilated" not in user.read_text()
+    new = copy_checkout(tmp_path / "new")
+    with (new / "accounting/accountant.py").open("a") as source:
+        source.write(
+            "\n\n_right = Accountant.get_epsilon\n"
+            "Accountant.get_epsilon = lambda self, delta, interval=False: (\n"
+            "    _right(self, delta, interval) if self.mechanism() == 'pld' else 1.0\n)\n"
+        )
+    names = ("attention/dilated/T2048", *QUICK_ONES)
+    code = run_versus(old, new, out=tmp_path / "out", names=names, **FEW)
+    found_old, found_new, comparison = read(tmp_path / "out")
+    rows_old, rows_new = ({r["name"]: r for r in f["rows"]} for f in (found_old, found_new))
+    assert "Dilated" in rows_old["attention/dilated/T2048"]["needs"]
+    assert rows_new["attention/dilated/T2048"]["correct"] is True
+    assert rows_old["accounting/contour"]["median_ms"] > 0
+    assert rows_new["accounting/contour"]["correct"] is False
+    assert rows_new["accounting/contour"]["median_ms"] is None
+    verdicts = {line["name"]: line["verdict"] for line in comparison["lines"]}
+    assert verdicts["attention/dilated/T2048"] == "not comparable"
+    assert verdicts["accounting/contour"] == "fails" and code == 1
+
+
+@pytest.mark.slow
+def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
+    broken = copy_checkout(tmp_path / "broken")
+    (broken / "dpflash/__init__.py").write_text("raise ImportError('a checkout of no use')\n")
+    with pytest.raises(WorkerError, match="(?s)NEW ended: .*a checkout of no use"):
+        run_versus(ROOT, broken, out=tmp_path / "out", names=QUICK_ONES[:1], **FEW)
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no folder 'dpflash'; pass a checkout"):
+        run_versus(tmp_path, ROOT, out=tmp_path / "out", **FEW)
+
+
+@pytest.mark.parametrize("key", ["launches", "rounds"])
+def test_no_launch_or_round_is_refused(key, tmp_path):
+    with pytest.raises(ValueError, match=f"{key}=0"):
+        run_versus(ROOT, ROOT, out=tmp_path, **{**FEW, key: 0})
+
+
+def test_an_unknown_measurement_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected some of attention/dense"):
+        run_versus(ROOT, ROOT, out=tmp_path, names=("nothing",), **FEW)
+
+
+def test_checkouts_take_turns_and_swap_who_begins(tmp_path):
+    asked = []
+
+    class Recorder:
+        def __init__(self, side):
+            self.side = side
+
+        def ask(self, **command):
+            asked.append((self.side, command["do"]))
+            built = {"error": 0.0, "tolerance": 1.0, "peak_memory_mb": 1.0}
+            return {"build": built, "time": {"seconds": 0.01}}.get(command["do"], {})
+
+    workers = {side: Recorder(side) for side in ("OLD", "NEW")}
+    rows = {side: {} for side in workers}
+    versus._launch(workers, QUICK_ONES[:1], 3, 0, rows)
+    timed = [side for side, do in asked if do == "time"]
+    assert timed == ["OLD", "NEW", "NEW", "OLD", "OLD", "NEW"]
+    assert rows["OLD"][QUICK_ONES[0]]["samples_ms"] == [10.0] * 3
+
+
+def test_what_is_measured_is_checked_against_its_definition():
+    for name in ("attention/dense/T1024", "private step/per_layer", "accounting/contour"):
+        function, config = versus_worker.JOBS[name]
+        smaller = {
+            key: min(value, 96) if key == "tokens" else value for key, value in config.items()
+        }
+        job = function(**smaller)
+        assert job.error() <= job.tolerance
+
+
+def test_a_wrong_result_is_no_row_of_figures(monkeypatch):
+    wrong = versus_worker.Job(lambda: None, lambda: 1.0, 1e-5)
+    monkeypatch.setattr(versus_worker, "JOBS", {"wrong": (lambda: wrong, {})})
+    step, said = versus_worker.build("wrong", check=True)
+    assert step is not None and said["error"] > said["tolerance"]
+    built = {"name": "wrong", "needs": None, "correct": None, "peak_memory_mb": None}
+    versus._take(built, said)
+    assert built["correct"] is False and not versus._runs(built)

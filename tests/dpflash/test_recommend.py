@@ -1,0 +1,250 @@
+"""dpflash.recommend, on figures whose law is known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dpflash
+from dpflash.ceilings import cpu_model
+from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
+from dpflash.recommend import Recommendation
+
+HERE = f"CPU {cpu_model()}"
+DENSE, WINDOW = Dense(causal=True), SlidingWindow(window=256, causal=True)
+MIB = 2**20
+_ENVIRONMENT = {
+    "device": HERE,
+    "threads": 1,
+    "date": "2026-11-22",
+    "torch": "2.13.0",
+    "dpflash": "0.1.0",
+    "commit": "abcdef0",
+}
+
+
+def _row(pattern: Pattern, tokens: int, ms: float, mib: float | None, **config: Any) -> dict:
+    variant = type(pattern).__name__
+    shape = {"tokens": tokens, "batch": 1, "heads": 8, "head_dim": 64, "dtype": "float32"}
+    return {
+        "name": f"{variant}/{tokens}",
+        "config": {"variant": variant, **shape, "direction": "forward+backward", **config},
+        "pattern_key": pattern.key,
+        "operator": "dpflash",
+        "median_ms": ms,
+        "peak_memory_mb": mib,
+    }
+
+
+def _ms(pattern: Pattern, tokens: int) -> float:
+    return pattern.edges(tokens) * (1 if pattern == DENSE else 16) / MIB
+
+
+def _rows(*lengths: int) -> list[dict]:
+    """Dense: pairs / 1024^2 ms; a window: 16 times that; T / 64 and T / 32 MiB."""
+    return [
+        row
+        for t in lengths
+        for row in (
+            _row(DENSE, t, _ms(DENSE, t), t / 64),
+            _row(WINDOW, t, _ms(WINDOW, t), t / 32),
+        )
+    ]
+
+
+def _file(folder: Path, rows: list[dict], name: str = "variants", **environment: Any) -> Path:
+    path = folder / f"{name}.json"
+    held = {"environment": {**_ENVIRONMENT, **environment}, "complete": True, "rows": rows}
+    path.write_text(json.dumps(held))
+    return path
+
+
+def _recommend(results: Path, tokens: int, **options: Any) -> Recommendation:
+    return dpflash.recommend(tokens, results=results, device="cpu", **options)
+
+
+def test_the_fastest_pattern_changes_with_the_number_of_tokens(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 4096, 16384))
+    assert _recommend(tmp_path, 1024).pattern == DENSE
+    assert _recommend(tmp_path, 16384).pattern == WINDOW
+
+
+def test_figures_between_measured_lengths_follow_the_power_law(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    found = _recommend(tmp_path, 2048).chosen
+    assert (found.variant, found.expected_ms) == ("Dense", pytest.approx(_ms(DENSE, 2048)))
+    assert found.expected_peak_mib == pytest.approx(32.0)
+    assert "between T=1,024 and T=16,384" in found.basis
+
+
+@pytest.mark.parametrize("tokens", [64, 16384])
+def test_beyond_measured_lengths_it_says_that_it_extrapolates(tmp_path: Path, tokens: int) -> None:
+    # A window of 256 is dense at 128 and linear from 1024 on.
+    _file(tmp_path, _rows(128, 256, 4096))
+    found = _recommend(tmp_path, tokens)
+    for one in (found.chosen, *found.alternatives):
+        assert one.expected_ms == pytest.approx(_ms(one.pattern, tokens))
+        assert "EXTRAPOLATED" in one.basis
+    assert "EXTRAPOLATED" in str(found)
+
+
+def test_a_pattern_that_sees_all_is_told_to_be_dense_there(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(WINDOW, 128, 1.0, 1.0), _row(WINDOW, 4096, 1.0, 1.0)])
+    assert "it sees all that dense attention sees at this T" in str(_recommend(tmp_path, 128))
+    assert "not equivalent to dense attention" in str(_recommend(tmp_path, 4096))
+
+
+@pytest.mark.parametrize("tokens", [255, 65537])
+def test_tokens_more_than_four_times_away_are_refused(tmp_path: Path, tokens: int) -> None:
+    _file(tmp_path, _rows(1024, 2048, 16384))
+    with pytest.raises(ValueError, match=f"tokens={tokens}: .*dpflash bench attention --out DIR"):
+        _recommend(tmp_path, tokens)
+
+
+def test_a_pattern_measured_at_one_length_is_told_at_that_length_only(tmp_path: Path) -> None:
+    lone = _row(Dilated(segment_lengths=(512,), dilation_rates=(1,), causal=True), 2048, 0.1, 1.0)
+    _file(tmp_path, [*_rows(1024, 4096), lone])
+    assert _recommend(tmp_path, 2048).variant == "Dilated"
+    assert _recommend(tmp_path, 2049).variant == "Dense"
+
+
+def test_the_fastest_within_the_memory_is_taken(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    assert _recommend(tmp_path, 16384, memory=512 * MIB).variant == "SlidingWindow"
+    found = _recommend(tmp_path, 16384, memory=511 * MIB)
+    assert found.variant == "Dense"
+    assert [one.fits for one in found.alternatives] == [False]
+
+
+def test_a_pattern_of_unknown_memory_fits_no_limit(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(WINDOW, 1024, 0.1, None), *_rows(1024)[:1]])
+    assert _recommend(tmp_path, 1024).variant == "SlidingWindow"
+    assert _recommend(tmp_path, 1024, memory=2**40).variant == "Dense"
+
+
+def test_where_nothing_fits_the_least_memory_is_named(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    with pytest.raises(ValueError, match=r"memory=1048576: .*Dense takes least, 16 MiB"):
+        _recommend(tmp_path, 1024, memory=MIB)
+
+
+def test_a_sparse_choice_says_that_it_is_another_model(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    text = str(_recommend(tmp_path, 16384))
+    assert "not equivalent to dense attention: a query sees 3.1% of its pairs" in text
+    assert "its quality was not measured" in text
+    assert "not equivalent" not in str(_recommend(tmp_path, 1024))
+
+
+def _quality(what: str, pattern: Pattern, sparsity: float, relative: float) -> dict:
+    return {
+        "name": f"quality/{what}",
+        "section": "quality",
+        "what": what,
+        "config": {"pattern": repr(pattern), "tokens": 1024},
+        "baseline": "dense, private" if "private" in what else "dense",
+        "sparsity": sparsity,
+        "difference": 2 * relative,
+        "difference_ci95": [0.0, 4 * relative],
+        "relative_difference": relative,
+    }
+
+
+def test_the_held_out_loss_with_a_pattern_of_the_class_stands_beside(tmp_path: Path) -> None:
+    far, near = (SlidingWindow(window=window, causal=True) for window in (8, 128))
+    qualities = [
+        _quality("no context", SlidingWindow(window=0, causal=True), 0.97, 0.5),
+        _quality("window, private", far, 0.97, 0.4),
+        _quality("dilated", Dilated(segment_lengths=(8,), dilation_rates=(1,)), 0.97, 0.3),
+        _quality("far", far, 0.5, 0.2),
+        _quality("near", near, 0.9, 0.1),
+    ]
+    _file(tmp_path, [*_rows(1024, 16384), *qualities])
+    found = _recommend(tmp_path, 16384)
+    assert found.chosen.quality is not None
+    assert found.chosen.quality.pattern == repr(near)
+    assert "the held-out loss of a small model was +10.00% (+0.2000 [+0.0000, +0.4000]" in str(
+        found
+    )
+    assert [one.quality for one in found.alternatives] == [None]
+
+
+def test_patterns_restricts_the_kinds(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    found = _recommend(tmp_path, 16384, patterns=[Dense])
+    assert (found.pattern, found.alternatives) == (DENSE, ())
+    with pytest.raises(ValueError, match="patterns=BlockSparse: none was measured"):
+        _recommend(tmp_path, 16384, patterns=[BlockSparse])
+
+
+def test_patterns_and_directions_that_were_not_asked_for_are_left_out(tmp_path: Path) -> None:
+    other = _row(Dense(causal=False), 1024, 0.1, 1.0)
+    forward = _row(WINDOW, 1024, 0.1, 1.0, direction="forward")
+    _file(tmp_path, [*_rows(1024), other, forward])
+    assert _recommend(tmp_path, 1024).chosen.expected_ms == pytest.approx(_ms(DENSE, 1024))
+    assert _recommend(tmp_path, 1024, causal=False).pattern == Dense(causal=False)
+    assert _recommend(tmp_path, 1024, direction="forward").pattern == WINDOW
+
+
+def test_other_operators_are_not_recommended(tmp_path: Path) -> None:
+    peer = {**_row(DENSE, 1024, 0.1, 1.0), "operator": "sdpa-flash"}
+    _file(tmp_path, [peer, *_rows(1024)])
+    assert _recommend(tmp_path, 1024).chosen.expected_ms == pytest.approx(_ms(DENSE, 1024))
+
+
+def test_time_and_memory_are_scaled_with_heads_and_batch_and_this_is_told(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(DENSE, 1024, 8.0, 64.0, batch=2)])
+    found = _recommend(tmp_path, 1024, heads=4).chosen
+    assert (found.expected_ms, found.expected_peak_mib) == (2.0, 16.0)
+    assert "scaled from B x H x D = 1024" in found.basis
+    with pytest.raises(ValueError, match="heads=1, head_dim=32: their product 32"):
+        _recommend(tmp_path, 1024, heads=1, head_dim=32)
+
+
+def test_figures_of_another_device_come_with_a_warning(tmp_path: Path) -> None:
+    path = _file(tmp_path, _rows(1024), device="NVIDIA H200")
+    assert "WARNING: the figures are of another device (NVIDIA H200)" in str(
+        _recommend(path, 1024)
+    )
+
+
+def test_figures_of_this_device_win_over_those_of_another(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024), name="here")
+    fast = [_row(WINDOW, 1024, 1e-3, 1.0)]
+    _file(tmp_path, fast, name="there", device="CPU of somebody else", date="2027-01-01")
+    found = _recommend(tmp_path, 1024)
+    assert found.variant == "Dense"
+    assert "WARNING" not in str(found)
+    assert HERE in found.measured_on
+
+
+def test_of_two_runs_of_one_row_the_later_one_counts(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(DENSE, 1024, 1.0, 1.0)], name="old", date="2026-11-01")
+    _file(tmp_path, [_row(DENSE, 1024, 2.0, 1.0)], name="new", date="2026-11-02")
+    assert _recommend(tmp_path, 1024).chosen.expected_ms == 2.0
+
+
+def test_the_pattern_is_ready_for_attention(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 4096))
+    found = dpflash.recommend(4096, results=[tmp_path / "variants.json"], device="cpu")
+    q = torch.randn(1, 2, 64, 16)
+    assert dpflash.attention(q, q, q, pattern=found.pattern).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens=0"),
+        ({"heads": 0}, "heads=0"),
+        ({"memory": -1}, "memory=-1"),
+        ({"direction": "backward"}, "direction='backward'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"results": "missing.json"}, "results='missing.json'"),
+        ({"results": []}, "results: there are no measurements"),
+    ],
+)
+def test_a_refusal_names_the_argument(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dpflash.recommend(**{"tokens": 1024, "results": [], **options})

@@ -1,0 +1,171 @@
+"""How the CPU executor joins and spreads its pieces, against the plain twin in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dpflash.kernels import attention_cpu, attention_cpu_plan, attention_cpu_work
+from dpflash.kernels import attention_reference as twin
+from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
+from dpflash.kernels.tile_shard import Chunk, restrict
+from dpflash.patterns import BlockSparse, Dilated, SlidingWindow
+
+ALL = (-UNBOUNDED, UNBOUNDED)
+# Pieces as views, as gathered blocks, and as they are chosen.
+SPREADS = {"views": 1, "gathered": 2**60, "chosen": None}
+LONG = {
+    "blocks": BlockSparse(block_size=128, local_blocks=9, global_blocks=1, causal=True),
+    "few-blocks": BlockSparse(block_size=96, local_blocks=1, global_blocks=2, random_blocks=3),
+    "window": SlidingWindow(window=1300, causal=True),
+    "window-globals": SlidingWindow(window=1100, global_tokens=130),
+    "dilated": Dilated(segment_lengths=(512, 1024, 2048), dilation_rates=(1, 2, 4)),
+    "dilated-set": Dilated(
+        segment_lengths=(600, 1250), dilation_rates=(1, 3), causal=True, overlap="set"
+    ),
+}
+
+
+@pytest.fixture(params=SPREADS)
+def spread(request, monkeypatch):
+    products = SPREADS[request.param]
+    if products is not None:
+        monkeypatch.setattr(attention_cpu_work, "_PRODUCTS", products)
+    return request.param
+
+
+def make_tensors(graph, samples, heads, groups, dim):
+    torch.manual_seed(0)
+    q, do = (
+        torch.randn(samples, heads, graph.num_queries, dim, dtype=torch.float64) for _ in range(2)
+    )
+    k, v = (
+        torch.randn(samples, groups, graph.num_keys, dim, dtype=torch.float64) for _ in range(2)
+    )
+    return q, k, v, do
+
+
+def run(module, graph, tensors, key_range=None):
+    """All outputs by name."""
+    q, k, v, do = tensors
+    dlse = do[..., 0]
+    o, lse = module.attention_forward(q, k, v, graph, 0.3, key_range=key_range)
+    grads = module.attention_backward(
+        *(do, dlse, q, k, v, o, lse, graph, 0.3), key_range=key_range
+    )
+    return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+
+def assert_matches_the_twin(graph, tensors, key_range=None):
+    expected = run(twin, graph, tensors, key_range)
+    outputs = run(attention_cpu, graph, tensors, key_range)
+    for name, x in outputs.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("tokens", [2304, 2211])
+@pytest.mark.parametrize("name", LONG)
+def test_long_sequences(name, tokens, spread):
+    graph = LONG[name].graph(tokens, 4)
+    assert_matches_the_twin(graph, make_tensors(graph, 1, 4, 2, 3))
+
+
+def test_neighbouring_tiles_are_joined():
+    graph = LONG["blocks"].graph(2304, 2)
+    full = [batch for batch in attention_cpu_plan.plan(graph) if batch.kind == 0]
+    assert max(batch.rows for batch in full) >= 512
+    assert min(batch.column_unit for batch in full) == 128
+    pairs = sum(b.column_start.numel() * b.rows * b.columns for b in full)
+    assert pairs > 0.9 * graph.edges() / 2
+
+
+@pytest.mark.parametrize("begin", [700, 1300])
+@pytest.mark.parametrize("name", LONG)
+def test_shards_of_long_sequences(name, begin, spread):
+    graph = LONG[name].graph(2211, 2)
+    shard = restrict(graph, Chunk(begin, begin + 800), Chunk(100, 1300))
+    assert_matches_the_twin(shard, make_tensors(shard, 1, 2, 2, 3))
+
+
+HEADS = {
+    "all": [0, 0, 0, 0, 0, 0, 0, 0],
+    "turns": [0, 1, 0, 1, 0, 1, 0, 1],
+    "fourth": [0, 1, 1, 1, 0, 2, 2, 2],
+    "pairs": [1, 1, 0, 0, 1, 1, 2, 2],
+    "halves": [0, 0, 0, 0, 1, 1, 1, 1],
+    "odd": [0, 0, 0, 1, 1, 1, 2, 1],
+    "samples": [[0, 1, 0, 1, 0, 1, 0, 1], [2, 2, 2, 2, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1]],
+}
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["whole", "key-range"])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_any_variants_and_groups(name, groups, clipped, spread, monkeypatch):
+    monkeypatch.setattr(attention_cpu_work, "_VIEWED", 5000)  # some heads at a time
+    pattern = Dilated(segment_lengths=(48, 96), dilation_rates=(1, 3), causal=True)
+    graph = pattern.graph(190, 3)
+    heads = torch.tensor(HEADS[name], dtype=torch.int32)
+    graph = dataclasses.replace(graph, row_variants=heads, plans={})
+    key_range = torch.tensor([[5, 150], [0, 190], [5, 150]]).int() if clipped else None
+    assert_matches_the_twin(graph, make_tensors(graph, 3, 8, groups, 5), key_range)
+
+
+def test_tokens_before_heads_in_memory(spread):
+    graph = LONG["blocks"].graph(1100, 4)
+    tensors = make_tensors(graph, 2, 4, 2, 8)
+    expected = run(attention_cpu, graph, tensors)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for name, x in run(attention_cpu, graph, by_token).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def overlapping():
+    """A joined pair of tiles of 256 rows would share rows with another group's 512."""
+    groups = [(0, 1, 256, 0, 1), (256, 1, 512, 1, 3)]
+    runs = [(0, 1, 600, *ALL), (0, 1, 600, -UNBOUNDED, 600), (2000, 1, 600, *ALL)]
+    logs, borders = torch.zeros(3, dtype=torch.float64), torch.tensor([0, 2]).int()
+    side = Side(torch.tensor(groups).int(), torch.tensor(runs).int(), logs, borders, 2, 512)
+    heads = torch.zeros(2, dtype=torch.int32)
+    return TileGraph(768, 2600, side, side, heads, heads, False)
+
+
+def test_no_row_is_twice_in_a_batch(spread):
+    graph = overlapping()
+    sizes = []
+    for batch in attention_cpu_plan.plan(graph):
+        rows = batch.row_start.unsqueeze(1) + batch.row_stride * torch.arange(batch.rows)
+        assert rows.unique().numel() == rows.numel()
+        sizes.append(batch.rows)
+    assert sizes.count(512) == 2
+    assert_matches_the_twin(graph, make_tensors(graph, 1, 2, 1, 3))
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("name", LONG)
+def test_the_number_of_threads_changes_no_bit(name, heads):
+    graph = LONG[name].graph(2211, heads)
+    tensors = [x.float() for x in make_tensors(graph, 1, heads, 2, 16)]
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for threads in (1, 2, 7, 1):
+            torch.set_num_threads(threads)
+            outputs.append(run(attention_cpu, graph, tensors))
+    finally:
+        torch.set_num_threads(before)
+    for others in outputs[1:]:
+        assert all(torch.equal(x, outputs[0][name]) for name, x in others.items())
+
+
+@pytest.mark.parametrize("key_range", [None, [[0, 9], [3, 4]], [[5, 5], [5, 5]]], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (2, 0, 0), (2, 0, 2)], ids=str)
+def test_without_samples_or_heads(sizes, key_range, spread):
+    samples, heads, groups = sizes
+    graph = LONG["blocks"].graph(300, 4)
+    graph = dataclasses.replace(graph, row_variants=graph.row_variants[:heads], plans={})
+    ranges = None if key_range is None else torch.tensor(key_range[:samples]).int().view(-1, 2)
+    tensors = make_tensors(graph, samples, heads, groups, 4)
+    outputs = run(attention_cpu, graph, tensors, ranges)
+    assert outputs["o"].shape == tensors[0].shape and outputs["lse"].shape == tensors[0].shape[:3]
+    assert outputs["dk"].shape == tensors[1].shape and (outputs["dk"] == 0).all()
