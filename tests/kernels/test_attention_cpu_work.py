@@ -83,7 +83,7 @@ def test_neighbouring_tiles_are_joined():
 @pytest.mark.parametrize("name", LONG)
 def test_shards_of_long_sequences(name, begin, spread):
     graph = LONG[name].graph(2211, 2)
-    shard = restrict(graph, Chunk(begin, begin + 800), Chunk(100, 1300))
+    shard = restrict(graph, [Chunk(begin, 800, 0)], 800, [Chunk(100, 1200, 0)], 1200)
     assert_matches_the_twin(shard, make_tensors(shard, 1, 2, 2, 3))
 
 
