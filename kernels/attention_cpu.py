@@ -17,22 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_cpu_pieces import (
-    Chunk,
     Grads,
     PlainGrads,
     Slopes,
     Tokens,
     Upstream,
-    Work,
-    add,
     flash_backward,
     flash_forward,
     plain_backward,
     plain_forward,
-    put,
-    take,
 )
+from .attention_cpu_work import Chunk, Index, View, Work, add, put, take
 from .attention_reference import AttentionGrads, squared_norms
+from .merge import merge_
 from .tile_graph import TileGraph
 
 
@@ -84,13 +81,14 @@ def attention_forward(
         o, lse = run(whole)
     else:
         o = q.new_zeros(q.shape, dtype=dtype)
-        lse = q.new_full((*q.shape[:3], 1), -math.inf, dtype=dtype)
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
         for chunk in work.chunks():
             _merge(o, lse, chunk.rows, *run(chunk))
     if sinks is not None:
-        before, lse = lse, torch.logaddexp(lse, sinks.to(dtype)[:, :, None, None])
-        o = o * (before - _finite(lse)).exp()
-    return o if wide else o.to(q.dtype), lse.squeeze(3)
+        before, lse = lse, torch.logaddexp(lse, sinks.to(dtype).unsqueeze(2))
+        pivot = lse.masked_fill(lse == -math.inf, 0.0)
+        o = o * (before - pivot).exp().unsqueeze(3)
+    return o if wide else o.to(q.dtype), lse
 
 
 def attention_backward(
@@ -196,16 +194,13 @@ def _widen(
     return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
 
 
-def _merge(o: Tensor, lse: Tensor, where: Tensor | slice, o_new: Tensor, lse_new: Tensor) -> None:
-    """Takes a piece's result into o and lse `[B, H, T, 1]`; an lse of either may be -inf."""
-    lse_old = take(lse, where)
-    total = torch.logaddexp(lse_old, lse_new)
-    pivot = _finite(total)
-    o_new = o_new * (lse_new - pivot).exp()
-    put(o, where, o_new.addcmul_(take(o, where), (lse_old - pivot).exp()))
-    put(lse, where, total)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """The lse, 0 where a row has no key, so that nothing becomes inf - inf."""
-    return lse.masked_fill(lse == -math.inf, 0.0)
+def _merge(o: Tensor, lse: Tensor, where: View | Index, o_new: Tensor, lse_new: Tensor) -> None:
+    """Takes a piece's result into o and lse."""
+    if isinstance(where, View):
+        (o_old,), (lse_old,) = where.of(o), where.of(lse)
+        merge_(o_old, lse_old, o_new, lse_new)
+        return
+    o_old, lse_old = take(o, where), take(lse.unsqueeze(3), where).squeeze(3)
+    merge_(o_old, lse_old, o_new, lse_new)
+    put(o, where, o_old)
+    put(lse.unsqueeze(3), where, lse_old.unsqueeze(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +17,15 @@ FULL, CAUSAL, MASKED = range(3)
 _TILE_ROWS = 256
 # A tile's partial columns: at most about this many, so that masks stay small.
 _TILE_COLUMNS = 4096
+# Tiles are joined up to about so many rows, where they share columns in runs of at least so many.
+_JOINED_ROWS = 1024
+_JOINED_COLUMNS = 128
+# Progressions of different lengths are cut to one length, unless that were shorter than this.
+_SHORTEST = 16
 _PLANS_KEPT = 64
 _LOCK = threading.Lock()
+# Longer than any line of columns.
+_LINE = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +46,10 @@ class Batch:
         row_start: `[n]`, int64: the pieces' first rows.
         column_start: `[n, k]`, int64: first columns.
         log_multiplicity: `[n]`, float64.
-        run: `[n, k]`, int64, row of `Side.runs`.
+        run: `[n, k]`, int64, row of `Side.runs`; means nothing in joined plans.
         variant: `[n]`, int64.
+        row_unit, column_unit: rows (columns) may be taken in aligned blocks of so many.
+        progressions: most progressions of columns in a piece, touching ones as one.
     """
 
     kind: int
@@ -54,6 +64,9 @@ class Batch:
     log_multiplicity: Tensor
     run: Tensor
     variant: Tensor
+    row_unit: int
+    column_unit: int
+    progressions: int
 
     def seen(self, begin: int = 0, end: int | None = None) -> Tensor:
         """`[end - begin, C]`, bool: which columns each row from `begin` to `end` sees."""
@@ -84,22 +97,31 @@ class _Pieces(NamedTuple):
         return _Pieces(*(values[index] for values in self))
 
 
-def plan(graph: TileGraph, clip: tuple[int, int] | None = None) -> list[Batch]:
-    """The graph's pieces, keys clipped to ``clip[0]`` up to ``clip[1] - 1``; kept in its plans."""
+def plan(
+    graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = True
+) -> list[Batch]:
+    """The graph's pieces, as `make_plan` gives them; kept in its plans."""
     kept: dict[Any, list[Batch]] = graph.plans.setdefault("cpu", {})
-    found = kept.get(clip)
+    key = (clip, joined)
+    found = kept.get(key)
     if found is None:
         with real_cpu_tensors():
-            found = make_plan(graph.rows, clip)
+            found = make_plan(graph.rows, clip, joined)
         with _LOCK:
             while len(kept) >= _PLANS_KEPT:
                 kept.pop(next(iter(kept)))
-            kept[clip] = found
+            kept[key] = found
     return found
 
 
-def make_plan(side: Side, clip: tuple[int, int] | None = None) -> list[Batch]:
-    """The pieces of a side. Each pair (row, column) of the side is in exactly one of them."""
+def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = True) -> list[Batch]:
+    """The pieces of a side. Each pair (row, column) of the side is in exactly one of them.
+
+    Args:
+        side: groups and their runs.
+        clip: keys are clipped to ``clip[0]`` up to ``clip[1] - 1``.
+        joined: a piece may span several groups and runs.
+    """
     pairs = _pairs(side, clip)
     row_last = pairs.row + pairs.row_stride * (pairs.rows - 1)
     column_last = pairs.column + pairs.column_stride * (pairs.columns - 1)
@@ -110,9 +132,14 @@ def make_plan(side: Side, clip: tuple[int, int] | None = None) -> list[Batch]:
     causal = some & ~full & one_sided
     before, diagonal = _cut_causal(pairs.pick(causal))
     whole, partial = _cut_tiles(pairs.pick(some & ~full & ~one_sided))
-    everything = (pairs.pick(full), before, whole)
-    dense = _Pieces(*(torch.cat(parts) for parts in zip(*everything, strict=True)))
+    dense = _concatenated(pairs.pick(full), before, whole)
+    if joined and len(dense.row):
+        dense = _cut_alike(_join(dense))
     return _batch_full(dense) + _batch_banded(CAUSAL, diagonal) + _batch_banded(MASKED, partial)
+
+
+def _concatenated(*parts: _Pieces) -> _Pieces:
+    return _Pieces(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def _pairs(side: Side, clip: tuple[int, int] | None) -> _Pieces:
@@ -182,8 +209,7 @@ def _cut_tiles(pairs: _Pieces) -> tuple[_Pieces, _Pieces]:
     full = _columns_between(tiles, all_begin, all_end)
     left = _columns_between(tiles, some_begin, all_begin)
     right = _columns_between(tiles, all_end, some_end)
-    partial = _Pieces(*(torch.cat(parts) for parts in zip(left, right, strict=True)))
-    return full, partial
+    return full, _concatenated(left, right)
 
 
 def _columns_before(pieces: _Pieces, position: Tensor) -> Tensor:
@@ -197,20 +223,126 @@ def _columns_between(pieces: _Pieces, begin: Tensor, end: Tensor) -> _Pieces:
     return pieces._replace(column=column, columns=end - begin).pick(end > begin)
 
 
+class _Spans(NamedTuple):
+    """Intervals on lines, disjoint on each line."""
+
+    line: Tensor
+    begin: Tensor
+    end: Tensor
+
+    def pick(self, index: Tensor) -> _Spans:
+        return _Spans(*(values[index] for values in self))
+
+
+def _covered(parts: list[tuple[_Spans, int]], least: int) -> _Spans:
+    """The longest spans whose points have weights, the numbers beside the spans, of `least`."""
+    places = [x.line * _LINE + place for x, _ in parts for place in (x.begin, x.end)]
+    weights = [torch.full_like(x.line, w * sign) for x, w in parts for sign in (1, -1)]
+    place, index = torch.unique(torch.cat(places), return_inverse=True)
+    change = torch.zeros_like(place).index_add_(0, index, torch.cat(weights))
+    inside = change.cumsum(0) >= least
+    before = torch.cat((inside.new_zeros(1), inside[:-1]))
+    begin, end = place[inside & ~before], place[before & ~inside]
+    return _Spans(begin // _LINE, begin % _LINE, end % _LINE)
+
+
+def _join(pieces: _Pieces) -> _Pieces:
+    """Full pieces, joined where columns touch and where neighbouring rows see the same columns.
+
+    Neighbouring tiles of rows are paired. Columns that both see go to the pair, if they are many
+    of what the two see; the others stay. Pairs are paired again.
+    """
+    stride = pieces.column_stride
+    kind, of_kind = _numbered(stride, pieces.column % stride, _codes(pieces.weight))
+    residue = pieces.row % pieces.row_stride
+    tile, of_tile = _numbered(pieces.variant, pieces.row_stride, residue, pieces.row, pieces.rows)
+    begin = pieces.column // stride
+    tiles, kinds = pieces.pick(of_tile), len(of_kind)
+    found = _Spans(tile * kinds + kind, begin, begin + pieces.columns)
+    spans = _covered([(found, 1)], 1)
+    done = []
+    while len(spans.line):
+        first = _pairs_of(tiles)
+        pair = torch.full_like(tiles.row, -1)
+        pair[first] = pair[first + 1] = torch.arange(len(first))
+        owner, of = pair[spans.line // kinds], spans.line % kinds
+        both = spans._replace(line=owner * kinds + of).pick(owner >= 0)
+        shared = _covered([(both, 1)], 2)
+        shared = shared.pick(shared.end - shared.begin >= _JOINED_COLUMNS)
+        common, total = (
+            torch.zeros_like(first).index_add_(0, x.line // kinds, x.end - x.begin)
+            for x in (shared, both)
+        )
+        joins = 4 * common >= total
+        shared = shared.pick(joins[shared.line // kinds])
+        owner, of = shared.line // kinds, shared.line % kinds
+        taken = [shared._replace(line=(first[owner] + i) * kinds + of) for i in (0, 1)]
+        rest = _covered([(spans, 1), (taken[0], -1), (taken[1], -1)], 1)
+        done.append(_pieces_of(rest, tiles, pieces.pick(of_kind)))
+        rows = tiles.rows[first] + tiles.rows[first + 1]
+        tiles, spans = tiles.pick(first)._replace(rows=rows), shared
+    return _concatenated(*done)
+
+
+def _pairs_of(tiles: _Pieces) -> Tensor:
+    """The first tile of each pair of neighbours; tiles come in the order of their rows."""
+    end = tiles.row + tiles.rows * tiles.row_stride
+    near = (tiles.variant[1:] == tiles.variant[:-1]) & (tiles.row[1:] == end[:-1])
+    near &= tiles.row_stride[1:] == tiles.row_stride[:-1]
+    near &= tiles.rows[1:] + tiles.rows[:-1] <= _JOINED_ROWS
+    index = torch.arange(len(end))
+    starts = torch.cat((near.new_ones(1), ~near))
+    chain = index.where(starts, 0).cummax(0).values
+    return index[:-1][near & ((index - chain)[:-1] % 2 == 0)]
+
+
+def _pieces_of(spans: _Spans, tiles: _Pieces, kinds: _Pieces) -> _Pieces:
+    """The spans on line t * len(kinds) + x as pieces of tile t, columns as those of kind x."""
+    count = len(kinds.row)
+    rows, columns = tiles.pick(spans.line // count), kinds.pick(spans.line % count)
+    stride = columns.column_stride
+    return rows._replace(
+        column=spans.begin * stride + columns.column % stride,
+        column_stride=stride,
+        columns=spans.end - spans.begin,
+        weight=columns.weight,
+    )
+
+
+def _cut_alike(pieces: _Pieces) -> _Pieces:
+    """Cuts pieces of the same rows into equal numbers of columns, so that they can be batched."""
+    tile, first = _numbered(
+        *(pieces.variant, pieces.row, pieces.row_stride, pieces.rows),
+        *(pieces.column_stride, _codes(pieces.weight)),
+    )
+    divisors = [0] * len(first)
+    for of, columns in zip(tile.tolist(), pieces.columns.tolist(), strict=True):
+        divisors[of] = math.gcd(divisors[of], columns)
+    common = torch.tensor(divisors)[tile]
+    unit = torch.where(common >= _SHORTEST, common, pieces.columns)
+    parts = pieces.columns // unit
+    index = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+    cut = pieces._replace(columns=unit).pick(torch.arange(len(parts)).repeat_interleave(parts))
+    return cut._replace(column=cut.column + index * cut.columns * cut.column_stride)
+
+
 def _batch_full(pieces: _Pieces) -> list[Batch]:
     """Full pieces alike in all but their columns are joined into one with k progressions."""
-    tile = _number(pieces.variant, pieces.row, pieces.row_stride, pieces.rows)
+    tile, _ = _numbered(pieces.variant, pieces.row, pieces.row_stride, pieces.rows)
     shape = (pieces.column_stride, pieces.columns)
-    weight = torch.unique(pieces.weight, return_inverse=True)[1]
-    joined = _number(tile, *shape, weight)
+    joined, _ = _numbered(tile, *shape, _codes(pieces.weight))
     order = torch.argsort(joined, stable=True)
     k = torch.bincount(joined)
     first = order[k.cumsum(0) - k]
     # Joined pieces of one tile that differ in their weight only go into different batches.
-    turn = _occurrence(_number(tile[first], *(x[first] for x in shape), k))
-    alike = _number(
-        pieces.rows[first], pieces.row_stride[first], *(x[first] for x in shape), k, turn
-    )
+    turn = _occurrence(_numbered(tile[first], *(x[first] for x in shape), k)[0])
+    rows, stride, row = (x[first] for x in (pieces.rows, pieces.row_stride, pieces.row))
+    alike, _ = _numbered(rows, stride, *(x[first] for x in shape), k, turn)
+    line = _numbered(alike, pieces.variant[first], row % stride)[0] * _LINE + row
+    line, order_of = torch.sort(line)
+    if (line.diff() < (rows * stride)[order_of[:-1]]).any():
+        # Perhaps two share rows: those that start at equal phases do not.
+        alike, _ = _numbered(alike, row.div(stride, rounding_mode="floor") % rows)
     batches = []
     for members in _members(alike):
         count = int(k[members[0]])
@@ -227,7 +359,7 @@ def _batch_banded(kind: int, pieces: _Pieces) -> list[Batch]:
     shape.append(pieces.row - pieces.column)
     if kind == MASKED:
         shape += [pieces.lo, pieces.hi]
-    members = _members(_number(*shape))
+    members = _members(_numbered(*shape)[0])
     return [_make_batch(kind, pieces, entries.unsqueeze(1)) for entries in members]
 
 
@@ -235,22 +367,37 @@ def _make_batch(kind: int, pieces: _Pieces, entries: Tensor) -> Batch:
     """The batch of the pieces `entries`, `[n, k]`."""
     lead = entries[:, 0]
     one = pieces.pick(lead[0])
-    shape = (int(one.rows), int(one.row_stride), int(one.columns), int(one.column_stride))
+    rows, columns = int(one.rows), int(one.columns)
+    row_stride, column_stride = int(one.row_stride), int(one.column_stride)
+    row_start, column_start = pieces.row[lead], pieces.column[entries]
+    gaps = (column_start.diff(dim=1) != columns * column_stride).sum(1)
     return Batch(
-        kind,
-        *shape,
+        *(kind, rows, row_stride, columns, column_stride),
         int(one.row - one.column),
         (int(one.lo), int(one.hi)),
-        row_start=pieces.row[lead],
-        column_start=pieces.column[entries],
+        row_start=row_start,
+        column_start=column_start,
         log_multiplicity=pieces.weight[lead],
         run=pieces.run[entries],
         variant=pieces.variant[lead],
+        row_unit=_unit(rows, row_stride, row_start),
+        column_unit=_unit(columns, column_stride, column_start),
+        progressions=int(gaps.max()) + 1,
     )
 
 
-def _number(*columns: Tensor) -> Tensor:
-    """Numbers 0, 1, ... for the distinct rows of a table, in the rows' order."""
+def _unit(length: int, stride: int, start: Tensor) -> int:
+    """The largest number that divides the progressions' length and where they start."""
+    return math.gcd(length, *start.flatten().tolist()) if stride == 1 else 1
+
+
+def _codes(values: Tensor) -> Tensor:
+    """Numbers 0, 1, ... for distinct values."""
+    return torch.unique(values, return_inverse=True)[1]
+
+
+def _numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers 0, 1, ... for the distinct rows of a table, in their order; one row of each."""
     ids, count = torch.zeros_like(columns[0]), 1
     for column in columns:
         values, inverse = torch.unique(column, return_inverse=True)
@@ -259,7 +406,9 @@ def _number(*columns: Tensor) -> Tensor:
         if count > 2**31:
             kept, ids = torch.unique(ids, return_inverse=True)
             count = len(kept)
-    return torch.unique(ids, return_inverse=True)[1]
+    values, ids = torch.unique(ids, return_inverse=True)
+    one = torch.empty_like(values).scatter_(0, ids, torch.arange(len(ids)))
+    return ids, one
 
 
 def _occurrence(ids: Tensor) -> Tensor:

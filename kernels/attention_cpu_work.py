@@ -1,0 +1,335 @@
+"""Which pieces of a tile graph run in which heads on the CPU, and the tokens that they take.
+
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim;
+of pieces n, L, k and C as in `attention_cpu_plan.Batch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_cpu_plan import MASKED, Batch, plan
+from .tile_graph import TileGraph
+
+# Most elements that are gathered at a time, unless there are fewer pieces than threads then. So
+# few that memory is used again: to take it anew from the system costs more than the copy.
+_GATHERED = 2**18
+# Most elements that are viewed at a time, likewise.
+_VIEWED = 2**20
+# How many products of a score's dim take as long as one operation on a view.
+_PRODUCTS = 2**20
+# Most scores at a time in plain PyTorch, unless a single row has more.
+_SCORES = 2**20
+
+
+class View(NamedTuple):
+    """Tokens of some samples and heads of x, `[B, H, T, ...]`, as slices of x."""
+
+    samples: slice
+    heads: slice
+    tokens: tuple[slice, ...]
+
+    def of(self, x: Tensor) -> list[Tensor]:
+        """A view `[b, h, L, ...]` for each slice of tokens."""
+        return [x[self.samples, self.heads, tokens] for tokens in self.tokens]
+
+
+class Index(NamedTuple):
+    """Tokens of x, `[B, H, T, D]`, flattened over samples and heads and cut into blocks."""
+
+    blocks: Tensor  # [n, m]
+    size: int  # tokens in a block
+
+    def flat(self, x: Tensor) -> Tensor:
+        """`[B * H * T / size, size * D]`: the blocks of x."""
+        return x.view(-1, self.size * x.shape[3])
+
+
+def take(x: Tensor, where: View | Index) -> Tensor:
+    """`[n, 1, L, D]`, of a view `[b, h, L, D]`: tokens of x."""
+    if isinstance(where, View):
+        views = where.of(x)
+        return views[0] if len(views) == 1 else torch.cat(views, 2)
+    taken = where.flat(x).index_select(0, where.blocks.flatten())
+    return taken.view(len(where.blocks), 1, where.blocks.shape[1] * where.size, x.shape[3])
+
+
+def put(x: Tensor, where: Index, values: Tensor) -> None:
+    """Overwrites tokens of x."""
+    flat = where.flat(x)
+    flat.index_copy_(0, where.blocks.flatten(), values.reshape(-1, flat.shape[1]))
+
+
+def add(x: Tensor, where: View | Index, values: Tensor) -> None:
+    """Adds to tokens of x, in a fixed order where a token occurs several times."""
+    if isinstance(where, View):
+        views = where.of(x)
+        parts = values.split([view.shape[2] for view in views], 2)
+        for view, part in zip(views, parts, strict=True):
+            view += part
+    else:
+        flat = where.flat(x)
+        flat.index_add_(0, where.blocks.flatten(), values.reshape(-1, flat.shape[1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some pieces of a batch, each in one head; or one piece in several, as views.
+
+    Attributes:
+        batch: whose pieces.
+        rows: of q, L for each piece; one slice of a view.
+        columns: of k, k * C for each piece.
+        pieces: `[n]`, index into the batch.
+        heads: `[n]`, b * H + h; of views it means nothing.
+        begin, end: the pieces' rows that take part.
+        mask: `[L, C]`, what is added to the scores; None for other kinds and in plain PyTorch.
+    """
+
+    batch: Batch
+    rows: View | Index
+    columns: View | Index
+    pieces: Tensor
+    heads: Tensor
+    begin: int
+    end: int
+    mask: Tensor | None
+
+    @property
+    def log_multiplicity(self) -> Tensor:
+        """`[n, 1, 1]`."""
+        return self.batch.log_multiplicity[self.pieces].view(-1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Which pieces run in which heads.
+
+    Attributes:
+        parts: batches, and the variants of the heads that they are for.
+        sizes: H, G, T, S, D.
+        dtype: of the computation.
+        plain: pieces run in plain PyTorch, see `plain_forward`.
+    """
+
+    parts: list[tuple[_Variants, list[Batch]]]
+    sizes: tuple[int, int, int, int, int]
+    dtype: torch.dtype
+    plain: bool
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, graph: TileGraph, key_range: Tensor | None, plain: bool
+    ) -> Work:
+        """The work for these shapes, samples with one key range together."""
+        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        heads_per_group = max(q.shape[1] // max(k.shape[1], 1), 1)
+        variants = graph.row_variants.long().cpu().expand(q.shape[:2])
+        if key_range is None or q.shape[0] == 0:
+            parts = [(_Variants(variants, heads_per_group), plan(graph, joined=not plain))]
+            return cls(parts, sizes, dtype, plain)
+        ranges = [(max(begin, 0), min(end, k.shape[2])) for begin, end in key_range.tolist()]
+        parts = []
+        for clip in sorted(set(ranges)):
+            concerned = torch.tensor([clip == other for other in ranges])
+            of_clip = _Variants(variants.where(concerned.unsqueeze(1), -1), heads_per_group)
+            parts.append((of_clip, plan(graph, clip, joined=not plain)))
+        return cls(parts, sizes, dtype, plain)
+
+    def gathers(self) -> bool:
+        """Some batch indexes tokens flattened over samples and heads."""
+        return any(
+            self._boxes(variants, batch, variant) is None
+            for variants, batches in self.parts
+            for batch in batches
+            for variant in set(batch.variant.tolist())
+        )
+
+    def whole(self) -> Chunk | None:
+        """The only piece, where it has all rows and columns; its result is the result."""
+        if self.plain or len(self.parts) != 1 or len(self.parts[0][1]) != 1:
+            return None
+        variants, (batch,) = self.parts[0]
+        covers = (batch.rows, batch.columns) == self.sizes[2:4]
+        if not (covers and batch.column_start.numel() == 1 and variants.all(int(batch.variant))):
+            return None
+        return _viewed(batch, 0, _Box(slice(None), slice(None), slice(None)), self._mask(batch))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All pieces; no row is twice in a chunk."""
+        for variants, batches in self.parts:
+            for batch in batches:
+                mask = self._mask(batch)
+                others: list[int] = []
+                by_variant: dict[int, list[int]] = {}
+                for piece, variant in enumerate(batch.variant.tolist()):
+                    by_variant.setdefault(variant, []).append(piece)
+                for variant, pieces in by_variant.items():
+                    boxes = self._boxes(variants, batch, variant)
+                    if boxes is None:
+                        others += pieces
+                        continue
+                    for box in boxes:
+                        for piece in pieces:
+                            yield _viewed(batch, piece, box, mask)
+                yield from self._gathered(batch, torch.tensor(others).long(), variants, mask)
+
+    def _mask(self, batch: Batch) -> Tensor | None:
+        if self.plain or batch.kind != MASKED:
+            return None
+        return torch.zeros((), dtype=self.dtype).where(batch.seen(), -math.inf)
+
+    def _boxes(self, variants: _Variants, batch: Batch, variant: int) -> list[_Box] | None:
+        """The variant's heads, None where pieces are too small for operations of their own."""
+        if self.plain:
+            return None
+        seen, dim = batch.column_start.shape[1] * batch.columns, self.sizes[4]
+        operations = 4 + 2 * batch.progressions
+        enough = _PRODUCTS * operations // (batch.rows * seen * dim)
+        at_once = max(_VIEWED // ((batch.rows + seen) * dim), torch.get_num_threads())
+        return variants.boxes(variant, enough, at_once)
+
+    def _gathered(
+        self, batch: Batch, some: Tensor, variants: _Variants, mask: Tensor | None
+    ) -> Iterator[Chunk]:
+        turns, heads = variants.instances(batch.variant[some])
+        if len(turns) == 0:
+            return
+        pieces = some[turns]
+        num_heads, num_groups, num_rows, num_columns, dim = self.sizes
+        seen = batch.column_start.shape[1] * batch.columns
+        if self.plain:
+            height = min(batch.rows, max(_SCORES // seen, 1))
+            at_once = min(_GATHERED // ((height + seen) * dim), _SCORES // (height * seen))
+            at_once = max(at_once, 1)
+            row_size = column_size = 1
+        else:
+            height = batch.rows
+            at_once = max(_GATHERED // ((height + seen) * dim), torch.get_num_threads())
+            row_size = math.gcd(batch.row_unit, num_rows)
+            column_size = math.gcd(batch.column_unit, num_columns)
+        kv_heads = heads // num_heads * num_groups
+        kv_heads += heads % num_heads // (num_heads // num_groups)
+        column_offsets = batch.column_stride * torch.arange(batch.columns // column_size)
+        for part in torch.arange(len(pieces)).split(at_once):
+            piece, head, kv_head = pieces[part], heads[part], kv_heads[part]
+            first = batch.column_start[piece] + (kv_head * num_columns).unsqueeze(1)
+            first = (first // column_size).unsqueeze(2)
+            columns = Index((first + column_offsets).flatten(1), column_size)
+            first = (head * num_rows + batch.row_start[piece]).unsqueeze(1) // row_size
+            for begin in range(0, batch.rows, height):
+                end = min(begin + height, batch.rows)
+                rows = first + batch.row_stride * torch.arange(begin, end // row_size)
+                yield Chunk(batch, Index(rows, row_size), columns, piece, head, begin, end, mask)
+
+
+class _Box(NamedTuple):
+    """Query heads of some samples, and the key heads that they read."""
+
+    samples: slice
+    heads: slice
+    kv_heads: slice
+
+
+class _Variants:
+    """`[B, H]`, the variant of each head, -1 for none."""
+
+    def __init__(self, variants: Tensor, heads_per_group: int) -> None:
+        self._variants, self._heads_per_group = variants, heads_per_group
+        flat = variants.flatten() + 1
+        count = torch.bincount(flat, minlength=1)
+        self._begin, self._counts = (count.cumsum(0) - count)[1:], count[1:]
+        self._heads = torch.argsort(flat, stable=True)
+        # Of each variant: samples, and heads in all of them.
+        self._alike: dict[int, list[tuple[range, range]]] = {}
+        samples = variants.tolist()
+        step = len(samples) if all(of == samples[0] for of in samples) else 1
+        for begin in range(0, len(samples), max(step, 1)):
+            for variant in set(samples[begin]):
+                heads = [head for head, of in enumerate(samples[begin]) if of == variant]
+                self._alike.setdefault(variant, []).extend(
+                    (range(begin, begin + step), part)
+                    for part in _progressions(heads, heads_per_group)
+                )
+
+    def all(self, variant: int) -> bool:
+        """Whether there are heads and all have the variant."""
+        return self._variants.numel() > 0 and bool((self._variants == variant).all())
+
+    def instances(self, variants: Tensor) -> tuple[Tensor, Tensor]:
+        """Each piece, given by its variant, in each head of it: pieces, and heads b * H + h."""
+        known = variants < len(self._counts)
+        counts = torch.zeros_like(variants)
+        counts[known] = self._counts[variants[known]]
+        pieces = torch.arange(len(variants)).repeat_interleave(counts)
+        turn = torch.arange(len(pieces)) - (counts.cumsum(0) - counts)[pieces]
+        return pieces, self._heads[self._begin[variants[pieces]] + turn]
+
+    def boxes(self, variant: int, enough: int, at_once: int) -> list[_Box] | None:
+        """The variant's heads, about `at_once` in a box; None where it has not `enough` alike."""
+        boxes = []
+        for samples, heads in self._alike.get(variant, []):
+            if len(samples) * len(heads) < enough:
+                return None
+            aligned = heads.step == 1 and len(heads) % self._heads_per_group == 0
+            least = self._heads_per_group if aligned else 1
+            height = max(at_once // least, 1) * least
+            step = max(at_once // len(heads), 1)
+            for first in range(0, len(heads), height):
+                boxes += [
+                    self._box(samples[begin : begin + step], heads[first : first + height])
+                    for begin in range(0, len(samples), step)
+                ]
+        return boxes
+
+    def _box(self, samples: range, heads: range) -> _Box:
+        first, last = heads[0] // self._heads_per_group, heads[-1] // self._heads_per_group
+        return _Box(
+            slice(samples.start, samples.stop),
+            slice(heads.start, heads.stop, heads.step),
+            slice(first, last + 1, max(heads.step // self._heads_per_group, 1)),
+        )
+
+
+def _progressions(heads: list[int], heads_per_group: int) -> list[range]:
+    """Heads in progressions with each its own key head, or with all that read theirs."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    whole = range(heads[0], heads[-1] + 1, step)
+    aligned = step == 1 and heads[0] % heads_per_group == len(heads) % heads_per_group == 0
+    if list(whole) == heads and (aligned or step % heads_per_group == 0):
+        return [whole]
+    return [range(head, head + 1) for head in heads]
+
+
+def _viewed(batch: Batch, piece: int, box: _Box, mask: Tensor | None) -> Chunk:
+    """A piece in all heads of a box."""
+    bounds: list[list[int]] = []
+    for start in batch.column_start[piece].tolist():
+        if bounds and start == bounds[-1][0] + bounds[-1][1] * batch.column_stride:
+            bounds[-1][1] += batch.columns
+        else:
+            bounds.append([start, batch.columns])
+    rows = _progression(int(batch.row_start[piece]), batch.rows, batch.row_stride)
+    columns = tuple(_progression(a, length, batch.column_stride) for a, length in bounds)
+    one = torch.tensor([piece])
+    return Chunk(
+        batch,
+        View(box.samples, box.heads, (rows,)),
+        View(box.samples, box.kv_heads, columns),
+        pieces=one,
+        heads=one,
+        begin=0,
+        end=batch.rows,
+        mask=mask,
+    )
+
+
+def _progression(start: int, length: int, stride: int) -> slice:
+    return slice(start, start + stride * (length - 1) + 1, stride)
