@@ -209,6 +209,7 @@ class PrivacyEngine:
                 costs is accounted for; well above batch_size it is next to nothing.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
+                "mean" in full float32 only: see `PrivateBackward.refuse_coarse_mean`.
             memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
                 the expected batch) may take; default a quarter of the device's.
             budget: a limit on what everything released so far and from now on may spend; a step
@@ -263,6 +264,13 @@ class PrivacyEngine:
             raise ValueError(
                 "way='two_pass' weights the losses of the samples, so it needs them one by one; "
                 "leave loss_reduction=None and call engine.backward(losses)"
+            )
+        if loss_reduction == "mean" and optimize in ("balanced", "aggressive"):
+            raise ValueError(
+                f"loss_reduction='mean' with optimize={optimize!r}: in bfloat16 dividing by the "
+                "batch's size would be rounded into every sample's gradient, so that one sample "
+                "moves the sum by more than max_grad_norm. Declare loss_reduction='sum', or call "
+                "engine.backward(losses) with one loss a sample"
             )
         if physical_batch_size is not None:
             positive_int(physical_batch_size=physical_batch_size)

@@ -444,6 +444,31 @@ class PrivateBackward:
             )
         return self._prepared[group]
 
+    def refuse_coarse_mean(self, parameter: Tensor) -> None:
+        """A mean's 1 / B goes through the backward, where a coarse dtype rounds it into all
+        samples anew for each B: one sample then changes what every other adds.
+
+        Raises:
+            ValueError: for a use of the parameter with fewer digits than float32.
+        """
+        if self.loss_reduction != "mean":
+            return
+        device = parameter.device.type
+        if parameter.dtype.itemsize == 2:
+            found = f"a parameter of {parameter.dtype}"
+        elif torch.is_autocast_enabled(device):
+            found = f"autocast to {torch.get_autocast_dtype(device)}"
+        elif device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+            found = f"float32_matmul_precision {torch.get_float32_matmul_precision()!r}"
+        else:
+            return
+        raise ValueError(
+            f"loss_reduction='mean' with {found}: dividing by the batch's size would be rounded "
+            "into every sample's gradient, so that one sample moves the sum by more than "
+            "max_grad_norm. Declare loss_reduction='sum', or call engine.backward(losses) with "
+            "one loss a sample"
+        )
+
     # Backward
 
     def backward(self, losses: Tensor) -> None:

@@ -663,8 +663,17 @@ def test_narrow_models_raise_no_false_alarm_through_a_scalar(dtype):
 
     model = around(Narrow(), nn.Tanh()).to(dtype)
     batch = vectors()[0].to(dtype), vectors()[1]
-    assert check(model, batch, mean_of_samples, loss_reduction="mean").ok
-    assert found(check(model, batch, sum_of_samples, loss_reduction="mean"), "reduction")
+    assert check(model, batch, sum_of_samples, loss_reduction="sum").ok
+    assert found(check(model, batch, mean_of_samples, loss_reduction="sum"), "reduction")
+    assert check(model, batch, mean_of_samples, loss_reduction="mean").ok == (dtype.itemsize == 4)
+
+
+def test_a_mean_in_16_bit_is_a_problem_by_the_parameters_name():
+    model = around(nn.Tanh()).to(torch.bfloat16)
+    batch = vectors()[0].to(torch.bfloat16), vectors()[1]
+    assert found(check(model, batch, mean_of_samples, loss_reduction="mean"), "reduction") == [
+        "0.weight"
+    ]
 
 
 def test_an_empty_batch_may_have_a_scalar_that_is_no_number():

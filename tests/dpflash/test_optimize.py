@@ -281,6 +281,47 @@ def test_a_scalar_loss_in_a_region_of_the_users_own_moves_the_sum_by_at_most_the
     assert 0.1 <= worst <= 0.7 * (1 + SLACK)
 
 
+def deep_sum(private, sums, batch, reduction, *, region=False, dtype=torch.float32, **options):
+    """The released sum of a model whose gradients are rounded in many layers."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (nn.Linear(32, 32), nn.Tanh())]
+    model = nn.Sequential(*layers).to(dtype)
+    engine, model, *_ = private(model, loss_reduction=reduction, max_grad_norm=0.7, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=region):
+        losses = model(batch.to(dtype)).float().square().sum((1, 2))
+    if reduction is None:
+        engine.backward(losses)
+    else:
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+    return flat(sums(engine, model))
+
+
+COARSE = {
+    "region": {"region": True},
+    "parameters": {"dtype": torch.bfloat16},
+    "balanced": {"optimize": "balanced"},
+}
+
+
+@pytest.mark.parametrize("reduction", [None, "sum", "mean"], ids=str)
+@pytest.mark.parametrize("coarse", ["float32", "region", "parameters", "balanced"])
+def test_in_a_large_batch_one_sample_moves_the_sum_by_at_most_the_bound_or_is_refused(
+    coarse, reduction, private, sums
+):
+    generator = torch.Generator().manual_seed(1)
+    one, odd = (torch.randn(1, 3, 32, generator=generator) for _ in range(2))
+    batch = torch.cat([one.expand(256, -1, -1), odd])
+    options = COARSE.get(coarse, {})
+    if reduction == "mean" and coarse != "float32":
+        with pytest.raises(ValueError, match="loss_reduction='mean' with .*'sum'"):
+            deep_sum(private, sums, batch, reduction, **options)
+        return
+    whole = deep_sum(private, sums, batch, reduction, **options)
+    moved = (whole - deep_sum(private, sums, batch[:-1], reduction, **options)).norm()
+    # 256 samples are added in float32.
+    assert 0.69 <= moved <= 0.7 * (1 + 1e-4)
+
+
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_norms_sums_and_gradients_stay_float32(level, clipping, private, tiny_lm, quick):
