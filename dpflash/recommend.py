@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ _LEAST_MIB = 1.0
 _NO_PATTERN = ("dense, another seed", "no context")
 # Patterns that are dense attention where they see all pairs.
 _EACH_PAIR_ONCE = (BlockSparse, Hierarchical, SlidingWindow)
-_WAY_OUT = (
-    "run `dpflash bench attention --out DIR` on your machine and pass results=DIR, or take "
-    "another value"
-)
+_MEASURE = "run `dpflash bench attention --out DIR` on your machine and pass results=DIR"
+_WAY_OUT = f"{_MEASURE}, or take another value"
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_OF_ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash")
+# Rows left out that are told one by one.
+_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def recommend(
     head_dim: int = 64,
     direction: str = "forward+backward",
     device: str | None = None,
-    patterns: Collection[type[Pattern]] | None = None,
+    dtype: str | None = None,
+    patterns: Collection[type[Pattern]] | type[Pattern] | None = None,
     results: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
 ) -> Recommendation:
     """The fastest attention pattern for one sample of so many tokens, by measurements.
@@ -172,7 +175,8 @@ def recommend(
 
     Between measured T, time follows a straight line over the pattern's pairs and memory one
     over T, in logarithms; beyond, the line of the nearest two, up to 4 times T. Both count as
-    proportional to heads * head_dim.
+    proportional to heads * head_dim. Figures of one dtype only are ranked, and those of a quick
+    run only where no full one has the pattern near this T.
 
     Args:
         tokens: T.
@@ -182,7 +186,9 @@ def recommend(
         head_dim: D.
         direction: "forward" or "forward+backward".
         device: "cpu" or "cuda"; None for a GPU where torch finds one.
-        patterns: classes of `dpflash.patterns` to choose from; None for all.
+        dtype: of q, k and v, such as "float32"; None for float32 on a CPU, where it was measured,
+            else for that in which most patterns were.
+        patterns: classes of `dpflash.patterns` to choose from, or one; None for all.
         results: folders or JSON files of `dpflash bench`; None for the figures that come with the
             library.
 
@@ -195,18 +201,28 @@ def recommend(
     _validate.positive_int(tokens=tokens, heads=heads, head_dim=head_dim)
     if memory is not None:
         _validate.positive(memory=memory)
-    _validate.one_of(direction=(direction, _DIRECTIONS), device=(device, (None, "cpu", "cuda")))
+    _validate.one_of(
+        direction=(direction, _DIRECTIONS),
+        device=(device, (None, "cpu", "cuda")),
+        dtype=(dtype, (None, *_DTYPES)),
+        causal=(causal, (True, False)),
+    )
+    kinds = _kinds(patterns)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    question = _Question(tokens, memory, causal, heads, head_dim, direction)
-    runs, warning = _of_device(list(_runs(results)), device)
-    kinds = tuple(patterns) if patterns is not None else (Pattern,)
-    curves = [curve for curve in _curves(runs, question) if isinstance(curve.pattern, kinds)]
-    qualities = _qualities(runs)
-    found = [one for curve in curves if (one := curve.candidate(question, qualities)) is not None]
+    question = _Question(tokens, memory, causal, heads, head_dim, direction, dtype)
+    left_out: list[str] = []
+    runs, warning = _of_device(_runs(results, left_out), device, left_out)
+    curves = [c for c in _curves(runs, question, left_out) if isinstance(c.pattern, kinds)]
+    near = list(_near(curves, question, left_out))
+    if not near:
+        raise ValueError(_too_far(question, curves, kinds) + _told(left_out))
+    dtype, *others = _dtypes([curve.dtype for curve, _ in near], _kind(runs[0]), question)
+    question = replace(question, dtype=dtype)
+    taken = [(curve, ends) for curve, ends in near if curve.dtype == dtype]
+    qualities = _qualities(runs, left_out)
+    found = [curve.candidate(ends, question, qualities) for curve, ends in taken]
     found.sort(key=lambda one: (not one.fits, one.expected_ms))
-    if not found:
-        raise ValueError(_too_far(question, curves, kinds))
-    chosen, *others = found
+    chosen, *alternatives = found
     if not chosen.fits:
         least = min(found, key=lambda one: one.expected_peak_mib or math.inf)
         raise ValueError(
@@ -214,9 +230,69 @@ def recommend(
             f"fits; {least.variant} takes least, {_mib(least)} MiB. Pass more, fewer tokens or "
             "heads, or other patterns"
         )
-    reasons = (*warning, *_reasons(chosen, found, question))
-    sources = dict.fromkeys(point.source for curve in curves for point in curve.points)
-    return Recommendation(chosen, tuple(others), "; ".join(sources), reasons, question.words)
+    reasons = [*warning, *_reasons(chosen, found, question)]
+    if others:
+        reasons.append(
+            f"{dtype} only; measured near this T too, and not ranked with it: {', '.join(others)} "
+            "(pass dtype=)"
+        )
+    if left_out:
+        reasons.append(_told(left_out).removeprefix(". "))
+    sources = dict.fromkeys(point.source for _, ends in taken for point in ends)
+    return Recommendation(
+        chosen, tuple(alternatives), "; ".join(sources), tuple(reasons), question.words
+    )
+
+
+def _kinds(patterns: Collection[type[Pattern]] | type[Pattern] | None) -> tuple[type, ...]:
+    if patterns is None:
+        return (Pattern,)
+    listed = patterns if isinstance(patterns, Collection) else (patterns,)
+    kinds = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, Pattern))
+    if not kinds or len(kinds) < len(listed):
+        raise ValueError(
+            f"patterns={patterns!r}: expected classes of dpflash.patterns; pass some, such as "
+            "[Dense, SlidingWindow], or None for all"
+        )
+    return kinds
+
+
+def _near(
+    curves: Iterable[_Curve], asked: _Question, left_out: list[str]
+) -> Iterator[tuple[_Curve, list[_Point]]]:
+    """The patterns that were measured near T and can be used there, and the points that tell."""
+    for curve in curves:
+        ends = curve.ends(asked)
+        if not ends:
+            continue
+        try:
+            curve.pattern.edges(asked.tokens, asked.heads)
+        except ValueError as error:  # its blocks are listed for other heads or another T
+            left_out.append(f"{curve.variant}: {error}")
+        else:
+            yield curve, ends
+
+
+def _dtypes(measured: Sequence[str], kind: str, asked: _Question) -> list[str]:
+    """The dtype whose figures are ranked, then the others."""
+    by_count = sorted(set(measured), key=lambda dtype: (-measured.count(dtype), dtype))
+    first = asked.dtype or ("float32" if kind == "cpu" else by_count[0])
+    if first in by_count:
+        return [first, *(dtype for dtype in by_count if dtype != first)]
+    if asked.dtype is None:
+        return by_count
+    raise ValueError(
+        f"dtype={first!r}: measured near tokens={asked.tokens} were {', '.join(by_count)} only; "
+        f"{_WAY_OUT}"
+    )
+
+
+def _told(left_out: Sequence[str]) -> str:
+    """What could not be used, as a further sentence; empty where there is nothing."""
+    if not left_out:
+        return ""
+    more = f"; and {len(left_out) - _TOLD} more" if len(left_out) > _TOLD else ""
+    return f". Left out: {'; '.join(left_out[:_TOLD])}{more}"
 
 
 @dataclass(frozen=True)
@@ -227,6 +303,7 @@ class _Question:
     heads: int
     head_dim: int
     direction: str
+    dtype: str | None
 
     @property
     def width(self) -> int:
@@ -238,8 +315,32 @@ class _Question:
         limit = "" if self.memory is None else f", within {self.memory / _MIB:,.0f} MiB"
         return (
             f"tokens={self.tokens}, heads={self.heads}, head_dim={self.head_dim}, {kind}, "
-            f"{self.direction}{limit}"
+            f"{self.direction}, {self.dtype}{limit}"
         )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a file holds that a recommendation may use."""
+
+    file: str
+    environment: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def is_quick(self) -> bool:
+        return bool(self.environment.get("quick"))
+
+    @property
+    def source(self) -> str:
+        e = self.environment
+        return (
+            f"{e['device']}, {e['threads']} thread(s), {e['date']}, torch {e['torch']}, dpflash "
+            f"{e['dpflash']} ({e.get('commit')}){', quick run' * self.is_quick}"
+        )
+
+    def named(self, row: Mapping[str, Any]) -> str:
+        return f"{self.file}: row {row.get('name')!r}"
 
 
 @dataclass(frozen=True)
@@ -251,6 +352,7 @@ class _Point:
     milliseconds: float
     peak_mib: float | None
     source: str
+    is_quick: bool
 
 
 @dataclass(frozen=True)
@@ -262,12 +364,19 @@ class _Curve:
     dtype: str
     points: list[_Point] = field(default_factory=list)
 
-    def candidate(self, asked: _Question, qualities: Sequence[Quality]) -> Candidate | None:
-        """What is expected; None where nothing was measured near enough."""
-        points = _nearest_in_width(self.points, asked.width)
-        ends = _ends(points, asked.tokens)
-        if not ends:
-            return None
+    def ends(self, asked: _Question) -> list[_Point]:
+        """The points that tell of T; none where nothing was measured near enough."""
+        full = [point for point in self.points if not point.is_quick]
+        for points in (full, self.points):
+            ends = _ends(_nearest_in_width(points, asked.width), asked.tokens)
+            if ends:
+                return ends
+        return []
+
+    def candidate(
+        self, ends: Sequence[_Point], asked: _Question, qualities: Sequence[Quality]
+    ) -> Candidate:
+        """What is expected by these points."""
         factors = [asked.width / point.width for point in ends]
 
         def expected(sizes: Sequence[int], size: int, values: Sequence[float]) -> float:
@@ -301,7 +410,7 @@ def _nearest_in_width(points: Iterable[_Point], width: int) -> list[_Point]:
         return abs(math.log(point.width / width))
 
     nearest: dict[int, _Point] = {}
-    for point in sorted(points, key=distance):
+    for point in sorted(points, key=lambda point: (distance(point), point.is_quick)):
         if distance(point) <= math.log(_WIDTH_REACH):
             nearest.setdefault(point.tokens, point)
     return [nearest[tokens] for tokens in sorted(nearest)]
@@ -344,56 +453,85 @@ def _basis(ends: Sequence[_Point], asked: _Question) -> str:
     if any(point.width != asked.width for point in ends):
         widths = ", ".join(dict.fromkeys(str(point.width) for point in ends))
         how += f", scaled from B x H x D = {widths}"
+    if any(point.is_quick for point in ends):
+        how += ", quick run"
     return how
 
 
-def _curves(runs: Iterable[Mapping[str, Any]], asked: _Question) -> list[_Curve]:
+def _curves(runs: Iterable[_Run], asked: _Question, left_out: list[str]) -> list[_Curve]:
     """The patterns measured in this direction; of equal points the first run's count."""
     curves: dict[tuple[str, str], _Curve] = {}
     for run in runs:
-        for row in run["rows"]:
-            key, config = row.get("pattern_key"), row["config"]
-            if key is None or row.get("median_ms") is None or row.get("operator") != "dpflash":
+        for row in run.rows:
+            if row.get("operator") != "dpflash" or row.get("median_ms") is None:
                 continue
-            if config["direction"] != asked.direction:
+            try:
+                found = _measured(row, run, asked)
+            except (KeyError, TypeError, ValueError) as error:
+                left_out.append(f"{run.named(row)}: {_said(error)}")
                 continue
-            pattern = from_key(key)
-            # Documents are a matter of the data and not of taste.
-            if pattern.causal != asked.causal or isinstance(pattern, Documents):
-                continue
-            variant = config.get("variant") or type(pattern).__name__
-            dtype = config["dtype"]
-            curve = curves.setdefault((key, dtype), _Curve(pattern, variant, dtype))
-            curve.points.append(
-                _Point(
-                    config["tokens"],
-                    config["batch"] * config["heads"] * config["head_dim"],
-                    row["median_ms"],
-                    row.get("peak_memory_mb"),
-                    _source(run["environment"]),
-                )
-            )
+            if found is not None:
+                curve, point = found
+                key = (curve.pattern.key, curve.dtype)
+                curves.setdefault(key, curve).points.append(point)
     return list(curves.values())
 
 
-def _qualities(runs: Iterable[Mapping[str, Any]]) -> list[Quality]:
+def _measured(row: Mapping[str, Any], run: _Run, asked: _Question) -> tuple[_Curve, _Point] | None:
+    """A row's point and the curve it may begin; None where something else was asked for."""
+    config = row["config"]
+    if row.get("pattern_key") is None or config["direction"] != asked.direction:
+        return None
+    pattern = from_key(row["pattern_key"])
+    # Documents are a matter of the data and not of taste.
+    if pattern.causal != asked.causal or isinstance(pattern, Documents):
+        return None
+    if row.get("correct") is False:
+        raise ValueError("it is wrong")
+    ms, peak = row["median_ms"], row.get("peak_memory_mb")
+    _validate.positive(median_ms=ms)
+    _validate.finite(median_ms=ms)
+    if peak is not None:
+        _validate.non_negative(peak_memory_mb=peak)
+        _validate.finite(peak_memory_mb=peak)
+    sizes = {key: config[key] for key in ("tokens", "batch", "heads", "head_dim")}
+    _validate.positive_int(**sizes)
+    _validate.one_of(dtype=(config["dtype"], _DTYPES))
+    width = sizes["batch"] * sizes["heads"] * sizes["head_dim"]
+    variant = str(config.get("variant") or type(pattern).__name__)
+    return (
+        _Curve(pattern, variant, config["dtype"]),
+        _Point(sizes["tokens"], width, ms, peak, run.source, run.is_quick),
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _qualities(runs: Iterable[_Run], left_out: list[str]) -> list[Quality]:
     """Of the models without noise, which differ from the dense one in nothing but the pattern."""
-    return [
-        Quality(
-            row["config"]["pattern"],
-            row["config"]["tokens"],
-            row["sparsity"],
-            row["difference"],
-            tuple(row["difference_ci95"]),
-            row["relative_difference"],
-        )
-        for run in runs
-        for row in run["rows"]
-        if row.get("section") == "quality"
-        and row.get("difference") is not None
-        and row["baseline"] == "dense"
-        and row["what"] not in _NO_PATTERN
-    ]
+    qualities = []
+    for run in runs:
+        for row in run.rows:
+            if row.get("section") != "quality" or row.get("difference") is None:
+                continue
+            try:
+                if row["baseline"] == "dense" and row["what"] not in _NO_PATTERN:
+                    qualities.append(_quality(row))
+            except (KeyError, TypeError, ValueError) as error:
+                left_out.append(f"{run.named(row)}: {_said(error)}")
+    return qualities
+
+
+def _quality(row: Mapping[str, Any]) -> Quality:
+    low, high = row["difference_ci95"]
+    numbers = {key: row[key] for key in ("sparsity", "difference", "relative_difference")}
+    _validate.finite(**numbers, low=low, high=high)
+    config = row["config"]
+    return Quality(
+        str(config["pattern"]), config["tokens"], difference_ci95=(low, high), **numbers
+    )
 
 
 def _nearest_quality(
@@ -405,23 +543,47 @@ def _nearest_quality(
 
 def _runs(
     results: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> Iterator[Mapping[str, Any]]:
+    left_out: list[str],
+) -> list[_Run]:
     if results is None:
-        yield from _shipped()
-        return
-    given = [results] if isinstance(results, str | os.PathLike) else results
-    for path in map(Path, given):
-        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
-        for file in files:
-            try:
-                held = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"results={os.fspath(file)!r}: it cannot be read ({error}); pass folders or "
-                    "files that `dpflash bench --out` wrote"
-                ) from None
-            if isinstance(held, dict) and {"environment", "rows"} <= held.keys():
-                yield held
+        held = [(_FILE, run) for run in _shipped()]
+    else:
+        given = [results] if isinstance(results, str | os.PathLike) else results
+        held = [one for path in map(Path, given) for one in _read(path, left_out)]
+    runs = []
+    for file, one in held:
+        listed = one["rows"] if isinstance(one["rows"], list) else []
+        rows = [row for row in listed if isinstance(row, Mapping) and _is_used(row)]
+        if not rows:
+            continue
+        environment = one["environment"] if isinstance(one["environment"], Mapping) else {}
+        lacking = [key for key in _OF_ENVIRONMENT if key not in environment]
+        if lacking:
+            left_out.append(f"{file}: its environment has no {lacking[0]!r}")
+        else:
+            runs.append(_Run(file, environment, rows))
+    return runs
+
+
+def _is_used(row: Mapping[str, Any]) -> bool:
+    return row.get("operator") == "dpflash" or row.get("section") == "quality"
+
+
+def _read(path: Path, left_out: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files' names and results; a folder may hold files of other kinds too."""
+    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        try:
+            held = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            if path.is_dir():
+                left_out.append(f"{file.name}: it cannot be read ({error})")
+                continue
+            raise ValueError(
+                f"results={os.fspath(file)!r}: it cannot be read ({error}); pass folders or "
+                "files that `dpflash bench --out` wrote"
+            ) from None
+        if isinstance(held, dict) and {"environment", "rows"} <= held.keys():
+            yield file.name, held
 
 
 @functools.cache
@@ -431,22 +593,22 @@ def _shipped() -> tuple[Mapping[str, Any], ...]:
 
 
 def _of_device(
-    runs: list[Mapping[str, Any]], device: str
-) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:
+    runs: list[_Run], device: str, left_out: Sequence[str]
+) -> tuple[list[_Run], tuple[str, ...]]:
     """The runs of this device, else of one like it, else of any, latest first; and a warning."""
     if not runs:
-        raise ValueError(f"results: there are no measurements; {_WAY_OUT}")
-    runs = sorted(runs, key=lambda run: str(run["environment"]["date"]), reverse=True)
+        raise ValueError(f"results: there are no measurements; {_MEASURE}{_told(left_out)}")
+    runs = sorted(runs, key=lambda run: str(run.environment["date"]), reverse=True)
     own = f"CPU {cpu_model()}"
     if device == "cuda":
         own = torch.cuda.get_device_name() if torch.cuda.is_available() else "a GPU"
-    same = [run for run in runs if run["environment"]["device"] == own]
+    same = [run for run in runs if run.environment["device"] == own]
     if same:
         return same, ()
     like = [run for run in runs if _kind(run) == device]
     # Of one device only: figures of two have no ranking.
-    named = (like or runs)[0]["environment"]["device"]
-    chosen = [run for run in runs if run["environment"]["device"] == named]
+    named = (like or runs)[0].environment["device"]
+    chosen = [run for run in runs if run.environment["device"] == named]
     return chosen, (
         f"WARNING: the figures are of another device ({named}) than yours ({own}), where times "
         "and their order may differ; `dpflash bench attention --out DIR` measures yours, and "
@@ -454,22 +616,13 @@ def _of_device(
     )
 
 
-def _kind(run: Mapping[str, Any]) -> str:
-    return "cpu" if run["environment"]["device"].startswith("CPU ") else "cuda"
+def _kind(run: _Run) -> str:
+    return "cpu" if str(run.environment["device"]).startswith("CPU ") else "cuda"
 
 
-def _source(environment: Mapping[str, Any]) -> str:
-    e = environment
-    quick = ", a QUICK look with few trials" if e.get("quick") else ""
-    return (
-        f"{e['device']}, {e['threads']} thread(s), {e['date']}, torch {e['torch']}, dpflash "
-        f"{e['dpflash']} ({e['commit']}){quick}"
-    )
-
-
-def _too_far(asked: _Question, curves: Sequence[_Curve], kinds: tuple[type[Pattern], ...]) -> str:
+def _too_far(asked: _Question, curves: Sequence[_Curve], kinds: tuple[type, ...]) -> str:
     if not curves:
-        named = ", ".join(kind.__name__ for kind in kinds)
+        named = None if kinds == (Pattern,) else ", ".join(kind.__name__ for kind in kinds)
         return (
             f"patterns={named}: none was measured with causal={asked.causal}, "
             f"direction={asked.direction!r}; {_WAY_OUT}"

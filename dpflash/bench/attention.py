@@ -27,6 +27,7 @@ from .attention_cases import (
     document_borders,
     reference,
     score_bias,
+    whole_error,
 )
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
 from .named_variants import variant_named
@@ -116,7 +117,8 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
         return torch.autograd.grad(run(q, k, v), (q, k, v), do)
 
     def error() -> float:
-        expected = reference(case, *inputs, with_grads=backward and not is_detached)
+        with_grads = backward and not is_detached
+        expected = reference(case, *inputs, with_grads=with_grads, seed=seed)
         return max(check(run, inputs, expected).values())
 
     def work() -> Work:
@@ -132,22 +134,20 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
         work,
         case.dtype,
         {
-            "pairs": case.pairs,
-            "density": case.density,
-            "checked_rows": len(case.checked_rows()),
+            **_figures(case, len(case.checked_pairs())),
             "gradient": "detached" if is_detached and backward else None,
-            "pattern_key": case.pattern.key,
             "operator": operator,
         },
     )
 
 
-def _figures(case: Case) -> dict[str, Any]:
+def _figures(case: Case, checked_pairs: int) -> dict[str, Any]:
     return {
         "pattern_key": case.pattern.key,
         "pairs": case.pairs,
         "density": case.density,
         "checked_rows": len(case.checked_rows()),
+        "checked_pairs": checked_pairs,
     }
 
 
@@ -179,7 +179,7 @@ def _module_subject(case: Case, direction: str, seed: int) -> Subject:
         module(x, x, x)[0].backward(do)
 
     def error() -> float:
-        return _module_error(case, module, leaves, do, with_grads=backward)
+        return _module_error(case, module, leaves, do, seed, with_grads=backward)
 
     step: Step = both if backward else forward
     return Subject(
@@ -189,7 +189,7 @@ def _module_subject(case: Case, direction: str, seed: int) -> Subject:
         case.batch * case.tokens,
         lambda: count_work(step),
         case.dtype,
-        {**_figures(case), "operator": "multihead"},
+        {**_figures(case, case.batch * case.heads), "operator": "multihead"},
     )
 
 
@@ -198,30 +198,43 @@ def _module_error(
     module: MultiheadAttention,
     leaves: dict[str, Tensor],
     do: Tensor,
+    seed: int,
     *,
     with_grads: bool,
 ) -> float:
-    """Against float64 at the checked rows of sample 0; do is 0 elsewhere."""
-    rows = case.checked_rows().to(case.device)
+    """Against float64 at the checked rows of all samples; do is 0 elsewhere."""
+    rows = case.checked_rows(seed).to(case.device)
     masked = torch.zeros_like(do)
-    masked[0, rows] = do[0, rows]
+    masked[:, rows] = do[:, rows]
     exact = {name: x.detach().double().requires_grad_(with_grads) for name, x in leaves.items()}
-    exact["x"] = leaves["x"].detach()[0].double().requires_grad_(with_grads)
-    projected = F.linear(exact["x"], exact["qkv_proj.weight"], exact["qkv_proj.bias"])
-    q, k, v = projected.unflatten(1, (3, case.heads, case.head_dim)).permute(1, 2, 0, 3)
-    bias = score_bias(case, q.unsqueeze(0), k.unsqueeze(0))
-    seen = [attend_rows(case, bias, h, rows, q[h], k[h], v[h]) for h in range(case.heads)]
-    expected = F.linear(torch.cat(seen, 1), exact["out_proj.weight"], exact["out_proj.bias"])
     with torch.set_grad_enabled(with_grads):
         output = module(leaves["x"], leaves["x"], leaves["x"])[0]
-    errors = [band_error(output.detach()[0, rows], expected.detach())]
+    errors = [whole_error(output.detach())]
+    exact_grads = {name: torch.zeros_like(x) for name, x in exact.items()}
+    for sample in range(case.batch):
+        expected = _module_rows(case, exact, sample, rows)
+        errors.append(band_error(output.detach()[sample, rows], expected.detach()))
+        if with_grads:
+            loss = (expected * masked[sample, rows].double()).sum()
+            grads = torch.autograd.grad(loss, list(exact.values()))
+            for total, grad in zip(exact_grads.values(), grads, strict=True):
+                total += grad
     if with_grads:
-        loss = (expected * masked[0, rows].double()).sum()
-        exact_grads = torch.autograd.grad(loss, list(exact.values()))
-        x_grad, *grads = torch.autograd.grad(output, list(leaves.values()), masked)
-        pairs = zip([x_grad[0], *grads], exact_grads, strict=True)
-        errors += [band_error(ours, theirs) for ours, theirs in pairs]
+        found = torch.autograd.grad(output, list(leaves.values()), masked)
+        for ours, theirs in zip(found, exact_grads.values(), strict=True):
+            own = zip(ours, theirs, strict=True) if ours.ndim == 3 else [(ours, theirs)]
+            errors += [band_error(one, other) for one, other in own]
     return max(errors)
+
+
+def _module_rows(case: Case, exact: dict[str, Tensor], sample: int, rows: Tensor) -> Tensor:
+    """`[R, E]`: the rows of a sample of a module's output, in float64."""
+    projected = F.linear(exact["x"][sample], exact["qkv_proj.weight"], exact["qkv_proj.bias"])
+    q, k, v = projected.unflatten(1, (3, case.heads, case.head_dim)).permute(1, 2, 0, 3)
+    # The batch of one that this sample is.
+    bias = score_bias(case, q.unsqueeze(0), k.unsqueeze(0))
+    seen = [attend_rows(case, bias, 0, h, rows, q[h], k[h], v[h]) for h in range(case.heads)]
+    return F.linear(torch.cat(seen, 1), exact["out_proj.weight"], exact["out_proj.bias"])
 
 
 def _goes_backward(direction: str) -> bool:
@@ -439,8 +452,11 @@ SUITE = Suite(
     title="Attention: every pattern, beside SDPA, FlexAttention and flash-attn",
     about=(
         "Each row's output and gradients are compared with the definition in float64 before "
-        "anything is timed: at every query row of a short sequence, at 64 drawn ones of a long "
-        "one (do is 0 at the others, so that the gradients of all keys are exact). Dilated "
+        "anything is timed: at every query row of a short sequence, at 64 of a long one, one "
+        "drawn from each of as many equal parts (do is 0 at the others, so that the gradients of "
+        "all keys are exact); in every sample and head of a small problem, and of a large one in "
+        "so many (sample, head) that each sample and each head is among them. All else has to be "
+        "finite. Dilated "
         "attention counts a key once for each branch, in FlexAttention too. GFLOP/s count the "
         "pairs that the pattern has, 4 D each forward and 10 D backward; bytes are those of q, k, "
         "v, o and gradients. A speed-up is over the first peer of the pattern."
@@ -461,6 +477,7 @@ SUITE = Suite(
                 *ROOFS,
                 column("density"),
                 column("checked_rows", "checked rows"),
+                column("checked_pairs", "of B H"),
                 *CORRECT,
             ),
         ),

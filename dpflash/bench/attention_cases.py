@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -37,12 +38,14 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 BANDS = 8
 # Up to this T every row is checked, beyond it this many.
 CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
+# Up to so many scores, of R rows and T keys in each, every (sample, head) is checked.
+CHECKED_SCORES = 2**24
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 # How often key j counts for query i in head h, elementwise.
 Multiplicity = Callable[[Any, Any, Any], Tensor]
-# What is added to the scores of a head: (head, rows, q, k) to [R, T].
-Bias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# What is added to the scores of a head: (sample, head, rows, q, k) to [R, T].
+Bias = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,21 @@ class Case:
         )
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
 
-    def checked_rows(self) -> Tensor:
-        """`[R]`: all query rows of a short sequence, a random subset of a long one."""
+    def checked_rows(self, seed: int = 0) -> Tensor:
+        """`[R]`: all query rows of a short sequence; of a long one a row of each R-th part."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
-        drawn = random.Random(0).sample(range(self.tokens - 1), CHECKED_ROWS - 1)
-        return torch.tensor([*sorted(drawn), self.tokens - 1])
+        borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
+        generator = random.Random(seed)
+        return torch.tensor([generator.randrange(a, b) for a, b in itertools.pairwise(borders)])
+
+    def checked_pairs(self) -> list[tuple[int, int]]:
+        """(sample, head): all where that is little to compute, else each sample and head once."""
+        scores = self.batch * self.heads * len(self.checked_rows()) * self.tokens
+        if scores <= CHECKED_SCORES:
+            return list(itertools.product(range(self.batch), range(self.heads)))
+        count = max(self.batch, self.heads)
+        return [(i % self.batch, i % self.heads) for i in range(count)]
 
 
 def document_borders(tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -210,7 +222,7 @@ def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
 
 @dataclass(frozen=True)
 class Reference:
-    """The definition in float64 at the checked rows, one sample of each head.
+    """The definition in float64 at the checked rows of the checked (sample, head).
 
     Gradients are those of ``sum(o do)`` over the checked rows alone: with do = 0 elsewhere they
     are exact for every query and key, whatever T.
@@ -218,35 +230,35 @@ class Reference:
 
     rows: Tensor  # [R]
     do: Tensor  # [B, H, T, D], 0 outside of rows
-    expected: dict[str, list[Tensor]]  # of each head: o [R, D]; dq, dk, dv [T, D]
+    pairs: list[tuple[int, int]]  # (sample, head)
+    expected: dict[str, list[Tensor]]  # of each pair: o [R, D]; dq, dk, dv [T, D]
 
 
 def reference(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, with_grads: bool
+    case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, with_grads: bool, seed: int = 0
 ) -> Reference:
-    """What an implementation's result is compared with."""
-    rows = case.checked_rows().to(case.device)
+    """What an implementation's result is compared with; rows are drawn from the seed."""
+    rows, checked = case.checked_rows(seed).to(case.device), case.checked_pairs()
     masked = torch.zeros_like(do)
     masked[:, :, rows] = do[:, :, rows]
     bias = score_bias(case, q, k)
     expected: dict[str, list[Tensor]] = {"o": [], "dq": [], "dk": [], "dv": []}
-    for head in range(case.heads):
-        sample = head % case.batch
+    for sample, head in checked:
         leaves = [x.detach()[sample, head].double().requires_grad_(with_grads) for x in (q, k, v)]
-        o = attend_rows(case, bias, head, rows, *leaves)
+        o = attend_rows(case, bias, sample, head, rows, *leaves)
         expected["o"].append(o.detach())
         if with_grads:
             grads = torch.autograd.grad((o * masked[sample, head, rows].double()).sum(), leaves)
             for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
                 expected[name].append(grad)
-    return Reference(rows, masked, expected)
+    return Reference(rows, masked, checked, expected)
 
 
 def attend_rows(
-    case: Case, bias: Bias, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
+    case: Case, bias: Bias, sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """`[R, D]`: what the rows of a head see, from its q, k and v `[T, D]`."""
-    scores = case.scale * (q[rows] @ k.T) + bias(head, rows, q, k)
+    scores = case.scale * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
     # A query that sees nothing has the output 0, and a softmax over nothing would be NaN.
     blind = (scores == -math.inf).all(1, keepdim=True)
     return (scores.masked_fill(blind, 0.0).softmax(1) @ v) * ~blind
@@ -259,7 +271,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
     seen, _ = multiplicity(case)
     keys = torch.arange(case.tokens, device=case.device)
 
-    def bias(head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def bias(sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return seen(head, rows[:, None], keys[None, :]).double().log()
 
     return bias
@@ -271,8 +283,8 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
     chosen = pattern.choose(q.detach(), k.detach(), case.scale)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
 
-    def bias(head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        blocks = chosen[head % case.batch, head]
+    def bias(sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        blocks = chosen[sample, head]
         q_means, k_means = (torch.stack([b.mean(0) for b in x.split(size)]) for x in (q, k))
         if pattern.causal:
             q_means = F.pad(q_means, (0, 0, 1, 0))[:-1]
@@ -287,7 +299,10 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
 
 
 def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, float]:
-    """The relative error of o and, where the reference has them, of dq, dk and dv."""
+    """The relative error of o and, where the reference has them, of dq, dk and dv.
+
+    Infinite where anything in them is no finite number, also beyond what the reference has.
+    """
     q, k, v = inputs[:3]
     found: dict[str, Tensor] = {}
     if expected.expected["dq"]:
@@ -297,15 +312,18 @@ def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, 
     else:
         with torch.no_grad():
             o = run(q, k, v)
-    found["o"] = o.detach()[:, :, expected.rows]
-    batch = q.shape[0]
-    return {
-        name: max(
-            band_error(found[name][head % batch, head], value) for head, value in enumerate(values)
-        )
-        for name, values in expected.expected.items()
-        if values
-    }
+    found["o"] = o.detach()
+    errors = {name: whole_error(x) for name, x in found.items()}
+    found["o"] = found["o"][:, :, expected.rows]
+    for name, values in expected.expected.items():
+        for (sample, head), value in zip(expected.pairs, values, strict=bool(values)):
+            errors[name] = max(errors[name], band_error(found[name][sample, head], value))
+    return errors
+
+
+def whole_error(x: Tensor) -> float:
+    """0 where all of it is finite, else infinite."""
+    return 0.0 if bool(x.isfinite().all()) else math.inf
 
 
 def band_error(x: Tensor, expected: Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,15 @@ MOST_MORE_MIB = 8.0
 # Where launches are fewer, each round counts as independent.
 _FEWEST_LAUNCHES = 3
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
+_NUMBER = (int, float)
+_COLUMNS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "config": (Mapping,),
+    "median_ms": (*_NUMBER, type(None)),
+    "peak_memory_mb": (*_NUMBER, type(None)),
+    "correct": (bool, type(None)),
+}
+_MAKE_IT = "pass the JSON that `dpflash bench` writes"
 
 
 class Unusable(ValueError):
@@ -47,7 +57,7 @@ class Line:
         ratio: of new over old time, and its interval at the report's confidence.
         interval: (low, high).
         p: of the null hypothesis that it takes no longer, corrected for the number of rows.
-        memory_ratio: of new over old peak memory.
+        memory_ratio: of new over old peak memory; None where the old one is 0.
         note: why, where the verdict does not tell.
     """
 
@@ -134,23 +144,38 @@ def compare(
 
     A row is slower where the estimate of its ratio is beyond 1 + threshold and the ratio is
     significantly above 1: one-sided, at 1 - confidence over all rows together (Holm). It fails
-    where it had figures, or was right, and now is wrong, or missing, or has none.
+    where it had figures, or was right, and now is missing, or has none; where it is wrong and was
+    not; and where a figure of either file is no finite number above 0.
 
     Args:
         old: the baseline.
         new: what is judged.
         threshold: share by which a time or a peak memory may grow, > 0.
         confidence: in (0, 1).
-        force: compare what was measured on another device or in another way.
+        force: compare what was measured on another device or in another way, or broken off.
 
     Raises:
-        Unusable: they were measured in different ways, or one is no result.
+        Unusable: they were measured in different ways, one is no whole result, or they have no
+            row in common that can be compared.
     """
+    return _compare(old, new, ("the old file", "the new file"), threshold, confidence, force)
+
+
+def _compare(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    names: tuple[str, str],
+    threshold: float,
+    confidence: float,
+    force: bool,
+) -> Report:
+    """Like `compare`; messages call the files by the names."""
     _validate.positive(threshold=threshold)
     _validate.probability(confidence=confidence)
-    rows_old, rows_new = _rows(old, "old"), _rows(new, "new")
+    rows_old, rows_new = _rows(old, names[0]), _rows(new, names[1])
     paired = _turns(old) is not None and _turns(old) == _turns(new)
     warnings = _differences(old["environment"], new["environment"], force)
+    warnings += _broken_off(old, new, names, force)
     if not paired:
         warnings.append(
             "the runs are separate, and what changed on the machine between them is not covered; "
@@ -170,6 +195,11 @@ def compare(
         _line(name, rows_old.get(name), rows_new.get(name), tests.get(name))
         for name in dict.fromkeys([*rows_old, *rows_new])
     ]
+    if all(line.verdict in ("new", "not comparable") for line in lines):
+        raise Unusable(
+            f"{' and '.join(names)}: no row can be compared (rows: {len(rows_old)} and "
+            f"{len(rows_new)}); pass two runs of one suite"
+        )
     judged = [
         _judge(line, tests[line.name], p_slower, p_faster, threshold, 1 - confidence)
         if line.name in tests
@@ -196,15 +226,16 @@ def run_compare(
     Returns:
         1 for a regression, 0 for none, 2 for files that cannot be compared.
     """
+    names = (os.fspath(old_path), os.fspath(new_path))
     try:
-        old, new = _read(Path(old_path)), _read(Path(new_path))
-        report = compare(old, new, threshold=threshold, force=force)
+        old, new = (_read(Path(name)) for name in names)
+        report = _compare(old, new, names, threshold, confidence=0.95, force=force)
+        if json_path is not None:
+            _write(Path(json_path), report)
     except Unusable as error:
         print(f"dpflash: error: {error}", file=sys.stderr)
         return 2
     print(report.markdown(), end="")
-    if json_path is not None:
-        write_text(Path(json_path), json.dumps(report.as_dict(), indent=1) + "\n")
     return report.exit_code
 
 
@@ -212,18 +243,88 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Unusable(f"{path}: not a readable JSON file ({error})") from None
+        raise Unusable(f"{path}: not a readable JSON file ({error}); {_MAKE_IT}") from None
 
 
-def _rows(found: Any, which: str) -> dict[str, Row]:
-    if not isinstance(found, Mapping) or not {"environment", "rows"} <= set(found):
-        raise Unusable(f"the {which} file has no environment and rows; pass a benchmark's JSON")
-    rows = {row["name"]: row for row in found["rows"]}
-    if len(rows) < len(found["rows"]):
+def _write(path: Path, report: Report) -> None:
+    try:
+        write_text(path, json.dumps(report.as_dict(), indent=1) + "\n")
+    except OSError as error:
         raise Unusable(
-            f"the {which} file names a row twice, so that it is not clear which to take"
+            f"{path}: it cannot be written ({error.strerror}); pass --json another file"
+        ) from None
+
+
+def _rows(found: Any, file: str) -> dict[str, Row]:
+    """The rows by their names, each with what a comparison reads of it."""
+    held = found if isinstance(found, Mapping) else {}
+    environment, rows = held.get("environment"), held.get("rows")
+    if not (isinstance(environment, Mapping) and isinstance(rows, list)):
+        raise Unusable(f"{file}: it has no environment (an object) and rows (a list); {_MAKE_IT}")
+    turns = environment.get("versus")
+    if turns is not None and not (
+        isinstance(turns, Mapping) and _is_count(turns.get("launches")) and "run" in turns
+    ):
+        raise Unusable(
+            f"{file}: its environment's versus is {turns!r} and tells no run and launches; pass "
+            "what `dpflash bench versus` writes"
         )
-    return rows
+    named: dict[str, Row] = {}
+    for number, row in enumerate(rows):
+        lack = _lack(row)
+        if lack:
+            name = row.get("name") if isinstance(row, Mapping) else None
+            raise Unusable(f"{file}: row {name or number!r}: {lack}; {_MAKE_IT}")
+        if row["name"] in named:
+            raise Unusable(
+                f"{file}: row {row['name']!r}: it is there twice, so that it is not clear which "
+                "to take; measure again"
+            )
+        named[row["name"]] = row
+    return named
+
+
+def _lack(row: Any) -> str:
+    """What keeps a row from being one; empty where nothing does."""
+    if not isinstance(row, Mapping):
+        return f"expected an object, got {type(row).__name__}"
+    for key, kinds in _COLUMNS.items():
+        if key not in row:
+            return f"it has no {key}"
+        if not isinstance(row[key], kinds) or (isinstance(row[key], bool) and bool not in kinds):
+            return f"its {key} is {row[key]!r}"
+    for key in ("samples_ms", "ci95_ms"):
+        numbers = row.get(key) or []
+        if not (isinstance(numbers, list) and all(map(_is_number, numbers))):
+            return f"its {key} is {numbers!r}"
+    interval = row.get("ci95_ms") or []
+    if row["median_ms"] is not None and not row.get("samples_ms") and len(interval) != 2:
+        return "it has a median and neither trials nor an interval"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _NUMBER) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _broken_off(old: Row, new: Row, names: tuple[str, str], force: bool) -> list[str]:
+    """Warnings of runs that did not come to their end, of which the new one is refused."""
+    files = zip((old, new), names, strict=True)
+    texts = [f"{name}: the run was broken off" for found, name in files if not _is_whole(found)]
+    if not _is_whole(new) and not force:
+        raise Unusable(
+            f"{texts[-1]}, and what is missing may be slower; measure again, or compare what is "
+            "there with --force"
+        )
+    return texts
+
+
+def _is_whole(found: Row) -> bool:
+    return bool(found.get("complete", True))
 
 
 def _turns(found: Mapping[str, Any]) -> Any:
@@ -246,7 +347,23 @@ def _are_timed(old: Row, new: Row) -> bool:
         and old["correct"] is not False
         and old["median_ms"] is not None
         and new["median_ms"] is not None
+        and not (_bad_figures(old) or _bad_figures(new))
     )
+
+
+def _bad_figures(row: Row) -> str:
+    """Those that cannot be measurements, in words; empty where there are none."""
+    times = [row["median_ms"], *(row.get("samples_ms") or row.get("ci95_ms") or ())]
+    if row["median_ms"] is not None and not all(0 < ms < math.inf for ms in times):
+        return f"a time that is no finite number above 0 (median {row['median_ms']!r} ms)"
+    peak = row["peak_memory_mb"]
+    if peak is not None and not 0 <= peak < math.inf:
+        return f"a peak memory of {peak!r} MiB"
+    return ""
+
+
+def _milliseconds(row: Row | None) -> float | None:
+    return None if row is None or _bad_figures(row) else row["median_ms"]
 
 
 def _test(old: Row, new: Row, paired: bool, launches: int, confidence: float) -> _Test:
@@ -259,6 +376,11 @@ def _test(old: Row, new: Row, paired: bool, launches: int, confidence: float) ->
         raise Unusable(
             f"row {new['name']!r}: {len(a)} and {len(b)} trials in {launches} launches do not "
             "pair; measure both again"
+        )
+    if len(a) < 2:
+        raise Unusable(
+            f"row {new['name']!r}: one launch of one round shows no spread; measure 2 or more "
+            "rounds"
         )
     return _of_pairs(a, b, launches, confidence)
 
@@ -337,33 +459,38 @@ def _powerless(
 
 def _line(name: str, old: Row | None, new: Row | None, test: _Test | None) -> Line:
     """A line before its times are judged."""
+    plain = Line(name, "unchanged", _milliseconds(old), _milliseconds(new))
+    for row, which in ((old, "old"), (new, "new")):
+        if row is not None and _bad_figures(row):
+            note = f"the {which} file has {_bad_figures(row)}"
+            return replace(plain, verdict="fails", note=note)
+    # A wrong result is none, whatever else became of the row.
+    if (
+        new is not None
+        and new["correct"] is False
+        and (old is None or old["correct"] is not False)
+    ):
+        return replace(plain, verdict="fails", note="it is wrong now")
     if old is None:
-        return Line(name, "new", new_ms=None if new is None else new["median_ms"])
+        return replace(plain, verdict="new")
     if new is None:
         verdict = "fails" if _was_good(old) else "not comparable"
-        return Line(name, verdict, old_ms=old["median_ms"], note="missing in the new file")
-    times = {"old_ms": old["median_ms"], "new_ms": new["median_ms"]}
+        return replace(plain, verdict=verdict, note="missing in the new file")
     if old["config"] != new["config"]:
-        return Line(name, "not comparable", **times, note="its config differs")
+        return replace(plain, verdict="not comparable", note="its config differs")
     if not _was_good(old):
         note = "the old one was wrong" if old["correct"] is False else "the old one has no figures"
-        return Line(name, "not comparable", **times, note=note)
-    if new["correct"] is False:
-        return Line(name, "fails", **times, note="it is wrong now")
+        return replace(plain, verdict="not comparable", note=note)
     if old["correct"] and new["correct"] is None:
-        return Line(name, "fails", **times, note=new.get("needs") or "it is not checked any more")
+        note = new.get("needs") or "it is not checked any more"
+        return replace(plain, verdict="fails", note=note)
     if old["median_ms"] is not None and new["median_ms"] is None:
-        return Line(name, "fails", **times, note=new.get("needs") or "it has no figures any more")
+        note = new.get("needs") or "it has no figures any more"
+        return replace(plain, verdict="fails", note=note)
     if test is None:
-        return Line(name, "unchanged", **times, note="it has no times")
+        return replace(plain, note="it has no times")
     low, high = test.interval
-    return Line(
-        name,
-        "unchanged",
-        **times,
-        ratio=math.exp(test.estimate),
-        interval=(math.exp(low), math.exp(high)),
-    )
+    return replace(plain, ratio=math.exp(test.estimate), interval=(math.exp(low), math.exp(high)))
 
 
 def _was_good(row: Row) -> bool:
@@ -395,13 +522,17 @@ def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float
     if old is None or new is None or line.verdict in ("not comparable", "fails"):
         return line
     before, now = old["peak_memory_mb"], new["peak_memory_mb"]
-    if not before or now is None:
+    if before is None:
         return line
     verdict, note = line.verdict, line.note
+    if now is None:
+        if verdict != "slower":
+            verdict = "fails"
+        return replace(line, verdict=verdict, note="its peak memory is not measured any more")
     if now > before * (1 + threshold) and now > before + MOST_MORE_MIB:
         verdict = "slower, more memory" if line.verdict == "slower" else "more memory"
         note = f"{before:.0f} to {now:.0f} MiB"
-    return replace(line, verdict=verdict, note=note, memory_ratio=now / before)
+    return replace(line, verdict=verdict, note=note, memory_ratio=now / before if before else None)
 
 
 def _cells(line: Line) -> Sequence[Any]:

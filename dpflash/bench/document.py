@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def milliseconds(row: Row) -> str | None:
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
-        return f"WRONG (error {row.get('error'):.1e})"
+        return wrong(row)
     if row.get("needs"):
         return f"needs: {row['needs']}"
     if row["median_ms"] is None:
@@ -77,6 +78,15 @@ def milliseconds(row: Row) -> str | None:
     low, high = row["ci95_ms"]
     mark = f" (high variance, CV {row['cv']:.0%})" if row.get("high_variance") else ""
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
+
+
+def wrong(row: Row) -> str:
+    """How far off a row is that has no figures for it."""
+    error = row.get("error")
+    # JSON has no NaN and no infinity; they come back as None.
+    if error is None or not math.isfinite(error):
+        return "WRONG (no number)"
+    return f"WRONG (error {error:.1e})"
 
 
 def ratio(row: Row) -> str | None:
@@ -121,6 +131,10 @@ def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
             ]
             if table.note:
                 parts.append(table.note)
+    lost = [row for row in found["rows"] if row.get("failure") and not row.get("section")]
+    if lost:
+        lines = [[row["name"], row["failure"]] for row in lost]
+        parts += ["## Failed as a whole", markdown_table(("part", "failure"), lines)]
     return "\n\n".join(parts) + "\n"
 
 

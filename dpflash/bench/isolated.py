@@ -13,6 +13,11 @@ from typing import Any
 import torch
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+# A process that got as far as the function sends what it raised.
+_NO_GUARD = (
+    " and without a result. Most likely it imported the script that started it, which began to "
+    'measure again; put what the script runs under `if __name__ == "__main__":`'
+)
 
 
 class Failed(Exception):
@@ -66,7 +71,8 @@ def run_isolated(
         process.join()
         if process.exitcode == -9:
             raise OutOfMemory("the system ended it, most likely for memory") from None
-        raise Failed(f"its process ended with exit code {process.exitcode}") from None
+        why = _NO_GUARD if process.exitcode == 1 else ""
+        raise Failed(f"its process ended with exit code {process.exitcode}{why}") from None
     finally:
         process.kill()
         process.join()
@@ -85,6 +91,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
+def brief(error: Exception) -> str:
+    """An exception in a few words: its type and what it says."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def _work(
     pipe: Connection,
     function: Callable[..., Any],
@@ -98,11 +109,10 @@ def _work(
     try:
         pipe.send(("done", function(**arguments)))
     except Exception as error:
-        brief = "".join(traceback.format_exception_only(error)).strip()
         if is_out_of_memory(error):
-            pipe.send(("memory", brief.splitlines()[0]))
+            pipe.send(("memory", brief(error).splitlines()[0]))
         else:
-            pipe.send(("failed", error if _travels(error) else Failed(brief)))
+            pipe.send(("failed", error if _travels(error) else Failed(brief(error))))
     finally:
         pipe.close()
 

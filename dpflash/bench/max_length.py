@@ -19,8 +19,8 @@ from dpflash.patterns import Dilated, Pattern, SlidingWindow
 from . import results
 from .attention import DIRECTIONS
 from .attention_cases import TOLERANCES, Case, check, reference
-from .document import Chart, Table, column, config
-from .isolated import Failed, OutOfMemory, OutOfTime, run_isolated
+from .document import Chart, Table, column, config, wrong
+from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
 from .named_variants import VARIANTS, Variant
 from .peers import build_run
@@ -162,7 +162,7 @@ def make_call(call: Call) -> Taken:
 def _error(operator: str, case: Case, seed: int, backward: bool) -> float:
     small = dataclasses.replace(case, tokens=_CHECKED_TOKENS)
     inputs = small.inputs(seed)
-    expected = reference(small, *inputs, with_grads=backward)
+    expected = reference(small, *inputs, with_grads=backward, seed=seed)
     return max(check(build_run(operator, small), inputs, expected).values())
 
 
@@ -255,8 +255,11 @@ def _search_row(variant: str, direction: str, request: Request) -> Row:
     except Unsupported as reason:
         row["needs"] = str(reason)
         return row
-    except _Wrong as wrong:
-        row.update(correct=False, error=wrong.args[0])
+    except _Wrong as told:
+        row.update(correct=False, error=told.args[0])
+        return row
+    except Exception as error:
+        row.update(correct=False, failure=brief(error))
         return row
     row.update(
         max_tokens=found.tokens, failed_tokens=found.failed_tokens, stopped_by=found.stopped_by
@@ -295,8 +298,10 @@ def _searches(variant: str) -> Callable[[Request], Iterator[Row]]:
 
 
 def _shown_tokens(row: Mapping[str, Any]) -> str | None:
+    if row.get("failure"):
+        return f"FAILED: {row['failure']}"
     if row["correct"] is False:
-        return f"WRONG (error {row['error']:.1e})"
+        return wrong(row)
     if row.get("needs"):
         return f"needs: {row['needs']}"
     if row["max_tokens"] is None:

@@ -20,7 +20,7 @@ from dpflash.planner import LEVELS
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
 from .private import TOLERANCES, VOCABULARY, GradientKeeper, Task, built, clipped_sums, lm
 from .results import row
-from .suite import Comparison, Measurement, Request, Row, Subject, Suite
+from .suite import Comparison, Measurement, Request, Row, Subject, Suite, worst
 from .work import count_work
 
 # Batch, tokens, heads, head dim.
@@ -66,7 +66,15 @@ def optimize_subject(
         own()
         clipping = engine.optimization.clipping
         pairs = zip(given, clipped_sums(task, clipping), strict=True)
-        return max(float((len(x) * g - e).norm() / e.norm()) for g, e in pairs)
+        return worst(float((len(x) * g - e).norm() / e.norm()) for g, e in pairs)
+
+    asked_for = engine.optimization
+
+    def told() -> dict[str, Any]:
+        used = engine.optimization
+        # A compiler that fails says so last.
+        fell_back = used.changes[-1] if used.compiled != asked_for.compiled else None
+        return {"changes": list(used.changes), "summary": used.summary, "fell_back": fell_back}
 
     return Subject(
         step,
@@ -75,10 +83,7 @@ def optimize_subject(
         tokens=physical_batch * tokens,
         work=lambda: count_work(step),
         dtype=task.dtype,
-        figures={
-            "changes": list(engine.optimization.changes),
-            "summary": engine.optimization.summary,
-        },
+        told=told,
     )
 
 
@@ -170,7 +175,8 @@ SUITE = Suite(
     "transformer of one block over bytes (V 256, E = H D, AdamW), one training step with clipping "
     "and noise. *physical* is the batch that is timed; a larger logical batch is made of such "
     "ones. *speed-up* is over `none`, in the same rounds. Each level's sum of clipped gradients "
-    "is compared with a loop over single samples (in bfloat16 where the level computes in it).",
+    "is compared with a loop over single samples (in bfloat16 where the level computes in it). "
+    "Where torch.compile failed on the way, *fell back* says so: the row is without it.",
     plan=_plan,
     tables=[
         Table(
@@ -186,6 +192,7 @@ SUITE = Suite(
                 *FIGURES,
                 SPEEDUP,
                 *ROOFS,
+                column("fell_back", "fell back"),
                 *CORRECT,
             ],
         ),

@@ -287,7 +287,8 @@ def _own_tables(device: str, files: Files, reports: Iterable[Report], page: Path
 # What a recommendation reads of a file.
 _ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
 _COLUMNS = (
-    *("name", "section", "config", "pattern_key", "operator", "median_ms", "peak_memory_mb"),
+    *("name", "section", "config", "pattern_key", "operator", "correct"),
+    *("median_ms", "peak_memory_mb"),
     *("what", "baseline", "sparsity", "difference", "difference_ci95", "relative_difference"),
 )
 

@@ -24,7 +24,7 @@ from dpflash.clipping import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.nn import LongContextLM, MultiheadAttention
 
-from .suite import Subject, Unsupported
+from .suite import Subject, Unsupported, worst
 from .timing import Step
 from .work import Work, attention_flops, count_work
 
@@ -201,7 +201,7 @@ def gradient_error(task: Task, provider: str) -> float:
     make_training(task, provider, noise_multiplier=0.0, optimize=keep).step()
     expected = clipped_sums(task, clipping_of(provider))
     pairs = zip(given, expected, strict=True)
-    return max(float((task.batch * g - e).norm() / e.norm()) for g, e in pairs)
+    return worst(float((task.batch * g - e).norm() / e.norm()) for g, e in pairs)
 
 
 def clipping_of(provider: str) -> str | None:

@@ -35,15 +35,25 @@ from .private_scaling import (
     optimal_batch,
     overhead,
 )
-from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs, of_section
+from .suite import (
+    Comparison,
+    Measurement,
+    Request,
+    Row,
+    Subject,
+    Suite,
+    needs,
+    of_section,
+    worst,
+)
 
 AUTO = "dpflash-flat-auto"
 ALONE = ("secure-noise-alone", "torch-noise-alone", "copy-alone")
-# Of a step; what is not installed, and why.
+# Of a step; why it is not measured. They are not looked for.
 ABSENT = {
-    "opacus-flash_fuse": "the fork of Opacus that has this mode, in place of the package",
-    "fastDP": "fastDP of github.com/awslabs/fast-differential-privacy, which is not installed",
-    "jax_privacy": "JAX and a model written for it; jax_privacy takes no model of torch",
+    "opacus-flash_fuse": "not measured here: it takes a fork of Opacus in place of the package",
+    "fastDP": "not measured here: fastDP of github.com/awslabs/fast-differential-privacy",
+    "jax_privacy": "not measured here: it takes a model written for JAX, and none of torch",
 }
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 
@@ -145,7 +155,7 @@ def noise_subject(
         step()
         if provider == "copy-alone":
             pairs = zip(copies, sums, strict=True)
-            return max(float((one - other).abs().max()) for one, other in pairs)
+            return worst(float((one - other).abs().max()) for one, other in pairs)
         return _off_standard_normal([total - old for total, old in zip(sums, before, strict=True)])
 
     return Subject(step, error, _NO_COPY_ERROR if provider == "copy-alone" else _NOISE_TOLERANCE)
@@ -250,7 +260,7 @@ def epsilon_subject(
 
 def _off_standard_normal(noise: Sequence[Tensor]) -> float:
     values = torch.cat([one.flatten() for one in noise]).double()
-    return max(abs(float(values.mean())), abs(float(values.std()) - 1))
+    return worst((abs(float(values.mean())), abs(float(values.std()) - 1)))
 
 
 def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequence[Row]]]:

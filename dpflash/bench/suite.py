@@ -7,9 +7,10 @@ reason. The JSON is written again after each comparison, so that nothing is lost
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from dpflash.ceilings import Ceilings
 from . import results
 from .document import Chart, Table, draw, markdown
 from .environment import environment
-from .isolated import OutOfMemory, OutOfTime, is_out_of_memory, run_isolated
+from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated
 from .memory import device_memory, peak_growth
 from .roofline import measured_roofs, place_under_roofs
 from .timing import FULL, QUICK, Effort, Step, Stopwatch, speedup, summarize, time_steps
@@ -56,6 +57,7 @@ class Subject:
         work: of one call, where it is known.
         dtype: of its products, for the roofs.
         figures: further columns of its row.
+        told: further columns that only its calls tell; read after the last one.
     """
 
     step: Step
@@ -65,6 +67,7 @@ class Subject:
     work: Callable[[], Work] | None = None
     dtype: str = "float32"
     figures: Mapping[str, Any] = field(default_factory=dict)
+    told: Callable[[], Mapping[str, Any]] = dict
 
 
 # Makes a subject from device, seed and a measurement's config, all by keyword.
@@ -218,20 +221,53 @@ def _run(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
         disable=not request.has_progress,
         file=sys.stderr,
     ) as bar:
-        for item in plan:
+        for number, item in enumerate(plan):
             if isinstance(item, Comparison):
                 bench = _Bench(request, stopwatch, roofs, folder / "traces", bar.set_postfix_str)
                 found["rows"] += bench.rows(item)
             else:
-                found["rows"] += item(request)
+                name = f"{getattr(item, '__name__', type(item).__name__)}/{number}"
+                _append(found["rows"], name, functools.partial(item, request))
             results.write_json(path, found)
             bar.update()
-    found["rows"] += suite.derive(found["rows"])
+    measured = tuple(found["rows"])
+    _append(found["rows"], "derived", lambda: suite.derive(measured))
     found["complete"] = True
     results.write_json(path, found)
     results.write_text(path.with_suffix(".md"), markdown(suite, found))
     results.write_picture(path.with_suffix(".png"), draw(suite, found))
     return found
+
+
+def _append(rows: list[Row], name: str, make: Callable[[], Iterable[Row]]) -> None:
+    """Appends what is made; where that raises, a row of this name that says so."""
+    try:
+        for row in make():
+            rows.append(row)
+    except Exception as error:
+        rows.append(results.row(name, {}))
+        _refuse(rows[-1], error)
+
+
+def _refuse(row: Row, error: Exception) -> None:
+    """Writes into a row why it has no figures: what it needs, or that it failed."""
+    if isinstance(error, Unsupported | OutOfMemory | OutOfTime):
+        row["needs"] = str(error)
+    elif is_out_of_memory(error):
+        row["needs"] = f"more memory: {str(error).splitlines()[0]}"
+    else:
+        # What else was asked for must not be lost.
+        row.update(correct=False, failure=brief(error))
+
+
+def has_figures(found: Mapping[str, Any]) -> bool:
+    """Whether anything was measured, and was right."""
+    return any(row["correct"] is True or row["median_ms"] is not None for row in found["rows"])
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest of some errors, at least one; infinite where one is no finite number."""
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def wrong_rows(found: Mapping[str, Any]) -> list[str]:
@@ -269,17 +305,10 @@ class _Bench:
             peak = self._probed(measurement)
             subject = self._build(measurement)
             row.update(subject.figures, error=subject.error())
+            # Not of an error that is NaN.
             row["correct"] = row["error"] <= subject.tolerance
-        except (Unsupported, OutOfMemory, OutOfTime) as reason:
-            row["needs"] = str(reason)
-            return None
         except Exception as error:
-            if is_out_of_memory(error):
-                row["needs"] = f"more memory: {str(error).splitlines()[0]}"
-            else:
-                # What else was asked for must not be lost.
-                brief = "".join(traceback.format_exception_only(error)).strip()
-                row.update(correct=False, failure=brief)
+            _refuse(row, error)
             return None
         if not row["correct"]:
             return None
@@ -333,27 +362,51 @@ class _Bench:
             return
         self.say(f"{comparison.measurements[0].name} and {len(subjects) - 1} more, timed")
         steps = {name: subject.step for name, subject in subjects.items()}
-        seconds = time_steps(steps, effort=self.request.calls, stopwatch=self.stopwatch)
-        capacity = device_memory(self.request.where)
+        failed: dict[Step, Exception] = {}
+
+        def stopwatch(step: Step) -> float:
+            if step not in failed:
+                try:
+                    return self.stopwatch(step)
+                except Exception as error:
+                    failed[step] = error
+            return math.nan
+
+        seconds = time_steps(steps, effort=self.request.calls, stopwatch=stopwatch)
+        figures: dict[str, Row] = {}
         for name, subject in subjects.items():
-            row, own = rows[name], seconds[name]
-            row.update(summarize(own).as_row(), samples_ms=[1e3 * one for one in own])
-            median = row["median_ms"] / 1e3
-            if subject.tokens is not None:
-                row["tokens_per_s"] = subject.tokens / median
-            if subject.work is not None:
-                share = row["peak_memory_mb"] and row["peak_memory_mb"] / capacity
-                work = subject.work()
-                row.update(place_under_roofs(work, median, self.roofs, subject.dtype, share))
-            if comparison.baseline in subjects and comparison.baseline != name:
-                over = speedup(own, seconds[comparison.baseline])
-                row.update(
+            try:
+                if subject.step in failed:
+                    raise failed[subject.step]
+                figures[name] = self._figures(name, subject, seconds[name], rows[name])
+            except Exception as error:
+                rows[name].update(correct=None, peak_memory_mb=None)
+                _refuse(rows[name], error)
+        for name, own in figures.items():
+            rows[name].update(own)
+            if comparison.baseline in figures and comparison.baseline != name:
+                over = speedup(seconds[name], seconds[comparison.baseline])
+                rows[name].update(
                     baseline=comparison.baseline,
                     speedup=over.median,
                     speedup_ci95=list(over.ci95),
                 )
-            if self.request.traces:
-                trace_call(subject.step, self.traces / f"{name.replace('/', '_')}.json")
+
+    def _figures(self, name: str, subject: Subject, seconds: Sequence[float], row: Row) -> Row:
+        """The columns of what was timed."""
+        found = {**summarize(seconds).as_row(), "samples_ms": [1e3 * one for one in seconds]}
+        median = found["median_ms"] / 1e3
+        if subject.tokens is not None:
+            found["tokens_per_s"] = subject.tokens / median
+        if subject.work is not None:
+            capacity = device_memory(self.request.where)
+            share = row["peak_memory_mb"] and row["peak_memory_mb"] / capacity
+            found.update(
+                place_under_roofs(subject.work(), median, self.roofs, subject.dtype, share)
+            )
+        if self.request.traces:
+            trace_call(subject.step, self.traces / f"{name.replace('/', '_')}.json")
+        return {**found, **subject.told()}
 
     def _collect(self) -> None:
         gc.collect()

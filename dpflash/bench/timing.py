@@ -150,7 +150,7 @@ def time_steps(
     steps: Mapping[str, Step],
     *,
     effort: Effort,
-    stopwatch: Stopwatch,
+    stopwatch: Callable[[Step], float],
     before: Step = lambda: None,
     after_round: Step = lambda: None,
 ) -> dict[str, list[float]]:

@@ -87,6 +87,8 @@ def run_versus(
     launches = usual[0] if launches is None else launches
     rounds = usual[1] if rounds is None else rounds
     _validate.positive_int(launches=launches, rounds=rounds)
+    if launches * rounds < 2:
+        raise ValueError("launches=1, rounds=1: one trial shows no spread; pass 2 or more rounds")
     unknown = [name for name in names if name not in JOBS]
     if unknown or not names:
         raise ValueError(f"names={unknown or names}: expected some of {', '.join(JOBS)}")
@@ -114,7 +116,9 @@ def _measure(
     rows: dict[str, dict[str, Row]] = {side: {} for side in trees}
     with ExitStack() as stack:
         workers = {
-            side: stack.enter_context(_Worker(tree, harness, scratch / f"{side}.txt"))
+            side: stack.enter_context(
+                _Worker(tree, harness, scratch / f"{side}.txt", checkouts[side])
+            )
             for side, tree in trees.items()
         }
         for launch in tqdm(
@@ -154,10 +158,11 @@ def _copy_harness(folder: Path) -> Path:
 
 def _copy_sources(checkout: Path, folder: Path) -> Path:
     """One tree of the three packages that the checkout maps to dpflash."""
-    missing = [name for name in ("dpflash", *_HOUSES) if not (checkout / name).is_dir()]
+    packages = [f"{name}/__init__.py" for name in ("dpflash", *_HOUSES)]
+    missing = [file for file in packages if not (checkout / file).is_file()]
     if missing:
         raise ValueError(
-            f"{os.fspath(checkout)!r} has no folder {missing[0]!r}; pass a checkout of dpflash"
+            f"{os.fspath(checkout)!r} has no {missing[0]!r}; pass a checkout of dpflash"
         )
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(checkout / "dpflash", folder / "dpflash", ignore=ignored)
@@ -228,8 +233,8 @@ def _finished(row: Row) -> Row:
 class _Worker:
     """The process of a checkout, used in a `with` block."""
 
-    def __init__(self, tree: Path, harness: Path, log: Path) -> None:
-        self._log = log
+    def __init__(self, tree: Path, harness: Path, log: Path, checkout: Path) -> None:
+        self._log, self._checkout = log, checkout
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "versus_harness.worker"],
@@ -279,7 +284,10 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         said = self._log.read_text(errors="replace").strip()
-        raise WorkerError(f"the process of {self._tree.name} ended: {said[-2000:]}")
+        raise WorkerError(
+            f"the process of {self._tree.name} ended: {said[-2000:]}; mend "
+            f"{os.fspath(self._checkout)!r} or pass a checkout of dpflash that runs"
+        )
 
 
 def main() -> int:

@@ -160,7 +160,9 @@ def epsilon_query(accountant: str, phases: int, steps: int) -> Job:
 
 def _furthest(found: list[Tensor], right: list[Tensor]) -> float:
     pairs = zip(found, right, strict=True)
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    # max(1.0, nan) is 1.0.
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 _HEADS = {"heads": 4, "head_dim": 64}

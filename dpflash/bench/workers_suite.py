@@ -225,7 +225,7 @@ SUITE = Suite(
             "Samples dealt out: strong scaling",
             _FIGURES,
             "A task of the report is a step here. Reported elsewhere: 0.9 to 11.5 tasks/s with 1 "
-            "to 16 workers, of threads that sleep.",
+            "to 16 workers, of threads that wait.",
         ),
         Table(
             CONTEXT,

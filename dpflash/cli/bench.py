@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,8 +77,9 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
 
 
 def _run_suites(args: argparse.Namespace) -> int:
-    from dpflash.bench.results import make_folder
-    from dpflash.bench.suite import Request, run_suite, wrong_rows
+    from dpflash.bench.isolated import brief
+    from dpflash.bench.results import make_folder, require_drawing
+    from dpflash.bench.suite import Request, has_figures, run_suite, wrong_rows
     from dpflash.bench.suites import suite_named
 
     request = Request(
@@ -88,10 +90,21 @@ def _run_suites(args: argparse.Namespace) -> int:
         max_seconds=args.max_seconds,
         traces=args.traces,
     )
+    require_drawing()
     folder = make_folder(args.out)
     wrong: list[str] = []
     for name in args.suites:
-        wrong += wrong_rows(run_suite(suite_named(name), request, folder))
+        try:
+            found = run_suite(suite_named(name), request, folder)
+        except Exception as error:
+            # The suites after it are asked for too.
+            traceback.print_exc()
+            print(f"dpflash: error: bench {name} broke off: {brief(error)}", file=sys.stderr)
+            wrong.append(f"all of {name}")
+            continue
+        wrong += wrong_rows(found)
+        if not has_figures(found):
+            print(f"dpflash: bench {name} measured nothing here", file=sys.stderr)
         path = folder / name
         print(f"written to {path}.json, {path}.md and {path}.png", flush=True)
     if wrong:

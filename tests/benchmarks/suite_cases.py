@@ -1,5 +1,6 @@
 """What the toy benchmark of `test_suite.py` measures; other processes import it."""
 
+import math
 import os
 
 import torch
@@ -22,19 +23,30 @@ def product(*, device, seed, size, kind="right"):
 
     def step():
         calls.append(kind)
+        # Not in the two calls that are probed.
+        if kind == "late" and len(calls) > 3:
+            raise ArithmeticError("a bug in the fourth call")
+        if kind == "interrupted" and len(calls) > 3:
+            raise KeyboardInterrupt
         return left @ right
 
     def error():
         assert not calls, "timed before it was checked"
-        return 1.0 if kind == "wrong" else 0.0
+        return {"wrong": 1.0, "nan": math.nan}.get(kind, 0.0)
+
+    def count():
+        if kind == "uncounted":
+            raise ArithmeticError("a bug in the count")
+        return work.count_work(step)
 
     return Subject(
         step,
         error,
         1e-6,
         tokens=size,
-        work=lambda: work.count_work(step),
+        work=count,
         figures={"kind": kind},
+        told=lambda: {"calls": len(calls)},
     )
 
 

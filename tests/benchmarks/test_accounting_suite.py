@@ -40,6 +40,16 @@ def test_an_epsilon_below_what_is_certain_is_told_with_its_shortfall(provider, m
     assert subject.error() == pytest.approx(0.1) and subject.error() > subject.tolerance
 
 
+def test_an_infinite_epsilon_is_right_only_where_the_truth_is(monkeypatch):
+    assert accounting._shortfall(math.inf, 1.0) == math.inf
+    assert accounting._shortfall(math.inf, 0.0) == math.inf
+    assert accounting._shortfall(math.inf, math.inf) == 0.0
+    assert accounting._shortfall(1.0, math.inf) == 1.0
+    monkeypatch.setattr(accounting, "epsilon", lambda *_: math.inf)
+    subject = accounting.query(provider="rdp", warm=False, **QUERY)
+    assert not subject.error() <= subject.tolerance
+
+
 def test_no_accountant_is_judged_by_its_own_lower_end(monkeypatch):
     asked = []
     real = accounting._lower_end
@@ -114,10 +124,12 @@ def test_the_summary_of_a_table_counts_what_is_below_the_truth():
     found = accounting.summary(answers, [1.0] * 6)
     counted = ("answers", "infinite_or_nan", "late", "refused", "below_truth")
     assert [found[key] for key in counted] == [3, 1, 1, 1, 1]
-    assert found["correct"] is False and found["error"] == pytest.approx(0.2)
+    assert found["correct"] is False and found["error"] == math.inf
     assert found["greatest_error"] == pytest.approx(0.2)
     assert found["median_error"] == pytest.approx(0.1)
-    assert accounting.summary([1.0, math.inf], [1.0, 1.0])["correct"] is True
+    assert accounting.summary([1.0, 0.8], [1.0, 1.0])["error"] == pytest.approx(0.2)
+    assert accounting.summary([1.0, math.inf], [1.0, 1.0])["correct"] is False
+    assert accounting.summary([1.0, math.inf], [1.0, math.inf])["correct"] is True
     assert accounting.summary([math.nan], [1.0])["correct"] is False
     assert accounting.summary(["more memory"], [1.0])["correct"] is None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpflash import patterns
-from dpflash.bench import attention_cases
+from dpflash.bench import attention, attention_cases
 from dpflash.bench.attention_cases import (
     Case,
     band_error,
@@ -115,6 +115,122 @@ def test_a_wrong_row_or_nan_is_an_error_of_the_check():
     assert band_error(late, expected) > 0.1
     late[4000] = math.nan
     assert band_error(late, expected) == math.inf
+
+
+def altered(case, change):
+    """The library's operator with another output or gradients."""
+    run = build_run("dpflash", case)
+
+    class Altered(torch.autograd.Function):
+        @staticmethod
+        def forward(context, q, k, v):
+            context.save_for_backward(q, k, v)
+            o = run(q.detach(), k.detach(), v.detach()).clone()
+            change("o", o)
+            return o
+
+        @staticmethod
+        def backward(context, do):
+            leaves = [x.detach().requires_grad_() for x in context.saved_tensors]
+            with torch.enable_grad():
+                grads = torch.autograd.grad(run(*leaves), leaves, do)
+            grads = [grad.clone() for grad in grads]
+            for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                change(name, grad)
+            return tuple(grads)
+
+    return Altered.apply
+
+
+@pytest.mark.parametrize("which", ["o", "dq", "dk", "dv"])
+@pytest.mark.parametrize("sample", [0, 1, 2])
+@pytest.mark.parametrize("head", [0, 1])
+def test_what_is_wrong_in_one_sample_and_head_is_found(which, sample, head):
+    case = case_of(patterns.Dense(causal=True), tokens=96, batch=3, heads=2)
+
+    def change(name, x):
+        if name == which:
+            x[sample, head] *= 1.5
+
+    errors = errors_of(case, altered(case, change))
+    assert errors.pop(which) > 0.4
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("which", ["o", "dq", "dk", "dv"])
+def test_what_is_no_number_is_found_beyond_what_is_checked(which, monkeypatch):
+    monkeypatch.setattr(attention_cases, "CHECKED_SCORES", 0)
+    monkeypatch.setattr(attention_cases, "CHECKED_TOKENS", 0)
+    case = case_of(patterns.Dense(causal=True), tokens=128, batch=2, heads=4)
+    assert (1, 0) not in case.checked_pairs()
+    row = next(row for row in range(128) if row not in case.checked_rows())
+
+    def change(name, x):
+        if name == which:
+            x[1, 0, row, 3] = math.nan
+
+    errors = errors_of(case, altered(case, change))
+    assert errors.pop(which) == math.inf
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (4, 4), (2, 8), (3, 2), (8, 1)])
+def test_each_sample_and_each_head_is_checked_and_all_pairs_of_what_is_small(
+    batch, heads, monkeypatch
+):
+    case = case_of(patterns.Dense(), batch=batch, heads=heads)
+    pairs = case.checked_pairs()
+    assert len(set(pairs)) == len(pairs) == batch * heads
+    monkeypatch.setattr(attention_cases, "CHECKED_SCORES", batch * heads * TOKENS**2)
+    assert case.checked_pairs() == pairs
+    monkeypatch.setattr(attention_cases, "CHECKED_SCORES", batch * heads * TOKENS**2 - 1)
+    pairs = case.checked_pairs()
+    assert len(set(pairs)) == len(pairs) == max(batch, heads)
+    assert {sample for sample, _ in pairs} == set(range(batch))
+    assert {head for _, head in pairs} == set(range(heads))
+
+
+def test_rows_are_drawn_from_each_part_of_a_long_sequence_by_the_seed():
+    case = case_of(patterns.Dense(), tokens=4096)
+    drawn = [case.checked_rows(seed).tolist() for seed in range(3)]
+    for rows in drawn:
+        assert [row // 64 for row in rows] == list(range(64))
+    assert drawn[0] != drawn[1] != drawn[2]
+    assert drawn[0] == case.checked_rows(0).tolist()
+    uneven = case_of(patterns.Dense(), tokens=5001).checked_rows(1).tolist()
+    assert len(set(uneven)) == 64 and max(uneven) <= 5000
+
+
+@pytest.mark.parametrize("name", ["dilated", "adaptive"])
+def test_another_seed_draws_other_rows_and_they_agree_too(name, monkeypatch):
+    monkeypatch.setattr(attention_cases, "CHECKED_TOKENS", 0)
+    adaptive = patterns.Adaptive(block_size=32, keep=3, causal=True)
+    case = case_of(adaptive if name == "adaptive" else FIXED[name](True))
+    inputs = case.inputs(0)
+    one, other = (reference(case, *inputs, with_grads=True, seed=seed) for seed in (0, 1))
+    assert not torch.equal(one.rows, other.rows)
+    assert max(check(build_run("dpflash", case), inputs, other).values()) < 1e-5
+
+
+@pytest.mark.parametrize("sample", [0, 1, 2])
+@pytest.mark.parametrize("direction", attention.DIRECTIONS)
+def test_a_module_that_is_wrong_in_one_sample_is_found(sample, direction, monkeypatch):
+    class Wrong(attention.MultiheadAttention):
+        def forward(self, query, key, value, **given):
+            output, weights = super().forward(query, key, value, **given)
+            factor = torch.ones(3, 1, 1)
+            factor[sample] = 1.5
+            altered = output * factor
+            # The right output with a wrong gradient, where there is one.
+            return altered + (output - altered).detach() * output.requires_grad, weights
+
+    arguments = {"variant": "MultiheadDilatedAttention", "tokens": 128, "batch": 3, "heads": 2}
+    arguments |= {"head_dim": 16, "dtype": "float32", "causal": True, "device": "cpu", "seed": 1}
+    right = attention.attention_subject(direction=direction, **arguments)
+    assert right.error() <= right.tolerance and right.figures["checked_pairs"] == 6
+    monkeypatch.setattr(attention, "MultiheadAttention", Wrong)
+    wrong = attention.attention_subject(direction=direction, **arguments)
+    assert wrong.error() > 100 * wrong.tolerance
 
 
 def test_documents_fill_the_sequence_and_are_the_same_each_time():

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import re
 
 import numpy as np
 import pytest
@@ -22,6 +24,9 @@ def timed(name, samples_ms, config=None, **columns):
 def drawn(seed, median=20.0, trials=20, noise=0.02):
     generator = np.random.default_rng(seed)
     return list(median * np.exp(noise * generator.standard_normal(trials)))
+
+
+SAME = timed("same", [1.0, 1.1, 1.2])
 
 
 def file(*rows, **environment):
@@ -160,10 +165,10 @@ def test_what_had_no_figures_or_another_config_is_not_compared():
         row("a", {"size": 1}, needs="a GPU"),
         row("a", {"size": 1}, correct=False),
     ):
-        report = compare(file(old), file(slow))
+        report = compare(file(old, SAME), file(slow, SAME))
         assert verdict(report).verdict == "not comparable" and report.exit_code == 0
         assert verdict(report).note
-    report = compare(file(), file(slow))
+    report = compare(file(SAME), file(slow, SAME))
     assert verdict(report).verdict == "new" and report.exit_code == 0
 
 
@@ -232,3 +237,120 @@ def test_files_that_contradict_themselves_are_refused():
     shorter["rows"][0]["samples_ms"].pop()
     with pytest.raises(Unusable, match="do not pair"):
         compare(old, shorter)
+
+
+def test_a_wrong_row_fails_though_its_config_changed_or_it_is_new():
+    wrong = timed("a", drawn(1), config={"size": 2}, correct=False)
+    for old in (file(timed("a", drawn(1))), file(SAME)):
+        report = compare(old, file(wrong, SAME))
+        assert verdict(report).verdict == "fails" and report.exit_code == 1
+        assert "wrong" in verdict(report).note
+    still = compare(file(timed("a", drawn(1), correct=False), SAME), file(wrong, SAME))
+    assert verdict(still).verdict == "not comparable"
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"median_ms": math.nan},
+        {"median_ms": math.inf},
+        {"median_ms": 0.0, "samples_ms": [], "ci95_ms": [0.0, 0.0]},
+        {"samples_ms": [math.nan] * 20},
+        {"samples_ms": [math.nan, *drawn(1, trials=19)]},
+        {"samples_ms": [0.0] * 20},
+        {"samples_ms": [], "ci95_ms": [-1.0, 2.0]},
+        {"peak_memory_mb": math.nan},
+        {"peak_memory_mb": -1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("which", ["old", "new"])
+def test_figures_that_cannot_be_measurements_fail(figures, which):
+    good, bad = timed("a", drawn(1)), {**timed("a", drawn(2)), **figures}
+    pair = (bad, good) if which == "old" else (good, bad)
+    report = compare(*map(file, pair))
+    assert verdict(report).verdict == "fails" and report.exit_code == 1
+    assert f"the {which} file has a" in verdict(report).note
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_a_run_that_was_broken_off_is_refused_as_the_new_one_and_told_as_the_old_one():
+    whole = file(timed("a", drawn(1)))
+    broken = {**whole, "complete": False}
+    with pytest.raises(Unusable, match=r"the new file: the run was broken off.*--force"):
+        compare(whole, broken)
+    forced = compare(whole, broken, force=True)
+    assert "the new file: the run was broken off" in forced.warnings
+    assert "the old file: the run was broken off" in compare(broken, whole).warnings
+
+
+def test_files_without_a_row_that_can_be_compared_are_refused():
+    timed_one, needed = timed("a", drawn(1)), row("a", {"size": 1}, needs="a GPU")
+    other = timed("a", drawn(1), config={"size": 2})
+    for old, new in (([], []), ([], [timed_one]), ([needed], [needed]), ([timed_one], [other])):
+        with pytest.raises(Unusable, match="no row can be compared"):
+            compare(file(*old), file(*new), force=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [(0.0, 5000.0, "more memory"), (0.0, 4.0, "unchanged"), (10.0, None, "fails")],
+)
+def test_memory_that_was_nothing_or_is_no_longer_measured_is_judged(before, now, expected):
+    old, new = (file(timed("a", drawn(1), peak_memory_mb=peak)) for peak in (before, now))
+    report = compare(old, new)
+    assert verdict(report).verdict == expected
+    assert report.exit_code == (expected != "unchanged")
+    assert verdict(report).memory_ratio is None
+
+
+def test_lost_memory_hides_no_slowdown():
+    old = file(timed("a", drawn(1), peak_memory_mb=10.0))
+    report = compare(old, file(timed("a", drawn(2, median=40.0))))
+    assert verdict(report).verdict == "slower" and "memory" in verdict(report).note
+
+
+def test_one_launch_of_one_round_is_refused():
+    with pytest.raises(Unusable, match="row 'a': one launch of one round"):
+        compare(*turns([20.0], [40.0], launches=1))
+    assert compare(*turns([20.0, 20.1], [40.0, 40.1], launches=1)).exit_code == 1
+
+
+def _without(key):
+    return {name: value for name, value in timed("a", [1.0, 1.1]).items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "it has no environment"),
+        ({"environment": DEVICE, "rows": None}, "it has no environment .* and rows"),
+        ({"environment": None, "rows": []}, "it has no environment"),
+        ({"environment": DEVICE, "rows": ["a"]}, "row 0: expected an object, got str"),
+        (file(_without("name")), "row 0: it has no name"),
+        (file(_without("config")), "row 'a': it has no config"),
+        (file(_without("median_ms")), "row 'a': it has no median_ms"),
+        (file(_without("correct")), "row 'a': it has no correct"),
+        (file({**SAME, "median_ms": "1"}), "row 'same': its median_ms is '1'"),
+        (file({**SAME, "median_ms": True}), "row 'same': its median_ms is True"),
+        (file({**SAME, "samples_ms": ["x"]}), "row 'same': its samples_ms is"),
+        (file({**SAME, "samples_ms": [], "ci95_ms": None}), "neither trials nor an interval"),
+        (file(SAME, versus={"run": "r"}), "tells no run and launches"),
+        (file(SAME, versus={"run": "r", "launches": 0}), "tells no run and launches"),
+    ],
+)
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_malformed_file_ends_with_two_and_says_where(content, message, is_old, tmp_path, capsys):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(file(SAME)))
+    bad.write_text(json.dumps(content))
+    assert run_compare(*((bad, good) if is_old else (good, bad))) == 2
+    told = capsys.readouterr().err
+    assert re.search(f"{re.escape(str(bad))}: .*{message}", told), told
+
+
+def test_verdicts_that_cannot_be_written_end_with_two(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(file(SAME)))
+    assert run_compare(path, path, json_path=tmp_path / "none" / "x.json") == 2
+    assert "pass --json another file" in capsys.readouterr().err

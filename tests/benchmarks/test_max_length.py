@@ -128,7 +128,23 @@ def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
 def test_a_wrong_variant_has_no_length(monkeypatch, error):
     row = searched(monkeypatch, lambda call: Taken(error, 0.1, 1.0))
     assert row["correct"] is False and "max_tokens" not in row
-    assert "WRONG" in dict(SUITE.tables[0].columns)["longest T"](row)
+    shown = "error 2.0e-04" if math.isfinite(error) else "no number"
+    cell = dict(SUITE.tables[0].columns)["longest T"]
+    assert cell(row) == f"WRONG ({shown})"
+    if not math.isfinite(error):
+        assert cell({**row, "error": None}) == cell(row)
+
+
+def test_a_call_that_raises_is_a_row_that_failed(monkeypatch):
+    def answer(call):
+        if call.tokens > 2000:
+            raise ArithmeticError("a bug")
+        return Taken(1e-6, 0.1, 1.0)
+
+    row = searched(monkeypatch, answer)
+    assert row["correct"] is False and row["failure"] == "ArithmeticError: a bug"
+    assert "max_tokens" not in row
+    assert "FAILED: ArithmeticError" in dict(SUITE.tables[0].columns)["longest T"](row)
 
 
 def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):

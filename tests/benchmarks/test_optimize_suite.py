@@ -1,7 +1,11 @@
 """The optimization levels as the benchmark measures them."""
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from dpflash import optimization
 from dpflash.bench import optimize
 from dpflash.bench.results import row
 from dpflash.bench.suite import Request
@@ -17,13 +21,44 @@ def test_a_level_is_measured_on_what_a_loop_over_samples_confirms(level):
     assert (subject.dtype == "bfloat16") == (level == "balanced")
     assert subject.tokens == 72
     subject.step()
-    assert any(change.startswith("privacy") for change in subject.figures["changes"])
+    assert any(change.startswith("privacy") for change in subject.told()["changes"])
+    assert subject.told()["fell_back"] is None
 
 
 def test_a_sum_that_is_not_clipped_is_told(monkeypatch):
     subject = optimize.optimize_subject(level="conservative", device="cpu", seed=0, **TINY)
     monkeypatch.setattr(optimize, "_MAX_GRAD_NORM", 1e6)
     assert subject.error() > 0.1
+
+
+def test_a_gradient_that_is_no_number_is_infinitely_wrong(monkeypatch):
+    real = optimize.GradientKeeper.step
+
+    def poison(keeper, closure=None):
+        real(keeper)
+        keeper._given[-1].fill_(math.nan)
+
+    monkeypatch.setattr(optimize.GradientKeeper, "step", poison)
+    subject = optimize.optimize_subject(level="conservative", device="cpu", seed=0, **TINY)
+    assert subject.error() == math.inf
+
+
+def test_a_row_whose_compiler_failed_says_so_and_is_the_eager_one(monkeypatch):
+    def fails(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(optimization, "_BACKEND", fails)
+    monkeypatch.setattr(optimization, "_missing_compiler", lambda device: None)
+    subject = optimize.optimize_subject(level="aggressive", device="cpu", seed=0, **TINY)
+    assert "torch.compile" in subject.told()["summary"] and subject.told()["fell_back"] is None
+    with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
+        subject.step()
+    told = subject.told()
+    assert "torch.compile" not in told["summary"]
+    assert "no such instruction" in told["fell_back"] and told["fell_back"] in told["changes"]
+    cells = dict(optimize.SUITE.tables[0].columns)
+    assert "no such instruction" in cells["fell back"](told)
 
 
 def test_every_level_takes_turns_with_none_on_every_workload_of_the_report():

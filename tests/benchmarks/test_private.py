@@ -1,5 +1,6 @@
 """The private steps that are measured: they are right, wrong ones are seen, and their work."""
 
+import math
 import warnings
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_provider_that_forgets_a_sample_is_seen(monkeypatch):
         lambda task, clipping: [2 / 3 * total for total in expected(task, clipping)],
     )
     assert gradient_error(task, "dpflash-flat-auto") == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_is_infinitely_wrong(monkeypatch, place, bad):
+    real = private.GradientKeeper.step
+
+    def poison(keeper, closure=None):
+        real(keeper)
+        keeper._given[place].view(-1)[0] = bad
+
+    monkeypatch.setattr(private.GradientKeeper, "step", poison)
+    assert gradient_error(attention_task(), "dpflash-flat-auto") == math.inf
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])

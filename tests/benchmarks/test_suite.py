@@ -1,15 +1,17 @@
 """What every benchmark rests on: checks before figures, turns, limits, and nothing lost."""
 
+import dataclasses
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpflash.bench import isolated, memory, roofline, timing, trace, work
+from dpflash.bench import isolated, memory, roofline, timing, trace, versus_worker, work
 from dpflash.bench.document import FIGURES, SPEEDUP, Chart, Table, column, config, milliseconds
 from dpflash.bench.results import row
 from dpflash.bench.suite import (
@@ -19,9 +21,11 @@ from dpflash.bench.suite import (
     Suite,
     needs,
     run_suite,
+    worst,
     wrong_rows,
 )
 from dpflash.ceilings import Ceilings
+from dpflash.cli import main
 from dpflash.patterns import Dense
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -136,16 +140,144 @@ def test_a_row_that_takes_too_long_is_left_out(tmp_path):
     assert found["rows"][0]["median_ms"] is None
 
 
-def test_a_bug_ends_the_run_and_what_was_measured_before_is_kept(tmp_path):
+def bug(request):
+    yield needs("half", {}, "a friend", section="products")
+    raise ArithmeticError("a bug")
+
+
+def test_a_bug_in_a_part_of_the_plan_is_a_row_and_the_others_are_measured(tmp_path):
+    def derive(rows):
+        raise LookupError("another")
+
+    first, last = (Comparison([measurement(name)]) for name in ("first", "last"))
+    found = run(toy(first, bug, last, derive=derive), tmp_path)
+    held = json.loads((tmp_path / "toy.json").read_text())
+    names = [entry["name"] for entry in held["rows"]]
+    assert names == ["first", "half", "bug/1", "last", "derived"] and held["complete"]
+    assert held["rows"][2]["failure"] == "ArithmeticError: a bug"
+    assert held["rows"][3]["median_ms"] > 0
+    assert wrong_rows(found) == ["bug/1", "derived"]
+    page = (tmp_path / "toy.md").read_text()
+    assert "ArithmeticError: a bug" in page and "LookupError: another" in page
+    assert (tmp_path / "toy.png").exists()
+
+
+@pytest.mark.parametrize("kind", ["late", "uncounted"])
+def test_what_fails_while_it_is_timed_has_no_figures_and_the_others_have(tmp_path, kind):
+    measurements = [measurement("base", kind=kind), measurement("right"), measurement("other")]
+    found = run(toy(Comparison(measurements, baseline="base")), tmp_path)
+    failed, *others = found["rows"]
+    assert wrong_rows(found) == ["base"] and failed["failure"].startswith("ArithmeticError: a bug")
+    assert failed["median_ms"] is failed["peak_memory_mb"] is None
+    assert "samples_ms" not in failed and failed["trials"] == 0
+    for entry in others:
+        assert entry["correct"] is True and len(entry["samples_ms"]) == 6
+        assert math.isfinite(entry["median_ms"]) and "speedup" not in entry
+    assert "FAILED: ArithmeticError" in (tmp_path / "toy.md").read_text()
+
+
+def test_a_trace_that_fails_loses_its_own_row_alone(tmp_path, monkeypatch):
+    def broken(step, path):
+        if path.stem == "one":
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr("dpflash.bench.suite.trace_call", broken)
+    suite = toy(Comparison([measurement("one"), measurement("two")]))
+    one, two = run(suite, tmp_path, traces=True)["rows"]
+    assert one["failure"] == "OSError: the disk is full" and one["median_ms"] is None
+    assert two["median_ms"] > 0
+
+
+def test_an_interrupt_ends_the_run_at_once_and_what_was_measured_before_is_kept(tmp_path):
     first = Comparison([measurement("first")])
-
-    def bug(request):
-        raise ArithmeticError("a bug")
-
-    with pytest.raises(ArithmeticError):
-        run(toy(first, bug), tmp_path)
+    second = Comparison([measurement("second", kind="interrupted")])
+    with pytest.raises(KeyboardInterrupt):
+        run(toy(first, second, first), tmp_path)
     held = json.loads((tmp_path / "toy.json").read_text())
     assert [entry["name"] for entry in held["rows"]] == ["first"] and not held["complete"]
+
+
+def test_an_error_that_is_no_number_is_wrong_and_shown_again_from_json(tmp_path):
+    found = run(toy(Comparison([measurement("off", kind="nan")])), tmp_path)
+    assert wrong_rows(found) == ["off"] and found["rows"][0]["median_ms"] is None
+    (held,) = json.loads((tmp_path / "toy.json").read_text())["rows"]
+    assert held["error"] is None
+    assert milliseconds(held) == milliseconds(found["rows"][0]) == "WRONG (no number)"
+    assert milliseconds({**held, "error": 0.25}) == "WRONG (error 2.5e-01)"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_worst_of_errors_is_infinite_where_one_is_no_number(bad, place):
+    errors = [1e-7, 1e-8, 1e-9]
+    assert worst(errors) == 1e-7
+    errors[place] = bad
+    assert worst(errors) == math.inf
+    tensors = [torch.ones(2) for _ in errors]
+    assert versus_worker._furthest(tensors, [torch.full((2,), 2.0)] * 3) == pytest.approx(0.5)
+    tensors[place] = torch.tensor([1.0, bad])
+    assert versus_worker._furthest(tensors, [torch.full((2,), 2.0)] * 3) == math.inf
+
+
+def test_what_only_calls_tell_is_read_after_the_last_one(found):
+    assert by_name(found)["right"]["calls"] >= 7
+    assert "calls" not in by_name(found)["wrong"]
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs `dpflash bench all` of some plans: exit status and folder."""
+
+    def run_all(plans):
+        def suite_named(name):
+            return dataclasses.replace(toy(*plans[name]), name=name)
+
+        monkeypatch.setattr("dpflash.bench.suites.SUITES", dict.fromkeys(plans, "about"))
+        monkeypatch.setattr("dpflash.bench.suites.suite_named", suite_named)
+        given = ["--quick", "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]
+        return main(["bench", "all", *given])
+
+    return run_all
+
+
+def test_a_suite_that_breaks_off_is_named_and_the_next_one_runs(command, tmp_path, capsys):
+    class Broken(Comparison):
+        @property
+        def measurements(self):
+            raise ArithmeticError("a bug")
+
+        @measurements.setter
+        def measurements(self, value):
+            pass
+
+    right = [Comparison([measurement("right")])]
+    broken = [Broken([measurement("never")])]
+    assert command({"one": right, "two": broken, "three": right}) == 1
+    assert {path.name for path in tmp_path.glob("*.md")} == {"one.md", "three.md"}
+    said = capsys.readouterr().err
+    assert "bench two broke off: ArithmeticError: a bug" in said
+    assert "no figures: all of two" in said
+
+
+def test_a_suite_that_measured_nothing_says_so(command, capsys):
+    right = [Comparison([measurement("right")])]
+    absent = [Comparison([measurement("never", kind="absent")])]
+    assert command({"one": right, "two": absent}) == 0
+    said = capsys.readouterr().err
+    assert "bench two measured nothing" in said and "bench one" not in said
+
+
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from dpflash.bench.isolated import run_isolated\n"
+        "def one():\n    return 1\n"
+        "print(run_isolated(one))\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Failed: its process ended with exit code 1" in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -178,16 +178,17 @@ def test_a_patient_run_tries_on_a_cpu_what_others_leave_out():
         comparisons = [item for item in plan if isinstance(item, Comparison)]
         return {one.name for item in comparisons for one in item.measurements}
 
-    large = "reports/large/forward+backward/DilatedAttention"
-    assert large not in tried()
-    assert large in tried(max_seconds=600)
+    large = "reports/large/forward+backward/"
+    assert {f"{large}{one}" for one in (variants.OURS, variants.FORMULA)} <= tried()
+    assert f"{large}BlockSparse" not in tried()
+    assert f"{large}BlockSparse" in tried(max_seconds=600)
     left = [
         row
         for item in variants.SUITE.plan(Request(device="cpu"))
         if not isinstance(item, Comparison) and item is not variants.quality_rows
         for row in item(Request(device="cpu"))
     ]
-    (row,) = [row for row in left if row["name"] == large]
+    (row,) = [row for row in left if row["name"] == f"{large}BlockSparse"]
     assert "--max-seconds" in row["needs"] and row["median_ms"] is None
 
 

@@ -86,14 +86,34 @@ def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no folder 'dpflash'; pass a checkout"):
+    with pytest.raises(ValueError, match=f"{tmp_path}' has no 'dpflash/__init__.py'; pass a che"):
         run_versus(tmp_path, ROOT, out=tmp_path / "out", **FEW)
+    for package in ("dpflash", "kernels"):
+        (tmp_path / package).mkdir()
+    (tmp_path / "dpflash" / "__init__.py").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path}' has no 'kernels/__init__.py'; pass a che"):
+        run_versus(ROOT, tmp_path, out=tmp_path / "out", **FEW)
+
+
+def test_packages_that_are_not_dpflash_end_with_their_folder_and_the_way_out(tmp_path):
+    stub = tmp_path / "stub"
+    for package in ("dpflash", "kernels", "accounting"):
+        (stub / package).mkdir(parents=True)
+        (stub / package / "__init__.py").touch()
+    told = f"(?s)OLD ended: .*__version__.*{stub}' or pass a checkout of dpflash that runs"
+    with pytest.raises(WorkerError, match=told):
+        run_versus(stub, ROOT, out=tmp_path / "out", **FEW)
 
 
 @pytest.mark.parametrize("key", ["launches", "rounds"])
 def test_no_launch_or_round_is_refused(key, tmp_path):
     with pytest.raises(ValueError, match=f"{key}=0"):
         run_versus(ROOT, ROOT, out=tmp_path, **{**FEW, key: 0})
+
+
+def test_one_trial_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(ValueError, match="launches=1, rounds=1: one trial shows no spread"):
+        run_versus(ROOT, ROOT, out=tmp_path, launches=1, rounds=1)
 
 
 def test_an_unknown_measurement_is_refused(tmp_path):

@@ -1,6 +1,8 @@
 """dpflash.recommend, on figures whose law is known."""
 
+import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import dpflash
+from dpflash.bench.page import recommendation_data
 from dpflash.ceilings import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 from dpflash.recommend import Recommendation
@@ -33,6 +36,7 @@ def _row(pattern: Pattern, tokens: int, ms: float, mib: float | None, **config: 
         "config": {"variant": variant, **shape, "direction": "forward+backward", **config},
         "pattern_key": pattern.key,
         "operator": "dpflash",
+        "correct": True,
         "median_ms": ms,
         "peak_memory_mb": mib,
     }
@@ -177,6 +181,8 @@ def test_patterns_restricts_the_kinds(tmp_path: Path) -> None:
     assert (found.pattern, found.alternatives) == (DENSE, ())
     with pytest.raises(ValueError, match="patterns=BlockSparse: none was measured"):
         _recommend(tmp_path, 16384, patterns=[BlockSparse])
+    with pytest.raises(ValueError, match="patterns=None: none was measured with causal=False"):
+        _recommend(tmp_path, 16384, causal=False)
 
 
 def test_patterns_and_directions_that_were_not_asked_for_are_left_out(tmp_path: Path) -> None:
@@ -242,9 +248,183 @@ def test_the_pattern_is_ready_for_attention(tmp_path: Path) -> None:
         ({"direction": "backward"}, "direction='backward'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"results": "missing.json"}, "results='missing.json'"),
-        ({"results": []}, "results: there are no measurements"),
+        (
+            {"results": []},
+            "results: there are no measurements; run `dpflash bench attention --out",
+        ),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"causal": None}, "causal=None"),
+        ({"patterns": []}, r"patterns=\[\]: .*pass some, such as"),
+        ({"patterns": "Dense"}, "patterns='Dense': .*pass some, such as"),
+        ({"patterns": ["Dense"]}, r"patterns=\['Dense'\]: .*pass some, such as"),
+        ({"patterns": Dense()}, r"patterns=Dense\(.*pass some, such as"),
+        ({"patterns": [Dense, Dense()]}, r"patterns=\[<class .*pass some, such as"),
+        ({"patterns": [int]}, r"patterns=\[<class 'int'>\]: .*pass some, such as"),
     ],
 )
 def test_a_refusal_names_the_argument(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dpflash.recommend(**{"tokens": 1024, "results": [], **options})
+
+
+def test_one_class_may_be_passed_alone(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    assert _recommend(tmp_path, 16384, patterns=Dense).pattern == DENSE
+
+
+def test_without_shipped_figures_the_command_that_measures_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The module's name in the package is that of its function.
+    monkeypatch.setattr(importlib.import_module("dpflash.recommend"), "_shipped", tuple)
+    told = "run `dpflash bench attention --out DIR` on your machine and pass results=DIR$"
+    with pytest.raises(ValueError, match=told):
+        dpflash.recommend(1024, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"correct": False}, "it is wrong"),
+        ({"median_ms": math.nan}, "median_ms=nan"),
+        ({"median_ms": math.inf}, "median_ms=inf"),
+        ({"median_ms": 0.0}, "median_ms=0.0"),
+        ({"median_ms": "1"}, "median_ms='1'"),
+        ({"peak_memory_mb": math.nan}, "peak_memory_mb=nan"),
+        ({"peak_memory_mb": -1.0}, "peak_memory_mb=-1.0"),
+        ({"pattern_key": "garbage"}, "key='garbage'"),
+        ({"pattern_key": 3}, "key=3"),
+        ({"config": {}}, "it has no 'direction'"),
+        ({"config": None}, "NoneType"),
+        ({"config": {"direction": "forward+backward"}}, "it has no 'tokens'"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_used_is_left_out_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    bad = {**_row(WINDOW, 1024, 1e-3, 1.0), **change}
+    _file(tmp_path, [bad, *_rows(1024)[:1]])
+    found = _recommend(tmp_path, 1024)
+    assert (found.variant, found.alternatives) == ("Dense", ())
+    assert f"Left out: variants.json: row '{bad['name']}': " in str(found) and reason in str(found)
+    _file(tmp_path, [bad])
+    with pytest.raises(ValueError, match="none was measured .*Left out: variants.json: row"):
+        _recommend(tmp_path, 1024)
+
+
+def test_block_lists_of_other_heads_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    lists = (((0,), (1,)), ((0,), (0, 1)))
+    pattern = BlockSparse(block_size=512, block_lists=lists, causal=True)
+    _file(tmp_path, [_row(pattern, 1024, 1e-3, 1.0, heads=2), *_rows(1024)[:1]])
+    assert _recommend(tmp_path, 1024, heads=2).pattern == pattern
+    found = _recommend(tmp_path, 1024, heads=8)
+    assert found.variant == "Dense"
+    assert "Left out: BlockSparse: num_heads=8: expected 2, as block_lists has" in str(found)
+
+
+def test_what_is_shipped_says_what_was_wrong(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    wrong = {**_row(WINDOW, 1024, 1e-3, 1.0), "correct": False}
+    _file(tmp_path / "cpu", [wrong, *_rows(1024)[:1]], name="attention")
+    (run,) = recommendation_data(tmp_path)["runs"]
+    assert [row["correct"] for row in run["rows"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "bad.json: it cannot be read"),
+        (
+            json.dumps({"environment": {"device": HERE}, "rows": _rows(1024)}),
+            "bad.json: its environment has no 'threads'",
+        ),
+        (
+            json.dumps({"environment": None, "rows": _rows(1024)}),
+            "bad.json: its environment has no 'device'",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_left_out_with_the_reason(
+    tmp_path: Path, content: str, reason: str
+) -> None:
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(ValueError, match=f"there are no measurements; .*Left out: {reason}"):
+        _recommend(tmp_path, 1024)
+    _file(tmp_path, _rows(1024)[:1])
+    assert f"Left out: {reason}" in str(_recommend(tmp_path, 1024))
+
+
+def test_files_of_another_kind_are_passed_over(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024))
+    for number, other in enumerate(({"environment": {}, "rows": None}, [], {"rows": [1]})):
+        (tmp_path / f"{number}.json").write_text(json.dumps(other))
+    assert "Left out" not in str(_recommend(tmp_path, 1024))
+
+
+def test_of_many_rows_left_out_some_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    wrong = [{**row, "correct": False} for row in _rows(1024, 2048, 4096)]
+    _file(tmp_path, [*wrong, *_rows(1024)])
+    text = str(_recommend(tmp_path, 1024))
+    assert text.count("it is wrong") == 3 and "; and 3 more" in text
+
+
+def test_a_quality_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    bad = {**_quality("window", WINDOW, 0.9, math.nan)}
+    short = {**_quality("short", WINDOW, 0.9, 0.1), "difference_ci95": None}
+    _file(tmp_path, [*_rows(1024, 16384), bad, short])
+    found = _recommend(tmp_path, 16384)
+    assert found.chosen.quality is None
+    assert "row 'quality/window': difference=nan" in str(found)
+    assert "row 'quality/short'" in str(found)
+
+
+def test_figures_of_one_dtype_only_are_ranked(tmp_path: Path) -> None:
+    half = [_row(WINDOW, 1024, 1e-3, 1.0, dtype="bfloat16")]
+    _file(tmp_path, [*_rows(1024), *half])
+    found = _recommend(tmp_path, 1024)
+    assert found.variant == "Dense" and len(found.alternatives) == 1
+    assert "forward+backward, float32: Dense" in str(found)
+    assert "not ranked with it: bfloat16 (pass dtype=)" in str(found)
+    found = _recommend(tmp_path, 1024, dtype="bfloat16")
+    assert found.variant == "SlidingWindow" and found.alternatives == ()
+    assert "forward+backward, bfloat16: SlidingWindow" in str(found)
+    with pytest.raises(ValueError, match="dtype='float16': .*were float32, bfloat16 only"):
+        _recommend(tmp_path, 1024, dtype="float16")
+
+
+def test_on_a_gpu_the_dtype_of_most_patterns_is_taken(tmp_path: Path) -> None:
+    half = [_row(p, 1024, 1.0, 1.0, dtype="bfloat16") for p in (DENSE, WINDOW)]
+    rows = [*half, _row(DENSE, 1024, 1e-3, 1.0)]
+    path = _file(tmp_path, rows, device="NVIDIA of a test")
+    found = dpflash.recommend(1024, results=path, device="cuda")
+    assert "bfloat16" in found.asked and found.chosen.expected_ms == 1.0
+    _file(tmp_path, rows)
+    assert "float32" in _recommend(tmp_path, 1024).asked
+    _file(tmp_path, half)
+    assert "bfloat16" in _recommend(tmp_path, 1024).asked
+
+
+def test_quick_runs_count_only_where_no_full_run_is_near(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(DENSE, 1024, 8.0, 64.0)], name="full", date="2026-11-01")
+    fast = [_row(DENSE, t, 1e-3 * t, 1.0) for t in (1024, 2048)]
+    window = [_row(WINDOW, 1024, 16.0, 1.0)]
+    _file(tmp_path, [*fast, *window], name="quick", quick=True)
+    found = _recommend(tmp_path, 1024)
+    assert found.chosen.expected_ms == 8.0 and "quick run" not in found.chosen.basis
+    assert [one.basis for one in found.alternatives] == ["measured, quick run, float32"]
+    assert found.measured_on.count("quick run") == 1
+    # One full figure, at 1024, tells nothing of 2048.
+    found = _recommend(tmp_path, 2048)
+    assert found.chosen.expected_ms == pytest.approx(2.048)
+    assert "quick run" in found.chosen.basis
+    (tmp_path / "quick.json").unlink()
+    assert "quick run" not in str(_recommend(tmp_path, 1024))
+
+
+def test_a_line_of_full_runs_wins_over_a_quick_run_at_this_very_length(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(DENSE, t, _ms(DENSE, t), 1.0) for t in (512, 2048)], name="full")
+    _file(tmp_path, [_row(DENSE, 1024, 1e-3, 1.0)], name="quick", quick=True)
+    found = _recommend(tmp_path, 1024)
+    assert found.chosen.basis == "between T=512 and T=2,048, float32"
+    assert found.chosen.expected_ms == pytest.approx(_ms(DENSE, 1024))
