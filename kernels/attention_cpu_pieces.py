@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_cpu_plan import CAUSAL, FULL
+from .attention_cpu_batch import CAUSAL, FULL
 from .attention_cpu_work import Chunk, Index, take
 from .tile_graph import TileGraph
 
@@ -38,16 +38,16 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 def flash_forward(tokens: Tokens, chunk: Chunk, scale: float) -> tuple[Tensor, Tensor]:
     """The chunk's o, and lse `[n, 1, L]` (first dimensions b, h for views)."""
-    mask, causal = chunk.mask, chunk.batch.kind == CAUSAL
+    causal = chunk.batch.kind == CAUSAL
     q = take(tokens.q, chunk.rows)
     k, v = take(tokens.k, chunk.columns), take(tokens.v, chunk.columns)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        q, k, v, 0.0, causal, attn_mask=chunk.bias, scale=scale
     )
     lse = lse + chunk.log_multiplicity.to(lse.dtype)
-    if mask is not None:
+    if chunk.mask is not None and chunk.mask.blind is not None:
         # The operation gives a row that sees nothing an lse of 0.
-        lse = lse.masked_fill((mask == -math.inf).all(1), -math.inf)
+        lse = lse.masked_fill(chunk.mask.blind, -math.inf)
     return o, lse
 
 
@@ -59,7 +59,7 @@ def flash_backward(tokens: Tokens, upstream: Upstream, chunk: Chunk, scale: floa
     lse = lse.squeeze(3) - chunk.log_multiplicity.to(lse.dtype)
     causal = chunk.batch.kind == CAUSAL
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse.contiguous(), 0.0, causal, attn_mask=chunk.mask, scale=scale
+        do, q, k, v, o, lse.contiguous(), 0.0, causal, attn_mask=chunk.bias, scale=scale
     )
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_cpu_plan import MASKED, Batch, plan
+from .attention_cpu_batch import MASKED, Batch, Bias
+from .attention_cpu_plan import plan
 from .tile_graph import TileGraph
 
 # Most elements that are gathered at a time, unless there are fewer pieces than threads then. So
@@ -29,15 +30,28 @@ _SCORES = 2**20
 
 
 class View(NamedTuple):
-    """Tokens of some samples and heads of x, `[B, H, T, ...]`, as slices of x."""
+    """Tokens of some samples and heads of x, `[B, H, T, ...]`, as slices of x.
+
+    Several pieces, each `spacing` tokens after the one before, take the place of samples, of
+    which there is one then.
+    """
 
     samples: slice
     heads: slice
-    tokens: tuple[slice, ...]
+    tokens: tuple[slice, ...]  # of the first piece
+    pieces: int = 1
+    spacing: int = 0
 
     def of(self, x: Tensor) -> list[Tensor]:
-        """A view `[b, h, L, ...]` for each slice of tokens."""
-        return [x[self.samples, self.heads, tokens] for tokens in self.tokens]
+        """A view `[b or n, h, L, ...]` for each slice of tokens."""
+        if self.pieces == 1:
+            return [x[self.samples, self.heads, tokens] for tokens in self.tokens]
+        first = (x[self.samples, self.heads, tokens].squeeze(0) for tokens in self.tokens)
+        step = self.spacing * x.stride(2)
+        return [
+            y.as_strided((self.pieces, *y.shape), (step, *y.stride()), y.storage_offset())
+            for y in first
+        ]
 
 
 class Index(NamedTuple):
@@ -78,6 +92,13 @@ def add(x: Tensor, where: View | Index, values: Tensor) -> None:
         flat.index_add_(0, where.blocks.flatten(), values.reshape(-1, flat.shape[1]))
 
 
+class Mask(NamedTuple):
+    """What is added to the scores of a piece."""
+
+    bias: Tensor  # [L, C]
+    blind: Tensor | None  # [L]: rows that see nothing; None if it is known that there are none
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Some pieces of a batch, each in one head; or one piece in several, as views.
@@ -89,7 +110,7 @@ class Chunk:
         pieces: `[n]`, index into the batch.
         heads: `[n]`, b * H + h; of views it means nothing.
         begin, end: the pieces' rows that take part.
-        mask: `[L, C]`, what is added to the scores; None for other kinds and in plain PyTorch.
+        mask: what is added to the scores; None for other kinds and in plain PyTorch.
     """
 
     batch: Batch
@@ -99,7 +120,12 @@ class Chunk:
     heads: Tensor
     begin: int
     end: int
-    mask: Tensor | None
+    mask: Mask | None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`[L, C]`: what is added to the scores."""
+        return None if self.mask is None else self.mask.bias
 
     @property
     def log_multiplicity(self) -> Tensor:
@@ -146,7 +172,7 @@ class Work:
     def gathers(self) -> bool:
         """Some batch indexes tokens flattened over samples and heads."""
         return any(
-            self._boxes(variants, batch, variant) is None
+            self._boxes(variants, batch, variant, 1) is None
             for variants, batches in self.parts
             for batch in batches
             for variant in set(batch.variant.tolist())
@@ -160,44 +186,46 @@ class Work:
         covers = (batch.rows, batch.columns) == self.sizes[2:4]
         if not (covers and batch.column_start.numel() == 1 and variants.all(int(batch.variant))):
             return None
-        return _viewed(batch, 0, _Box(slice(None), slice(None), slice(None)), self._mask(batch))
+        everywhere = _Box(slice(None), slice(None), slice(None))
+        return _viewed(batch, [0], everywhere, _Masks(self.dtype).of(batch))
 
     def chunks(self) -> Iterator[Chunk]:
         """All pieces; no row is twice in a chunk."""
+        masks = _Masks(self.dtype)
         for variants, batches in self.parts:
             for batch in batches:
-                mask = self._mask(batch)
+                mask = None if self.plain else masks.of(batch)
                 others: list[int] = []
                 by_variant: dict[int, list[int]] = {}
                 for piece, variant in enumerate(batch.variant.tolist()):
                     by_variant.setdefault(variant, []).append(piece)
                 for variant, pieces in by_variant.items():
-                    boxes = self._boxes(variants, batch, variant)
+                    boxes = self._boxes(variants, batch, variant, len(pieces))
                     if boxes is None:
                         others += pieces
                         continue
-                    for box in boxes:
-                        for piece in pieces:
-                            yield _viewed(batch, piece, box, mask)
+                    for box, at_once in boxes:
+                        for together in _spaced(batch, pieces, at_once):
+                            yield _viewed(batch, together, box, mask)
                 yield from self._gathered(batch, torch.tensor(others).long(), variants, mask)
 
-    def _mask(self, batch: Batch) -> Tensor | None:
-        if self.plain or batch.kind != MASKED:
-            return None
-        return torch.zeros((), dtype=self.dtype).where(batch.seen(), -math.inf)
+    def _boxes(
+        self, variants: _Variants, batch: Batch, variant: int, pieces: int
+    ) -> list[tuple[_Box, int]] | None:
+        """The variant's heads, each box with how many pieces it may take at once.
 
-    def _boxes(self, variants: _Variants, batch: Batch, variant: int) -> list[_Box] | None:
-        """The variant's heads, None where pieces are too small for operations of their own."""
+        None where pieces are too small for operations of their own.
+        """
         if self.plain:
             return None
         seen, dim = batch.column_start.shape[1] * batch.columns, self.sizes[4]
         operations = 4 + 2 * batch.progressions
         enough = _PRODUCTS * operations // (batch.rows * seen * dim)
         at_once = max(_VIEWED // ((batch.rows + seen) * dim), torch.get_num_threads())
-        return variants.boxes(variant, enough, at_once)
+        return variants.boxes(variant, enough, at_once, pieces)
 
     def _gathered(
-        self, batch: Batch, some: Tensor, variants: _Variants, mask: Tensor | None
+        self, batch: Batch, some: Tensor, variants: _Variants, mask: Mask | None
     ) -> Iterator[Chunk]:
         turns, heads = variants.instances(batch.variant[some])
         if len(turns) == 0:
@@ -228,6 +256,30 @@ class Work:
                 end = min(begin + height, batch.rows)
                 rows = first + batch.row_stride * torch.arange(begin, end // row_size)
                 yield Chunk(batch, Index(rows, row_size), columns, piece, head, begin, end, mask)
+
+
+class _Masks:
+    """The masks of batches; batches that follow each other may share one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._bias: Bias | None = None
+        self._dense = torch.empty(0)
+
+    def of(self, batch: Batch) -> Mask | None:
+        """None if all is seen, or what the operation can do by itself."""
+        if batch.kind == MASKED:
+            seen = batch.seen()
+            bias = torch.zeros((), dtype=self._dtype).where(seen, -math.inf)
+            return Mask(bias, ~seen.any(1))
+        if batch.bias is None:
+            return None
+        if batch.bias is not self._bias:
+            self._bias, self._dense = batch.bias, batch.bias.dense(self._dtype)
+        first = batch.bias_first
+        bias = self._dense[:, first : first + batch.columns]
+        blind = (bias == -math.inf).all(1) if batch.bias.blind else None
+        return Mask(bias.expand(batch.rows, -1), blind)
 
 
 class _Box(NamedTuple):
@@ -272,8 +324,13 @@ class _Variants:
         turn = torch.arange(len(pieces)) - (counts.cumsum(0) - counts)[pieces]
         return pieces, self._heads[self._begin[variants[pieces]] + turn]
 
-    def boxes(self, variant: int, enough: int, at_once: int) -> list[_Box] | None:
-        """The variant's heads, about `at_once` in a box; None where it has not `enough` alike."""
+    def boxes(
+        self, variant: int, enough: int, at_once: int, pieces: int
+    ) -> list[tuple[_Box, int]] | None:
+        """The variant's heads, about `at_once` in a box; None where it has not `enough` alike.
+
+        Boxes have several samples, or one and come with how many pieces go into `at_once`.
+        """
         boxes = []
         for samples, heads in self._alike.get(variant, []):
             if len(samples) * len(heads) < enough:
@@ -281,12 +338,13 @@ class _Variants:
             aligned = heads.step == 1 and len(heads) % self._heads_per_group == 0
             least = self._heads_per_group if aligned else 1
             height = max(at_once // least, 1) * least
-            step = max(at_once // len(heads), 1)
+            step = max(at_once // len(heads), 1) if pieces < len(samples) else 1
             for first in range(0, len(heads), height):
-                boxes += [
-                    self._box(samples[begin : begin + step], heads[first : first + height])
-                    for begin in range(0, len(samples), step)
-                ]
+                own = heads[first : first + height]
+                for begin in range(0, len(samples), step):
+                    some = samples[begin : begin + step]
+                    times = max(at_once // len(own), 1) if len(some) == 1 else 1
+                    boxes.append((self._box(some, own), times))
         return boxes
 
     def _box(self, samples: range, heads: range) -> _Box:
@@ -308,23 +366,50 @@ def _progressions(heads: list[int], heads_per_group: int) -> list[range]:
     return [range(head, head + 1) for head in heads]
 
 
-def _viewed(batch: Batch, piece: int, box: _Box, mask: Tensor | None) -> Chunk:
-    """A piece in all heads of a box."""
+def _spaced(batch: Batch, pieces: list[int], at_once: int) -> Iterator[list[int]]:
+    """Up to `at_once` pieces that repeat the first one at equal distances, without overlap."""
+    some = torch.tensor(pieces)
+    row, columns = batch.row_start[some], batch.column_start[some]
+    reach = int((columns.max(1).values - columns.min(1).values).max())
+    extent = 1 + max(
+        batch.row_stride * (batch.rows - 1), batch.column_stride * (batch.columns - 1) + reach
+    )
+    spacing = row.diff()
+    alike = (columns.diff(dim=0) == spacing.unsqueeze(1)).all(1) & (spacing >= extent)
+    begin = 0
+    steps = list(zip(spacing.tolist(), alike.tolist(), strict=True))
+    while begin < len(pieces):
+        end = begin + 1
+        while (
+            end < min(begin + at_once, len(pieces))
+            and steps[end - 1][1]
+            and steps[end - 1][0] == steps[begin][0]
+        ):
+            end += 1
+        yield pieces[begin:end]
+        begin = end
+
+
+def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None) -> Chunk:
+    """Pieces at equal distances in all heads of a box."""
+    lead = pieces[0]
     bounds: list[list[int]] = []
-    for start in batch.column_start[piece].tolist():
+    for start in batch.column_start[lead].tolist():
         if bounds and start == bounds[-1][0] + bounds[-1][1] * batch.column_stride:
             bounds[-1][1] += batch.columns
         else:
             bounds.append([start, batch.columns])
-    rows = _progression(int(batch.row_start[piece]), batch.rows, batch.row_stride)
+    first = int(batch.row_start[lead])
+    spacing = int(batch.row_start[pieces[1]]) - first if len(pieces) > 1 else 0
+    rows = _progression(first, batch.rows, batch.row_stride)
     columns = tuple(_progression(a, length, batch.column_stride) for a, length in bounds)
-    one = torch.tensor([piece])
+    some = torch.tensor(pieces)
     return Chunk(
         batch,
-        View(box.samples, box.heads, (rows,)),
-        View(box.samples, box.kv_heads, columns),
-        pieces=one,
-        heads=one,
+        View(box.samples, box.heads, (rows,), len(pieces), spacing),
+        View(box.samples, box.kv_heads, columns, len(pieces), spacing),
+        pieces=some,
+        heads=some,
         begin=0,
         end=batch.rows,
         mask=mask,

@@ -434,8 +434,13 @@ def test_each_pair_is_in_one_piece_and_no_row_twice_in_a_batch(seed):
         offsets = batch.column_stride * torch.arange(batch.columns)
         for piece, of_piece in enumerate(rows):
             for start in batch.column_start[piece]:
-                weight = batch.log_multiplicity[piece].exp()
-                matrix[of_piece.unsqueeze(1), start + offsets] += batch.seen() * weight
+                if batch.bias is None:
+                    weights = batch.seen() * batch.log_multiplicity[piece].exp()
+                else:
+                    begin = batch.bias_first
+                    bias = batch.bias.dense(torch.float64)[:, begin : begin + batch.columns]
+                    weights = bias.exp().expand(batch.rows, -1)
+                matrix[of_piece.unsqueeze(1), start + offsets] += weights
     expected = side_matrix(side, 0, queries, keys)
     if clip is not None:
         expected[:, : clip[0]] = 0

@@ -1,0 +1,245 @@
+"""Pieces of a tile graph, and batches of pieces of one shape, for `attention_cpu_plan`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FULL, CAUSAL, MASKED, BIASED = range(4)
+
+# Longer than any line of columns.
+LINE = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """What is added to scores: the log multiplicity of each pair.
+
+    Attributes:
+        codes: `[L, C]`, or `[1, C]` for rows that see alike; uint8, index into values.
+        values: float64; the first is -inf.
+        blind: some row may see nothing, in some of the columns.
+    """
+
+    codes: Tensor
+    values: Tensor
+    blind: bool
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The shape of codes."""
+        return self.values.to(dtype)[self.codes.int()]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """n pieces of one shape; no row of a variant is in two of them.
+
+    A piece has L rows and sees k progressions of C columns each. Rows and columns count from the
+    piece's first ones.
+
+    Attributes:
+        kind: FULL (all see all), CAUSAL (row i sees columns up to i), MASKED (by the band) or
+            BIASED.
+        rows: L.
+        row_stride: stride of the rows.
+        columns: C.
+        column_stride: stride of the columns.
+        first: first row - first column.
+        band: lo and hi of row - column.
+        row_start: `[n]`, int64: the pieces' first rows.
+        column_start: `[n, k]`, int64: first columns.
+        log_multiplicity: `[n]`, float64.
+        run: `[n, k]`, int64, row of `Side.runs`; means nothing in joined plans.
+        variant: `[n]`, int64.
+        row_unit, column_unit: rows (columns) may be taken in aligned blocks of so many.
+        progressions: most progressions of columns in a piece, touching ones as one.
+        bias: of BIASED pieces, else None; from its column `bias_first` on.
+    """
+
+    kind: int
+    rows: int
+    row_stride: int
+    columns: int
+    column_stride: int
+    first: int
+    band: tuple[int, int]
+    row_start: Tensor
+    column_start: Tensor
+    log_multiplicity: Tensor
+    run: Tensor
+    variant: Tensor
+    row_unit: int
+    column_unit: int
+    progressions: int
+    bias: Bias | None = None
+    bias_first: int = 0
+
+    def seen(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """`[end - begin, C]`, bool: which columns each row from `begin` to `end` sees."""
+        rows = torch.arange(begin, self.rows if end is None else end).unsqueeze(1)
+        columns = torch.arange(self.columns)
+        if self.kind != MASKED:
+            return (columns <= rows) | (self.kind == FULL)
+        distance = self.first + self.row_stride * rows - self.column_stride * columns
+        return (distance >= self.band[0]) & (distance <= self.band[1])
+
+
+class Pieces(NamedTuple):
+    """Pieces before they are batched, one per entry; all int64 but `weight`."""
+
+    variant: Tensor
+    run: Tensor
+    row: Tensor
+    row_stride: Tensor
+    rows: Tensor
+    column: Tensor
+    column_stride: Tensor
+    columns: Tensor
+    lo: Tensor
+    hi: Tensor
+    weight: Tensor  # log multiplicity
+
+    def pick(self, index: Tensor) -> Pieces:
+        """Some of them."""
+        return Pieces(*(values[index] for values in self))
+
+    def distances(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest row - column of each."""
+        row_last = self.row + self.row_stride * (self.rows - 1)
+        column_last = self.column + self.column_stride * (self.columns - 1)
+        return self.row - column_last, row_last - self.column
+
+
+def concatenated(*parts: Pieces) -> Pieces:
+    """All of them."""
+    return Pieces(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def batch_full(pieces: Pieces) -> list[Batch]:
+    """Full pieces alike in all but their columns are joined into one with k progressions."""
+    tile, _ = numbered(pieces.variant, pieces.row, pieces.row_stride, pieces.rows)
+    shape = (pieces.column_stride, pieces.columns)
+    joined, _ = numbered(tile, *shape, codes(pieces.weight))
+    order = torch.argsort(joined, stable=True)
+    k = torch.bincount(joined)
+    first = order[k.cumsum(0) - k]
+    # Joined pieces of one tile that differ in their weight only go into different batches.
+    turn = occurrence(numbered(tile[first], *(x[first] for x in shape), k)[0])
+    rows, stride, row = (x[first] for x in (pieces.rows, pieces.row_stride, pieces.row))
+    alike, _ = numbered(rows, stride, *(x[first] for x in shape), k, turn)
+    line = numbered(alike, pieces.variant[first], row % stride)[0] * LINE + row
+    line, order_of = torch.sort(line)
+    if (line.diff() < (rows * stride)[order_of[:-1]]).any():
+        # Perhaps two share rows: those that start at equal phases do not.
+        alike, _ = numbered(alike, row.div(stride, rounding_mode="floor") % rows)
+    batches = []
+    for some in members(alike):
+        count = int(k[some[0]])
+        begin = (k.cumsum(0) - k)[some]
+        entries = order[begin.unsqueeze(1) + torch.arange(count)]
+        batches.append(_make_batch(FULL, pieces, entries))
+    return batches
+
+
+def batch_banded(kind: int, pieces: Pieces) -> list[Batch]:
+    """Pieces with the same rows and columns, seen from their first row."""
+    shape = [pieces.rows, pieces.row_stride, pieces.columns, pieces.column_stride]
+    # Also where kind is CAUSAL: runs of other residues must not share a batch with a run.
+    shape.append(pieces.row - pieces.column)
+    if kind == MASKED:
+        shape += [pieces.lo, pieces.hi]
+    alike = members(numbered(*shape)[0])
+    return [_make_batch(kind, pieces, some.unsqueeze(1)) for some in alike]
+
+
+def _make_batch(kind: int, pieces: Pieces, entries: Tensor) -> Batch:
+    """The batch of the pieces `entries`, `[n, k]`."""
+    lead = entries[:, 0]
+    one = pieces.pick(lead[0])
+    rows, columns = int(one.rows), int(one.columns)
+    row_stride, column_stride = int(one.row_stride), int(one.column_stride)
+    row_start, column_start = pieces.row[lead], pieces.column[entries]
+    gaps = (column_start.diff(dim=1) != columns * column_stride).sum(1)
+    return Batch(
+        *(kind, rows, row_stride, columns, column_stride),
+        int(one.row - one.column),
+        (int(one.lo), int(one.hi)),
+        row_start=row_start,
+        column_start=column_start,
+        log_multiplicity=pieces.weight[lead],
+        run=pieces.run[entries],
+        variant=pieces.variant[lead],
+        row_unit=_unit(rows, row_stride, row_start),
+        column_unit=_unit(columns, column_stride, column_start),
+        progressions=int(gaps.max()) + 1,
+    )
+
+
+def biased_batch(
+    bias: Bias,
+    bias_first: int,
+    rows: int,
+    row_stride: int,
+    row_start: Tensor,
+    columns: int,
+    column_stride: int,
+    column_start: Tensor,
+    variant: Tensor,
+) -> Batch:
+    """Pieces of one bias."""
+    return Batch(
+        *(BIASED, rows, row_stride, columns, column_stride, 0, (0, 0)),
+        row_start=row_start,
+        column_start=column_start.unsqueeze(1),
+        log_multiplicity=torch.zeros(len(row_start), dtype=torch.float64),
+        run=torch.zeros(len(row_start), 1, dtype=torch.long),
+        variant=variant,
+        row_unit=_unit(rows, row_stride, row_start),
+        column_unit=_unit(columns, column_stride, column_start),
+        progressions=1,
+        bias=bias,
+        bias_first=bias_first,
+    )
+
+
+def _unit(length: int, stride: int, start: Tensor) -> int:
+    """The largest number that divides the progressions' length and where they start."""
+    return math.gcd(length, *start.flatten().tolist()) if stride == 1 else 1
+
+
+def codes(values: Tensor) -> Tensor:
+    """Numbers 0, 1, ... for distinct values."""
+    return torch.unique(values, return_inverse=True)[1]
+
+
+def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers 0, 1, ... for the distinct rows of a table, in their order; one row of each."""
+    ids, count = torch.zeros_like(columns[0]), 1
+    for column in columns:
+        values, inverse = torch.unique(column, return_inverse=True)
+        ids = ids * len(values) + inverse
+        count *= len(values)
+        if count > 2**31:
+            kept, ids = torch.unique(ids, return_inverse=True)
+            count = len(kept)
+    values, ids = torch.unique(ids, return_inverse=True)
+    one = torch.empty_like(values).scatter_(0, ids, torch.arange(len(ids)))
+    return ids, one
+
+
+def occurrence(ids: Tensor) -> Tensor:
+    """How many earlier entries have an entry's id."""
+    order = torch.argsort(ids, stable=True)
+    counts = torch.bincount(ids)
+    begin = (counts.cumsum(0) - counts)[ids[order]]
+    return torch.empty_like(ids).scatter_(0, order, torch.arange(len(ids)) - begin)
+
+
+def members(ids: Tensor) -> list[Tensor]:
+    """The entries of each id."""
+    order = torch.argsort(ids, stable=True)
+    return list(order.split(torch.bincount(ids).tolist())) if len(ids) else []
