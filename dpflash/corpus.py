@@ -27,6 +27,8 @@ IGNORE_INDEX = -100
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 # A binary file shows a NUL byte early, and need not be read to its end.
 _SNIFFED_BYTES = 65_536
+# Expected share of held-out documents.
+_HELD_OUT = 0.1
 
 
 def default_data_dir() -> Path:
@@ -130,11 +132,8 @@ class ByteDocuments(Sequence[bytes]):
             f"{self.num_duplicates} duplicate"
         )
 
-    def split(self, held_out_fraction: float = 0.1) -> tuple["ByteDocuments", "ByteDocuments"]:
-        """Splits into training and held-out documents.
-
-        Args:
-            held_out_fraction: expected share of held-out documents, between 0 and 1.
+    def split(self) -> tuple["ByteDocuments", "ByteDocuments"]:
+        """Splits into training and held-out documents, about a tenth of them.
 
         Returns:
             The pair (train, held_out); the counts of what was left out stay with neither.
@@ -146,19 +145,16 @@ class ByteDocuments(Sequence[bytes]):
             Where a document falls depends on its path alone: adding or removing another one
             moves no document from one part to the other.
         """
-        _validate.probability(held_out_fraction=held_out_fraction)
         held_out: list[tuple[str, bytes]] = []
         train: list[tuple[str, bytes]] = []
         for path, content in zip(self.paths, self.contents, strict=True):
-            part = held_out if _uniform(path) < held_out_fraction else train
+            part = held_out if _uniform(path) < _HELD_OUT else train
             part.append((path, content))
         if not held_out or not train:
-            needed = round(5 / min(held_out_fraction, 1 - held_out_fraction))
             raise ValueError(
-                f"held_out_fraction={held_out_fraction}: {len(self)} documents gave {len(train)} "
-                f"for training and {len(held_out)} held out, expected some in both; needs at "
-                f"least {needed} documents to be nearly sure of it, so add files or move the "
-                "fraction towards 0.5"
+                f"{len(self)} documents gave {len(train)} for training and {len(held_out)} held "
+                "out, expected some in both; add files to the folder of data, "
+                f"{round(5 / _HELD_OUT)} or more to be nearly sure of it"
             )
         return _documents(train), _documents(held_out)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Event, Gaussian, Interval
@@ -29,7 +30,7 @@ from .check import CheckReport, run_check
 from .clipping import Group
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .gate import Gate, PrivateBackward, outside_autocast
+from .gate import Gate, PrivateBackward
 from .joining import (
     check_module,
     digests_of,
@@ -38,10 +39,12 @@ from .joining import (
     part,
     require_same_data,
 )
+from .leveled import LeveledForward
 from .mesh import Workers
-from .optimization import LeveledForward, Optimization, choose
+from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
+from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
@@ -209,7 +212,8 @@ class PrivacyEngine:
                 costs is accounted for; well above batch_size it is next to nothing.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
-                "mean" in full float32 only: see `PrivateBackward.refuse_coarse_mean`.
+                "mean" in full float32 only: where parameters, autocast (that of a level too) or
+                products of float32 are rounded more, it is refused.
             memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
                 the expected batch) may take; default a quarter of the device's.
             budget: a limit on what everything released so far and from now on may spend; a step
@@ -242,7 +246,7 @@ class PrivacyEngine:
             finite(max_grad_norm=max_grad_norm)
         one_of(optimize=(optimize, LEVELS))
         one_of(way=(way, ("auto", *WAYS)))
-        is_own_clipping = clipping is None
+        asked_clipping = clipping
         clipping = clipping_for(optimize, clipping, way)
         one_of(clipping=(clipping, CLIPPINGS))
         one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
@@ -264,13 +268,6 @@ class PrivacyEngine:
             raise ValueError(
                 "way='two_pass' weights the losses of the samples, so it needs them one by one; "
                 "leave loss_reduction=None and call engine.backward(losses)"
-            )
-        if loss_reduction == "mean" and optimize in ("balanced", "aggressive"):
-            raise ValueError(
-                f"loss_reduction='mean' with optimize={optimize!r}: in bfloat16 dividing by the "
-                "batch's size would be rounded into every sample's gradient, so that one sample "
-                "moves the sum by more than max_grad_norm. Declare loss_reduction='sum', or call "
-                "engine.backward(losses) with one loss a sample"
             )
         if physical_batch_size is not None:
             positive_int(physical_batch_size=physical_batch_size)
@@ -304,17 +301,13 @@ class PrivacyEngine:
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
             planned = physical_batch_size or expected
-            optimization = choose(
-                optimize,
-                module=module,
-                trained=trained,
-                clipping=clipping,
-                is_own_clipping=is_own_clipping,
-                way=way,
-                public_batch_size=planned,
-                memory_budget=memory_budget or default_memory_budget(trained[0].device),
-                workers=self._workers,
-            )
+            budget_bytes = memory_budget or default_memory_budget(trained[0].device)
+            asked = Asked(optimize, asked_clipping, way, planned, budget_bytes, self._workers)
+            optimization = choose(asked, module, trained)
+            if loss_reduction == "mean":
+                narrow = narrow_parameters(module)
+                refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
+                refuse_coarse_mean(f"optimize={optimize!r}" if optimization.autocast else None)
             groups = make_groups(module, trained, clipping)
             return trained, loader, groups, entries, planned, optimization
 
@@ -332,6 +325,7 @@ class PrivacyEngine:
             flat=clipping == "flat",
             workers=self._workers,
             gate_type=Gate if self._workers.context is None else ContextGate,
+            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
         )
         self._workers.agree(
             "make_private",
@@ -537,7 +531,7 @@ class PrivacyEngine:
             self._tracker.before_backward(losses.shape[0])
         nonfinite = backward.nonfinite_samples
         try:
-            with outside_autocast(losses.device.type):
+            with without_autocast(losses.device.type):
                 backward.backward(losses)
         except BaseException:
             # Its sums are dropped, so the batch may be tried again.
@@ -667,14 +661,15 @@ class PrivacyEngine:
             A sequence of `PlannedUse`; as text, a table.
 
         Raises:
-            ValueError: no model is private, or it has not run since it is, or it is compiled, so
-                that its layers keep their per-sample gradients without a plan.
+            ValueError: no model is private, or it has not run since it is, or it is compiled by
+                optimize="aggressive", where nothing is planned.
         """
         backward, _ = self._require_private("plan")
-        if self.optimization.compiled and not backward.last_shapes:
+        if self.optimization.compiled:
             raise ValueError(
-                "plan() of a model that optimize='aggressive' compiles: all of its layers keep "
-                "their per-sample gradients; see engine.optimization"
+                "plan() with optimize='aggressive': every layer of the compiled model keeps its "
+                "per-sample gradients, so nothing is planned; engine.optimization tells what that "
+                "takes. Pass optimize='balanced' for a planned model"
             )
         return explain_plan(backward)
 

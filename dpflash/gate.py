@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +34,13 @@ from .clipping import Group, clip_factors
 from .kept import KeptUses, TiledUse
 from .mesh import Workers
 from .planner import LinearShape, Plan, plan
+from .precision import (
+    coarse_products,
+    coarse_use,
+    refuse_coarse_mean,
+    refuse_coarse_products,
+    without_autocast,
+)
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
 from .workers import agree
@@ -52,16 +58,12 @@ class _ClipGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        gate = ctx.gate
+        gate.owner.refuse_coarse_products(gate.device.type)
+        gate.owner.refuse_coarse_use(gate.group.parameters[0])
         # `loss.backward()` may stand in the user's own autocast region.
-        with outside_autocast(ctx.gate.device.type):
-            return (None, *ctx.gate.finish(grads))
-
-
-def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """For norms and sums: in 16 bit they would round beyond the bound."""
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+        with without_autocast(gate.device.type):
+            return (None, *gate.finish(grads))
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:
@@ -98,6 +100,7 @@ class Gate:
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
+        owner.refuse_coarse_products(self.device.type)
         self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, group.parameters))
 
     def register(self, position: int, shape: LinearShape) -> None:
@@ -307,6 +310,7 @@ class PrivateBackward:
         release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
         place: (draw, part) of the physical batch at hand, None when it is not ours.
+        convolves: whether the model has convolutions, for which torch has settings of their own.
     """
 
     def __init__(
@@ -322,6 +326,7 @@ class PrivateBackward:
         flat: bool,
         workers: Workers | None = None,
         gate_type: type[Gate] = Gate,
+        convolves: bool = False,
     ):
         self.groups = list(groups)
         self.workers = workers or Workers()
@@ -333,6 +338,7 @@ class PrivateBackward:
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
         self.two_pass_allowed = loss_reduction is None and flat
+        self.convolves = convolves
         self.slots = {
             id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group.parameters)
         }
@@ -444,30 +450,16 @@ class PrivateBackward:
             )
         return self._prepared[group]
 
-    def refuse_coarse_mean(self, parameter: Tensor) -> None:
-        """A mean's 1 / B goes through the backward, where a coarse dtype rounds it into all
-        samples anew for each B: one sample then changes what every other adds.
+    def refuse_coarse_use(self, x: Tensor) -> None:
+        """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_use(x))
 
-        Raises:
-            ValueError: for a use of the parameter with fewer digits than float32.
-        """
-        if self.loss_reduction != "mean":
-            return
-        device = parameter.device.type
-        if parameter.dtype.itemsize == 2:
-            found = f"a parameter of {parameter.dtype}"
-        elif torch.is_autocast_enabled(device):
-            found = f"autocast to {torch.get_autocast_dtype(device)}"
-        elif device == "cuda" and torch.get_float32_matmul_precision() != "highest":
-            found = f"float32_matmul_precision {torch.get_float32_matmul_precision()!r}"
-        else:
-            return
-        raise ValueError(
-            f"loss_reduction='mean' with {found}: dividing by the batch's size would be rounded "
-            "into every sample's gradient, so that one sample moves the sum by more than "
-            "max_grad_norm. Declare loss_reduction='sum', or call engine.backward(losses) with "
-            "one loss a sample"
-        )
+    def refuse_coarse_products(self, device_type: str) -> None:
+        """Refuse settings of torch by which a sample would change how others are rounded."""
+        refuse_coarse_products(device_type, convolves=self.convolves)
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
 
     # Backward
 
@@ -476,6 +468,7 @@ class PrivateBackward:
         self._in_backward = True
         self._expected_size = losses.shape[0] if losses.ndim else None
         try:
+            self.refuse_coarse_use(losses)
             self._begin()
             gates = list(self._gates.values())
             twice = len(self.groups) == 1 and bool(gates) and self._two_pass(gates[0])

@@ -166,7 +166,7 @@ def _entry_digest(entry: Any, key: bytes) -> str:
     if isinstance(entry, Tensor) and entry.layout is torch.strided:
         held = entry.detach().cpu().contiguous()
         kind = f"{entry.dtype} {tuple(entry.shape)}"
-        content = held.view(-1).view(torch.uint8).numpy().tobytes()
+        content = _workers.as_bytes(held).numpy().tobytes()
     elif isinstance(entry, np.ndarray | np.generic) and not entry.dtype.hasobject:
         kind, content = f"{entry.dtype} {entry.shape}", entry.tobytes()
     elif isinstance(entry, Mapping | list | tuple):

@@ -104,6 +104,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._step_hooks.append(fn)
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Not even where the wrapped optimizer does: it would get sums clipped at the scale."""
+        return False
+
+    @property
     def accumulated_iterations(self) -> int:
         return 1
 
@@ -293,7 +298,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 continue
             name = self._backward.names[parameter]
             stale = any(grad is released() for released in self._released)
+            scale = None if total is None or is_sharded(parameter) else _scale(grad, total)
             self._backward.discard()
+            if scale is not None:
+                raise RuntimeError(
+                    f"the gradient of parameter '{name}' is 1/{scale:g} of its clipped sum, as a "
+                    "GradScaler of that scale leaves it, so nothing was released: losses that are "
+                    "scaled are clipped at that scale. Call engine.backward(losses) and "
+                    "optimizer.step() without the scaler; bfloat16 needs none"
+                )
             if stale:
                 raise RuntimeError(
                     "optimizer.zero_grad() was not called after the last step: .grad still held "
@@ -315,6 +328,14 @@ def _total(parameter: Tensor, clipped_sum: Tensor | None) -> Tensor:
         return clipped_sum.clone(memory_format=torch.contiguous_format)
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
+
+
+def _scale(grad: Tensor, total: Tensor) -> float | None:
+    """The number above 1 by which a sum was divided to give a gradient; None if there is none."""
+    largest, divided = float(total.abs().max()), float(grad.abs().max())
+    # GradScaler's are powers of two.
+    scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
+    return scale if scale > 1 and _same(grad, total / scale) else None
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:

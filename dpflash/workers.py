@@ -164,14 +164,17 @@ def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """`[x.nbytes]`: the memory of a contiguous tensor, as not every backend knows every dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
 def broadcast_(x: Tensor, group: ProcessGroup, what: str) -> None:
     """The first worker's x, written into that of all others; of any dtype and strides."""
     with torch.no_grad():
         held = x.contiguous()
-        # Bytes, since not every backend knows every dtype.
-        flat = held.view(-1).view(torch.uint8)
         with exchanging(what, group):
-            dist.broadcast(flat, group=group, group_src=0)
+            dist.broadcast(as_bytes(held), group=group, group_src=0)
         x.copy_(held)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._validate import one_of
 from ..boundary import NoiseOff, without_noise
+from ..precision import INSTEAD_OF_A_MEAN, WHY_NO_COARSE_MEAN, narrow_parameters
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
@@ -72,15 +73,10 @@ def _check(
         return
     check_modules(plain, findings)
     trial = Trial(Subject(plain, loss_fn), batch, size, loss_reduction, 0.0, boundaries)
-    narrow = [n for n, p in plain.named_parameters() if p.requires_grad and p.itemsize == 2]
+    narrow = narrow_parameters(plain)
     if loss_reduction == "mean" and narrow:
-        findings.add(
-            "reduction",
-            narrow[0],
-            f"it is one of {len(narrow)} parameters in 16 bit: dividing by the batch's size would "
-            "be rounded into every sample's gradient, so that one sample changes all others'",
-            "return losses.sum() and declare loss_reduction='sum', or return losses [B]",
-        )
+        message = f"it is one of {len(narrow)} parameters in 16 bit: {WHY_NO_COARSE_MEAN}"
+        findings.add("reduction", narrow[0], message, INSTEAD_OF_A_MEAN)
     first = _first_run(trial, findings) and _widen(trial, model, findings)
     if not (first and _repeats(trial, findings)):
         findings.not_checked.append("what comes after a failed run: mend it and check again")

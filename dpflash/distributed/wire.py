@@ -1,6 +1,6 @@
 """Tensors between workers: as raw bytes where they are moved, as numbers where they are summed.
 
-Bytes, since not every backend knows every dtype. All is recorded, see `traffic.count_traffic`.
+All is recorded, see `traffic.count_traffic`.
 Letters: P workers.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash import workers
+from dpflash.workers import as_bytes
 
 from .traffic import all_reduced_bytes, record
 
@@ -64,10 +65,10 @@ def exchange(
     operations = []
     for x in send or ():
         if x.numel():
-            operations.append(dist.P2POp(dist.isend, _bytes(x), group=group, group_peer=to))
+            operations.append(dist.P2POp(dist.isend, as_bytes(x), group=group, group_peer=to))
     for x in received or ():
         if x.numel():
-            operations.append(dist.P2POp(dist.irecv, _bytes(x), group=group, group_peer=source))
+            operations.append(dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=source))
     if send is not None and (sent := sum(x.nbytes for x in send)):
         record(phase, what, sent)
     works: list[Any] = []
@@ -88,7 +89,7 @@ def warm_up(group: ProcessGroup, device: torch.device) -> None:
 def all_gather(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
     """`[P, *x.shape]`: every worker's x, all of one shape and dtype."""
     record(phase, what, (workers.world_size(group) - 1) * x.nbytes)
-    flat = workers.all_gather(_bytes(x.contiguous()), group, what)
+    flat = workers.all_gather(as_bytes(x.contiguous()), group, what)
     return (
         flat.view(x.dtype).view(-1, *x.shape)
         if x.numel()
@@ -131,7 +132,7 @@ def all_to_all(
     """
     dtype, own = parts[0].dtype, workers.rank_in(group)
     record(phase, what, sum(part.nbytes for p, part in enumerate(parts) if p != own))
-    send = torch.cat([_bytes(part.contiguous()) for part in parts])
+    send = torch.cat([as_bytes(part.contiguous()) for part in parts])
     sizes = [torch.Size(shape).numel() * parts[0].element_size() for shape in shapes]
     received = send.new_empty(sum(sizes))
     with workers.exchanging(what, group):
@@ -140,8 +141,3 @@ def all_to_all(
         flat.view(dtype).view(shape)
         for flat, shape in zip(received.split(sizes), shapes, strict=True)
     ]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """`[x.nbytes]`: the memory of a contiguous tensor."""
-    return x.view(-1).view(torch.uint8)

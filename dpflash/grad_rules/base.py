@@ -82,7 +82,7 @@ class Handles:
                 "private: it was replaced, sharded (fully_shard) or tied since. Call "
                 "engine.detach(model), build the optimizer anew, then make_private again"
             )
-        self._context.backward.refuse_coarse_mean(parameter)
+        self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:
             return self._context.backward.prepared(group)[position]
         return self._gate(group).handles[position]

@@ -516,3 +516,25 @@ def test_a_checkpoint_is_replaced_in_one_step_and_readable_by_its_owner_only(
         assert [p.name for p in saved.parent.iterdir()] == [saved.name]
     made[0].save_checkpoint(saved)
     assert saved.read_bytes() != before
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_grad_scaler_is_refused_by_its_name_and_its_scale(fused, dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    engine = PrivacyEngine(seed=0)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=plain,
+        data_loader=loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    engine.backward(scaler.scale(model(torch.randn(4, 3).to(dtype)).sum(1)))
+    with pytest.raises(RuntimeError, match=r"1/1024 .*GradScaler.*without the scaler"):
+        scaler.step(optimizer)
+    assert optimizer.releases == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import optimization
+from dpflash import leveled, optimization
 from dpflash.cli import main
 from dpflash.grad_rules import PrivateModule
 from dpflash.mesh import Workers
@@ -45,7 +45,7 @@ def quick(monkeypatch):
     """A compiler without code generation, which counts the graphs that it gets."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(optimization, "_BACKEND", counter)
+    monkeypatch.setattr(leveled, "_BACKEND", counter)
     return counter
 
 
@@ -622,17 +622,8 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, m
     assert "compiled already" in line(inner)
     plain = tiny_lm()
     workers = SimpleNamespace(everyone=object())
-    chosen = optimization.choose(
-        "aggressive",
-        module=plain,
-        trained=list(plain.parameters()),
-        clipping="per_layer",
-        is_own_clipping=True,
-        way="auto",
-        public_batch_size=4,
-        memory_budget=10**9,
-        workers=workers,
-    )
+    asked = optimization.Asked("aggressive", None, "auto", 4, 10**9, workers)
+    chosen = optimization.choose(asked, plain, list(plain.parameters()))
     assert not chosen.compiled and "several workers" in str(chosen)
 
     from torch._inductor import cpp_builder
@@ -652,7 +643,7 @@ def test_a_compiler_that_fails_is_left_with_a_warning(
         raise RuntimeError("no such instruction")
 
     torch.compiler.reset()
-    monkeypatch.setattr(optimization, "_BACKEND", fails)
+    monkeypatch.setattr(leveled, "_BACKEND", fails)
     torch.manual_seed(0)
     plain, found = tiny_lm(), []
     for level in ("balanced", "aggressive"):
@@ -697,11 +688,49 @@ def test_a_forked_process_goes_on_without_the_compiler(private, tiny_lm, quick):
     assert engine.optimization.compiled
 
 
-def test_a_compiled_model_has_no_plan_and_says_so(private, tiny_lm, next_token_loss, quick):
+def test_a_compiled_model_has_no_plan_and_says_what_to_do(
+    private, tiny_lm, next_token_loss, quick
+):
     engine, model, *_ = private(tiny_lm(), optimize="aggressive")
-    next_token_loss(model, tokens())
-    with pytest.raises(ValueError, match="all of its layers keep"):
+    message = "plan.. with optimize='aggressive': .*nothing is planned.*Pass optimize='balanced'"
+    with pytest.raises(ValueError, match=message):
         engine.plan()
+    # A call that is not compiled leaves shapes behind.
+    model(tokens(0))
+    next_token_loss(model, tokens())
+    with pytest.raises(ValueError, match=message):
+        engine.plan()
+    engine, model, *_ = private(tiny_lm(), optimize="aggressive", way="book_keeping")
+    next_token_loss(model, tokens())
+    assert {use.way for use in engine.plan()} == {"book_keeping"}
+
+
+class WeightsFirst(nn.Module):
+    """Its first argument is of no sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+    def forward(self, weights, x):
+        return self.inner(x * weights[:, None])
+
+
+def test_the_drawn_batch_tells_its_size_to_the_compiler(private, quick):
+    torch.manual_seed(0)
+    plain, data, found = WeightsFirst(), torch.randn(24, 7, 3), []
+    for level in ("balanced", "aggressive"):
+        engine, model, optimizer, loader = private(
+            copy.deepcopy(plain), data, clipping="per_layer", optimize=level
+        )
+        for (x,) in loader:
+            engine.backward(model(torch.arange(7.0), x).square().mean((1, 2)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.optimization.compiled == (level == "aggressive")
+        found.append(weights(model))
+    assert quick.frame_count
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
 # All levels

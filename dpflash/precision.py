@@ -1,0 +1,95 @@
+"""Where torch rounds more than float32 does, and what of that breaks the bound of a sample."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+WHY_NO_COARSE_MEAN = (
+    "dividing by the batch's size would be rounded into every sample's gradient, so that one "
+    "sample moves the sum by more than max_grad_norm"
+)
+INSTEAD_OF_A_MEAN = (
+    "declare loss_reduction='sum', or call engine.backward(losses) with one loss a sample"
+)
+_COARSE = ("tf32", "bf16")
+# Of torch.backends.
+_SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "cudnn.conv")}
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """For norms and sums: in 16 bit they would round beyond the bound."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def refuse_coarse_mean(found: str | None) -> None:
+    """Refuse loss_reduction='mean' where something rounds more than float32 does.
+
+    The mean's 1 / B goes through the backward, where rounding is then another one for each B: one
+    sample changes what every other adds.
+
+    Args:
+        found: what rounds so, in words; None where nothing does.
+
+    Raises:
+        ValueError: something does.
+    """
+    if found is not None:
+        raise ValueError(
+            f"loss_reduction='mean' with {found}: {WHY_NO_COARSE_MEAN}; {INSTEAD_OF_A_MEAN}"
+        )
+
+
+def refuse_coarse_products(device_type: str, *, convolves: bool) -> None:
+    """Refuse to train on a CPU that may multiply float32 in fewer digits.
+
+    Torch does so from some size of the operands on: a batch of one sample more is then rounded
+    otherwise, in every sample, and so are sums that are clipped already.
+
+    Raises:
+        ValueError: a setting lets it.
+    """
+    found = coarse_products(device_type, convolves=convolves) if device_type == "cpu" else None
+    if found is not None:
+        raise ValueError(
+            f"{found} on a CPU: from some batch size on float32 products would be rounded, so "
+            "that one sample moves the sum by more than max_grad_norm. Call "
+            "torch.set_float32_matmul_precision('highest'); to multiply in bfloat16 pass "
+            "optimize='balanced'"
+        )
+
+
+def coarse_products(device_type: str, *, convolves: bool) -> str | None:
+    """Which setting lets torch round the operands of float32 products, in words."""
+    for name in _SETTINGS.get(device_type, ()):
+        precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
+        # Scripts for GPUs ask for TF32, which few CPUs have.
+        if device_type == "cpu" and precision == "tf32" and not torch.cpu._is_amx_fp16_supported():
+            continue
+        if precision in _COARSE and (convolves or "conv" not in name):
+            return f"torch.backends.{name}.fp32_precision={precision!r}"
+    return None
+
+
+def coarse_use(x: Tensor) -> str | None:
+    """What makes an operation on x round more than float32 does, in words."""
+    if _is_narrow(x):
+        return f"a tensor of {x.dtype}"
+    if torch.is_autocast_enabled(x.device.type):
+        return f"autocast to {torch.get_autocast_dtype(x.device.type)}"
+    return None
+
+
+def narrow_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters with fewer digits than float32, frozen ones included."""
+    return [name for name, parameter in model.named_parameters() if _is_narrow(parameter)]
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Whether a tensor has fewer digits than float32."""
+    return x.is_floating_point() and x.dtype.itemsize < 4
