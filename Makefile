@@ -2,6 +2,7 @@ PYTHON ?= python3
 BENCH ?= all --quick
 RESULTS ?= runs/bench
 BASE ?= HEAD
+QUICK ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -9,7 +10,7 @@ STAMP := .venv/.installed
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint bench compare gpu clean
+.PHONY: help demo test lint bench compare ci gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,10 +31,15 @@ lint: $(STAMP) ## ruff and mypy
 bench: $(STAMP) ## measure on this machine (BENCH="variants" for one benchmark in full)
 	$(BIN)/dpflash bench $(BENCH) --out $(RESULTS)
 
-compare: $(STAMP) ## is this tree slower than the commit BASE? both take turns
-	@base=$$(mktemp -d) && trap "git worktree remove --force $$base" EXIT && \
-	  git worktree add --quiet --detach $$base $(BASE) && \
-	  $(BIN)/dpflash bench versus $$base . --out $(RESULTS)/compare
+compare: $(STAMP) ## is this tree slower than the commit BASE? both take turns (BASE=main QUICK=1)
+	@[ "$$(git rev-parse --quiet --verify '$(BASE)^{commit}')" != "$$(git rev-parse HEAD)" ] || [ -n "$$(git status --porcelain)" ] \
+	  || echo "BASE=$(BASE) is this tree, which is compared with itself; pass such as BASE=main" >&2
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"; git worktree prune' EXIT && trap 'exit 130' INT TERM && \
+	  git worktree add --quiet --detach "$$base" '$(BASE)' && \
+	  $(BIN)/dpflash bench versus "$$base" . $(if $(QUICK),--quick) --out $(RESULTS)/compare
+
+ci: lint test ## what a change must pass: lint, tests, and no slowdown beside the commit before it
+	$(MAKE) compare QUICK=1 BASE=HEAD~1
 
 gpu: $(STAMP) ## the tests that need a GPU, tuning, then all measurements
 	benchmarks/gpu.sh

@@ -114,7 +114,7 @@ def trial(old: Path, new: Path, args: argparse.Namespace) -> dict[str, Any]:
 def is_right(kind: str, found: dict[str, Any]) -> bool:
     verdicts = set(found["verdicts"].values())
     if kind == "A/A":
-        return found["exit_code"] == 0 and verdicts <= {"unchanged"}
+        return found["exit_code"] == 0 and verdicts <= {"unchanged", "undecided"}
     return found["exit_code"] == 1 and verdicts == {"slower"}
 
 

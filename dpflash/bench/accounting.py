@@ -7,41 +7,93 @@ which was computed by other code with many digits.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
-import logging
 import math
-import signal
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from dpflash.accounting import create_accountant, get_noise_multiplier
-
 from . import results
+from .accounting_providers import (
+    DELTA,
+    PEERS,
+    PROVIDERS,
+    RATE,
+    Phase,
+    add_step,
+    build,
+    calibrator,
+    epsilon,
+    first_answer,
+    judge_of,
+    lower_end,
+)
 from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
 from .isolated import Failed, run_isolated
-from .suite import Comparison, Measurement, Request, Row, Subject, Suite, Unsupported, needs
-
-Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
-
-OWN = ("contour", "pld", "rdp")
-PEERS = ("opacus prv", "opacus rdp", "google pld", "google rdp")
-PROVIDERS = (*OWN, *PEERS)
+from .measuring import recorded_warnings
+from .suite import (
+    Build,
+    Comparison,
+    Measurement,
+    Request,
+    Row,
+    Subject,
+    Suite,
+    Unsupported,
+    needs,
+)
 
 TRUTH = Path(__file__).resolve().parents[2] / "tests" / "accounting" / "truth.json"
 
-RATE, NOISE, STEPS, DELTA = 0.01, 1.0, 10_000, 1e-5
-# (target epsilon, sample rate, steps); (phases, steps of each).
-TARGETS = ((8.0, 0.01, 1000), (1.0, 0.01, 1000), (0.005, 0.01, 1000), (100.0, 0.1, 1000))
-SCHEDULES = ((10, 100), (100, 10), (1000, 1))
-# Seconds of one call, and of one row of the table; quick.
-CALL_SECONDS, TABLE_SECONDS = (10.0, 3.0), (2.0, 1.0)
-_QUICK_TABLE = 17  # every so many rows of it
+NOISE = 1.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is asked.
+
+    Attributes:
+        steps: of a query.
+        queries: "cold", "warm".
+        targets: (target epsilon, sample rate, steps) of each calibration.
+        schedules: (phases, steps of each).
+        every: so many-th setting of the table of truths is asked for.
+        call_seconds: that one call of a peer may take.
+        table_seconds: that one setting of the table may.
+    """
+
+    steps: int
+    queries: Sequence[str]
+    targets: Sequence[tuple[float, float, int]]
+    schedules: Sequence[tuple[int, int]]
+    every: int
+    call_seconds: float
+    table_seconds: float
+
+
+FULL = Grid(
+    steps=10_000,
+    queries=("cold", "warm"),
+    targets=((8.0, 0.01, 1000), (1.0, 0.01, 1000), (0.005, 0.01, 1000), (100.0, 0.1, 1000)),
+    schedules=((10, 100), (100, 10), (1000, 1)),
+    every=1,
+    call_seconds=10.0,
+    table_seconds=2.0,
+)
+QUICK = Grid(
+    steps=1000,
+    queries=("cold",),
+    targets=((8.0, 0.01, 100),),
+    schedules=(),
+    every=26,
+    call_seconds=1.0,
+    table_seconds=0.5,
+)
+
 # What float64 may lose of a value.
 _ROUNDING = 1e-9
 _MEMORY = 8 * 2**30
@@ -62,13 +114,13 @@ def query(
         limit_s: seconds of one call, of a peer.
     """
     phases = [(noise, RATE, steps)]
-    value = _first(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
     if warm:
-        accountant = _build(provider, phases)
+        accountant = build(provider, phases)
         accountant.get_epsilon(DELTA)
 
         def step() -> float:
-            _add_step(provider, accountant, noise)
+            add_step(provider, accountant, noise)
             return float(accountant.get_epsilon(DELTA))
     else:
         # Another noise in each call, so that no cache helps.
@@ -89,7 +141,7 @@ def schedule(
         return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
 
     calls = itertools.count(1)
-    value = _first(provider, limit_s, lambda: epsilon(provider, of(0.0), DELTA))
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, of(0.0), DELTA))
     return _judged(
         lambda: epsilon(provider, of(1e-7 * next(calls)), DELTA), provider, value, of(0.0)
     )
@@ -106,14 +158,14 @@ def calibration(
     limit_s: float,
 ) -> Subject:
     """The noise multiplier of a target; right where the epsilon that it has is not above it."""
-    find = _calibrator(provider)
+    find = calibrator(provider)
 
     def call(shift: float) -> float:
         return find(target_epsilon * (1 + shift), sample_rate, steps)
 
-    noise = _first(provider, limit_s, lambda: call(0.0))
+    noise = first_answer(provider, limit_s, lambda: call(0.0))
     phases = [(noise, sample_rate, steps)]
-    certain = _lower_end(_other(provider), phases, DELTA)
+    certain = lower_end(judge_of(provider), phases, DELTA)
     calls = itertools.count(1)
     return Subject(
         lambda: call(1e-7 * next(calls)),
@@ -121,144 +173,16 @@ def calibration(
         _ROUNDING,
         figures={
             "noise_multiplier": noise,
-            "true_epsilon": _lower_end("contour", phases, DELTA),
+            "true_epsilon": lower_end("contour", phases, DELTA),
         },
     )
-
-
-def epsilon(provider: str, phases: Sequence[Phase], delta: float) -> float:
-    """What a provider says of a history."""
-    return float(_build(provider, phases).get_epsilon(delta))
-
-
-def _build(provider: str, phases: Sequence[Phase]) -> Any:
-    """An accountant with this history."""
-    if provider.startswith("google"):
-        accountant = _google(provider)()
-        for noise, rate, steps in phases:
-            accountant.compose(_google_event(noise, rate), steps)
-        return accountant
-    accountant = create_accountant(provider) if provider in OWN else _opacus(provider)()
-    accountant.history = list(phases)
-    return accountant
-
-
-def _add_step(provider: str, accountant: Any, noise: float) -> None:
-    if provider.startswith("google"):
-        accountant.compose(_google_event(noise, RATE))
-    else:
-        accountant.step(noise_multiplier=noise, sample_rate=RATE)
-
-
-def _calibrator(provider: str) -> Callable[[float, float, int], float]:
-    """The provider's own search: target epsilon, sample rate and steps to a noise multiplier."""
-    if provider.startswith("google"):
-        accountant = _google(provider)
-        import dp_accounting
-
-        def find(target: float, rate: float, steps: int) -> float:
-            return float(
-                dp_accounting.calibrate_dp_mechanism(
-                    accountant,
-                    lambda noise: dp_accounting.SelfComposedDpEvent(
-                        _google_event(noise, rate), steps
-                    ),
-                    target,
-                    DELTA,
-                    dp_accounting.LowerEndpointAndGuess(0.1, 1.0),
-                    tol=1e-4,
-                )
-            )
-
-        return find
-    search: Callable[..., float] = get_noise_multiplier
-    if provider not in OWN:
-        _opacus(provider)
-        from opacus.accountants import utils
-
-        search = utils.get_noise_multiplier
-    return lambda target, rate, steps: float(
-        search(
-            accountant=provider.removeprefix("opacus "),
-            target_epsilon=target,
-            target_delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-        )
-    )
-
-
-def _opacus(provider: str) -> Any:
-    try:
-        from opacus import accountants
-    except ImportError:
-        raise Unsupported("Opacus: pip install opacus") from None
-    return {
-        "opacus prv": accountants.PRVAccountant,
-        "opacus rdp": accountants.RDPAccountant,
-    }[provider]
-
-
-def _google(provider: str) -> Any:
-    try:
-        from dp_accounting.pld import PLDAccountant
-        from dp_accounting.rdp import RdpAccountant
-    except ImportError:
-        raise Unsupported("dp_accounting: pip install dp-accounting") from None
-    # It logs each order of RDP at which its series does not converge.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return {"google pld": PLDAccountant, "google rdp": RdpAccountant}[provider]
-
-
-def _google_event(noise: float, rate: float) -> Any:
-    import dp_accounting
-
-    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
-
-
-def _first(provider: str, limit: float, call: Callable[[], float]) -> float:
-    """The first answer; what a peer raises, or does not say in time, is why it has no figures."""
-    if provider in OWN:
-        return call()
-    _build(provider, [(3.0, RATE, 10)]).get_epsilon(DELTA)  # loads what it loads
-    try:
-        with _deadline(limit):
-            return call()
-    except TimeoutError:
-        raise Unsupported(f"more time: one call took longer than {limit:g} s") from None
-    except (MemoryError, Unsupported):
-        raise
-    except Exception as error:
-        raise Unsupported(_refusal(error)) from None
-
-
-def _refusal(error: Exception) -> str:
-    return f"another setting: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block, of the main thread, after so much processor time."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGPROF, end)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
 
 
 def _judged(
     step: Callable[[], float], provider: str, value: float, phases: Sequence[Phase]
 ) -> Subject:
     """The subject of an epsilon that was found for these phases."""
-    truth = _lower_end(_other(provider), phases, DELTA)
+    truth = lower_end(judge_of(provider), phases, DELTA)
     return Subject(
         step,
         lambda: _shortfall(value, truth),
@@ -269,16 +193,6 @@ def _judged(
             "above": value / truth - 1 if truth else None,
         },
     )
-
-
-def _other(provider: str) -> str:
-    """Whose lower end judges a provider: not its own."""
-    return "pld" if provider == "contour" else "contour"
-
-
-def _lower_end(accountant: str, phases: Sequence[Phase], delta: float) -> float:
-    """What epsilon certainly is not below."""
-    return float(_build(accountant, phases).get_epsilon(delta, interval=True).lower or 0.0)
 
 
 def _shortfall(value: float, truth: float) -> float:
@@ -294,18 +208,19 @@ def _shortfall(value: float, truth: float) -> float:
 
 
 def truth_rows(request: Request) -> Iterator[Row]:
-    """For each provider how its epsilons lie to the table of truths."""
-    limit = TABLE_SECONDS[request.quick]
-    settings = _settings(request.quick)
+    """Each provider beside the table of truths."""
+    grid = _grid(request)
+    limit, settings = grid.table_seconds, _settings(grid.every)
     for provider in PROVIDERS:
         name, kept = f"truth/{provider}", {"provider": provider, "limit_s": limit}
+        columns = _columns(provider, "truth")
         if settings is None:
             reason = "the table tests/accounting/truth.json of a checkout"
-            yield needs(name, kept, reason, section="truth")
+            yield needs(name, kept, reason, **columns)
             continue
         kept["settings"] = len(settings)
         try:
-            answers = run_isolated(
+            answers, warned = run_isolated(
                 answers_of,
                 memory_limit=_MEMORY,
                 # Signals do not end what a library does in C.
@@ -315,25 +230,28 @@ def truth_rows(request: Request) -> Iterator[Row]:
                 limit=limit,
             )
         except (Failed, Unsupported) as reason:
-            yield needs(name, kept, str(reason), section="truth")
+            yield needs(name, kept, str(reason), **columns)
             continue
+        if warned:
+            columns["warnings"] = warned
         truths = [truth for _, _, truth in settings]
-        yield results.row(name, kept, section="truth", **summary(answers, truths))
+        yield results.row(name, kept, **columns, **summary(answers, truths))
 
 
 def answers_of(
     provider: str, settings: Sequence[tuple[list[Phase], float]], limit: float
-) -> list[float | str]:
-    """The provider's epsilon of each setting, or why there is none."""
+) -> tuple[list[float | str], list[str]]:
+    """The provider's epsilon of each setting, or why there is none; and what it warned of."""
     found: list[float | str] = []
-    for phases, delta in settings:
-        try:
-            found.append(
-                _first(provider, limit, lambda p=phases, d=delta: epsilon(provider, p, d))  # type: ignore[misc]
-            )
-        except (Unsupported, MemoryError) as reason:
-            found.append(str(reason) or "more memory")
-    return found
+    warned: list[str] = []
+    with recorded_warnings(warned):
+        for phases, delta in settings:
+            ask = functools.partial(epsilon, provider, phases, delta)
+            try:
+                found.append(first_answer(provider, limit, ask))
+            except (Unsupported, MemoryError) as reason:
+                found.append(str(reason) or "more memory")
+    return found, list(dict.fromkeys(warned))
 
 
 def summary(answers: Sequence[float | str], truths: Sequence[float]) -> Row:
@@ -356,7 +274,7 @@ def summary(answers: Sequence[float | str], truths: Sequence[float]) -> Row:
     }
 
 
-def _settings(quick: bool) -> list[tuple[list[Phase], float, float]] | None:
+def _settings(every: int) -> list[tuple[list[Phase], float, float]] | None:
     """(phases, delta, epsilon) of the table; None where it is not here."""
     if not TRUTH.is_file():
         return None
@@ -371,31 +289,43 @@ def _settings(quick: bool) -> list[tuple[list[Phase], float, float]] | None:
             row["delta"],
             float(row["epsilon"]),
         )
-        for row in rows[:: _QUICK_TABLE if quick else 1]
+        for row in rows[::every]
     ]
 
 
 def plan(
     request: Request,
 ) -> Iterable[Comparison | Callable[[Request], Iterable[Row]]]:
-    """Queries, calibrations, schedules and the table of truths."""
-    limit = {"limit_s": CALL_SECONDS[request.quick]}
-    for kind in ("cold", "warm"):
-        kept = {"warm": kind == "warm", "noise": NOISE, "steps": STEPS, **limit}
+    """Queries, calibrations, schedules and the table of truths; quick leaves some out."""
+    grid = _grid(request)
+    limit = {"limit_s": grid.call_seconds}
+    for kind in grid.queries:
+        kept = {"warm": kind == "warm", "noise": NOISE, "steps": grid.steps, **limit}
         yield _compared(f"query/{kind}", query, kept, "query")
-    for target, rate, steps in TARGETS[: 1 if request.quick else None]:
+    for target, rate, steps in grid.targets:
         kept = {"target_epsilon": target, "sample_rate": rate, "steps": steps, **limit}
         yield _compared(f"calibration/{target:g}", calibration, kept, "calibration")
-    for phases, steps in SCHEDULES[: 1 if request.quick else None]:
+    for phases, steps in grid.schedules:
         kept = {"phases": phases, "steps": steps, **limit}
         yield _compared(f"schedule/{phases}", schedule, kept, "schedule")
     yield truth_rows
 
 
-def _compared(name: str, build: Any, kept: dict[str, Any], section: str) -> Comparison:
+def _grid(request: Request) -> Grid:
+    return QUICK if request.quick else FULL
+
+
+def _columns(provider: str, section: str) -> dict[str, Any]:
+    return {"section": section, **({"peer": True} if provider in PEERS else {})}
+
+
+def _compared(name: str, subject: Build, kept: dict[str, Any], section: str) -> Comparison:
     measurements = [
         Measurement(
-            f"{name}/{provider}", build, {"provider": provider, **kept}, {"section": section}
+            f"{name}/{provider}",
+            subject,
+            {"provider": provider, **kept},
+            _columns(provider, section),
         )
         for provider in PROVIDERS
     ]
@@ -421,15 +351,16 @@ SUITE = Suite(
     title="Accountants",
     about="Accountants of dpflash (contour, pld, rdp), Opacus and Google's dp_accounting on "
     f"Poisson-subsampled Gaussian steps, delta = {DELTA:g}. They take turns in one process. An "
-    "epsilon below what is certain has no figures: the error of such a row is its shortfall over "
-    "the truth; nor has one that is infinite where the truth is not. Speed-ups are over contour, "
+    "epsilon below what is certain is WRONG and has no figures: the error of such a row is its "
+    "shortfall over the truth; nor has one that is infinite where the truth is not. Where a peer "
+    "is wrong that is something found, and no failure of the run. Speed-ups are over contour, "
     "so below 1 is slower than it.",
     plan=plan,
     tables=(
         Table(
             "query",
-            f"One query of {STEPS:,} equal steps (q = {RATE}, noise {NOISE:g})",
-            (_PROVIDER, ("", _cold_or_warm), *TIME, SPEEDUP, *_EPSILON),
+            f"One query of equal steps (q = {RATE}, noise {NOISE:g})",
+            (_PROVIDER, ("", _cold_or_warm), config("steps"), *TIME, SPEEDUP, *_EPSILON),
             "Cold: of a new accountant, with another noise in each call. Warm: after one more "
             "step of an accountant that has answered before.",
         ),
@@ -467,6 +398,7 @@ SUITE = Suite(
                 column("median_error", "median error"),
                 column("greatest_error", "greatest error"),
                 column("error", "greatest shortfall"),
+                column("correct"),
                 column("needs"),
             ),
             "Epsilons of the settings in tests/accounting/truth.json; errors over the truth. Late "

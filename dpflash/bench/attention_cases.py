@@ -109,12 +109,24 @@ class Case:
         count = max(self.batch, self.heads)
         return [(i % self.batch, i % self.heads) for i in range(count)]
 
+    def figures(self, checked_pairs: int) -> dict[str, Any]:
+        """Columns of a row: what is computed, and how much of it is checked."""
+        return {
+            "pattern_key": self.pattern.key,
+            "pairs": self.pairs,
+            "density": self.density,
+            "checked_rows": len(self.checked_rows()),
+            "checked_pairs": checked_pairs,
+        }
 
-def document_borders(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Borders of documents whose lengths are log-uniform from 128 to 4096, the last one cut."""
+
+def document_borders(
+    tokens: int, seed: int = 0, *, shortest: int = 128, longest: int = 4096
+) -> tuple[int, ...]:
+    """Borders of documents whose lengths are log-uniform in a range, the last one cut."""
     generator, borders = random.Random(seed), [0]
     while borders[-1] < tokens:
-        length = round(math.exp(generator.uniform(math.log(128), math.log(4096))))
+        length = round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
         borders.append(min(borders[-1] + length, tokens))
     return tuple(borders)
 

@@ -1,48 +1,48 @@
-"""Whether a benchmark became slower: two result files, row by row.
+"""Whether a benchmark became slower: two results, row by row.
 
-Files whose trials took turns (`versus`) are compared trial by trial, and a launch of the two
-processes is what is independent of the next. Files of separate runs are compared as two samples,
-which says nothing of how the machine changed between them.
+Results whose trials took turns (`versus`) are compared trial by trial. Those of separate runs are
+compared as two samples, which says nothing of how the machine changed between them, so that only
+what lies clearly beyond the threshold counts. `significance` has the tests.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.stats
 
 from dpflash import _validate
 
-from .results import markdown_table, write_text
-
-Row = Mapping[str, Any]
+from .comparable import (
+    Row,
+    Unusable,
+    bad_figures,
+    broken_off,
+    checked_rows,
+    differences,
+    is_figure,
+    turns_of,
+)
+from .results import markdown_table
+from .significance import (
+    FEW_TRIALS_FACTOR,
+    FEWEST_TRIALS,
+    Test,
+    holm,
+    of_intervals,
+    of_pairs,
+    of_two_samples,
+)
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
-# Where launches are fewer, each round counts as independent.
-_FEWEST_LAUNCHES = 3
-_MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
-_NUMBER = (int, float)
-_COLUMNS: Mapping[str, tuple[type, ...]] = {
-    "name": (str,),
-    "config": (Mapping,),
-    "median_ms": (*_NUMBER, type(None)),
-    "peak_memory_mb": (*_NUMBER, type(None)),
-    "correct": (bool, type(None)),
-}
-_MAKE_IT = "pass the JSON that `dpflash bench` writes"
-
-
-class Unusable(ValueError):
-    """The two files cannot be compared; the message says why."""
+# Trials in turns of one code differed by up to 2.6% (`benchmarks/check_compare.py`, 60 rows).
+LEAST_TOLD = 0.03
+_REGRESSIONS = ("slower", "more memory", "fails", "lost")
+_OTHERS = ("undecided", "faster", "still right", "new", "not comparable")
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,18 @@ class Line:
 
     Attributes:
         name: of the row.
-        verdict: "slower", "more memory", "slower, more memory", "fails", "faster", "unchanged",
-            "new" or "not comparable".
+        verdict: "slower", "more memory", "slower, more memory", "fails" (wrong now, or no
+            measurement), "lost" (missing, or without figures now), "undecided" (beyond the
+            threshold, and it may be chance), "faster", "unchanged", "still right" (of a row
+            without times), "new" or "not comparable".
         old_ms, new_ms: medians.
         ratio: of new over old time, and its interval at the report's confidence.
         interval: (low, high).
-        p: of the null hypothesis that it takes no longer, corrected for the number of rows.
+        p: corrected for the number of rows (Holm), of the null hypothesis that it takes no longer;
+            of separate runs, no longer than the threshold allows. None where ranges decide.
         memory_ratio: of new over old peak memory; None where the old one is 0.
         note: why, where the verdict does not tell.
+        of_peer: whether it is another library's, which is told and no regression of dpflash.
     """
 
     name: str
@@ -70,19 +74,21 @@ class Line:
     p: float | None = None
     memory_ratio: float | None = None
     note: str = ""
+    of_peer: bool = False
 
     @property
     def is_regression(self) -> bool:
         """Whether the comparison must not pass."""
-        return self.verdict in ("slower", "more memory", "slower, more memory", "fails")
+        parts = self.verdict.split(", ")
+        return not self.of_peer and any(part in _REGRESSIONS for part in parts)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two files.
+    """The comparison of two results.
 
     Attributes:
-        lines: one for each row of either file.
+        lines: one for each measured row of either one.
         paired: whether their trials took turns.
         threshold: share by which a time or a memory may grow.
         confidence: of the intervals; 1 less it is the chance of a false alarm over all rows.
@@ -105,51 +111,57 @@ class Report:
         """1 for a regression, else 0."""
         return int(bool(self.regressions))
 
+    @property
+    def summary(self) -> str:
+        """How many rows were compared, and what came of them."""
+        own = [line for line in self.lines if not line.of_peer]
+        parts = [part for line in own for part in line.verdict.split(", ")]
+        counts = {word: parts.count(word) for word in (*_REGRESSIONS, *_OTHERS)}
+        told = [f"{sum(line.ratio is not None for line in own)} compared"]
+        told += [f"{counts.pop('slower')} slower"]
+        told += [f"{count} {word}" for word, count in counts.items() if count]
+        if len(own) < len(self.lines):
+            told.append(f"{len(self.lines) - len(own)} of peers beside them")
+        way = "trials took turns" if self.paired else "separate runs"
+        return f"{', '.join(told)} (threshold {self.threshold:.3g}, {way})"
+
     def markdown(self) -> str:
         """The table, and what is to be said of it."""
-        header = ("row", "old ms", "new ms", f"ratio [{self.confidence:.0%}]", "p", "verdict")
+        ratio = f"ratio [{100 * self.confidence:.3g}%]"
+        header = ("row", "old ms", "new ms", ratio, "p (adjusted)", "verdict")
         table = markdown_table(header, [_cells(line) for line in self.lines])
-        way = "trials took turns" if self.paired else "separate runs"
-        count = len(self.regressions)
-        end = f"{count} of {len(self.lines)} rows regressed (more than {self.threshold:.0%})"
-        return "\n\n".join([table, *(f"Warning: {text}." for text in self.warnings)]) + (
-            f"\n\n{end}; {way}.\n"
-        )
+        warnings = [f"Warning: {text}." for text in self.warnings]
+        return "\n\n".join([table, *warnings, f"{self.summary}\n"])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "exit_code": self.exit_code}
-
-
-@dataclass(frozen=True)
-class _Test:
-    """Of log(new / old): estimate, interval, and p of "it is not above 0"."""
-
-    estimate: float
-    interval: tuple[float, float]
-    p: float | None
-    p_faster: float | None
-    is_apart: bool = False  # where there is no p: the intervals of the medians do not meet
+        return {**asdict(self), "summary": self.summary, "exit_code": self.exit_code}
 
 
 def compare(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     *,
+    names: tuple[str, str] = ("the old file", "the new file"),
     threshold: float = 0.05,
     confidence: float = 0.95,
     force: bool = False,
 ) -> Report:
     """Compare two results, as `suite.run_suite` writes them.
 
-    A row is slower where the estimate of its ratio is beyond 1 + threshold and the ratio is
-    significantly above 1: one-sided, at 1 - confidence over all rows together (Holm). It fails
-    where it had figures, or was right, and now is missing, or has none; where it is wrong and was
-    not; and where a figure of either file is no finite number above 0.
+    Of trials that took turns a row is slower where the estimate of its ratio is beyond
+    1 + threshold and the ratio is significantly above 1. Of separate runs it is slower where the
+    ratio is significantly above 1 + threshold and all of its interval is; of fewer than 8 trials,
+    where their ranges lie apart by more than four times the threshold. Tests are one-sided, at
+    1 - confidence over all rows together (Holm). A row fails where it is wrong and was not, and
+    where a figure of either result is no finite number above 0; it is lost where it had figures,
+    or was right, and now is missing, or has none. Rows that only follow from others, such as
+    exponents, are left out; rows of peers are shown and do not count.
 
     Args:
         old: the baseline.
         new: what is judged.
+        names: what messages call the two.
         threshold: share by which a time or a peak memory may grow, > 0.
         confidence: in (0, 1).
         force: compare what was measured on another device or in another way, or broken off.
@@ -158,186 +170,74 @@ def compare(
         Unusable: they were measured in different ways, one is no whole result, or they have no
             row in common that can be compared.
     """
-    return _compare(old, new, ("the old file", "the new file"), threshold, confidence, force)
-
-
-def _compare(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    names: tuple[str, str],
-    threshold: float,
-    confidence: float,
-    force: bool,
-) -> Report:
-    """Like `compare`; messages call the files by the names."""
     _validate.positive(threshold=threshold)
     _validate.probability(confidence=confidence)
-    rows_old, rows_new = _rows(old, names[0]), _rows(new, names[1])
-    paired = _turns(old) is not None and _turns(old) == _turns(new)
-    warnings = _differences(old["environment"], new["environment"], force)
-    warnings += _broken_off(old, new, names, force)
-    if not paired:
-        warnings.append(
-            "the runs are separate, and what changed on the machine between them is not covered; "
-            "`dpflash bench versus` measures two checkouts in turns"
-        )
-    launches = int(_turns(old)["launches"]) if paired else 1
+    rows_old, rows_new = _measured(checked_rows(old, names[0]), checked_rows(new, names[1]))
+    turns = turns_of(old)
+    paired = turns is not None and turns == turns_of(new)
+    warnings = differences(old["environment"], new["environment"], force)
+    warnings += broken_off(old, new, names, force)
     tests = {
-        name: _test(rows_old[name], row, paired, launches, confidence)
+        name: _test(rows_old[name], row, turns if paired else None, confidence, threshold)
         for name, row in rows_new.items()
         if name in rows_old and _are_timed(rows_old[name], row)
     }
-    p_slower = _holm({name: test.p for name, test in tests.items()})
-    p_faster = _holm({name: test.p_faster for name, test in tests.items()})
+    p_slower = holm({name: test.p for name, test in tests.items()})
+    p_faster = holm({name: test.p_faster for name, test in tests.items()})
+    if paired and threshold < LEAST_TOLD:
+        warnings.append(
+            f"launches are copies of one process for each checkout and share where its code lies: "
+            f"equal code may differ by some {LEAST_TOLD:.0%}, more than the threshold and more "
+            "than intervals say"
+        )
     if not paired:
-        warnings += _powerless(tests, rows_old, rows_new, 1 - confidence)
-    lines = [
-        _line(name, rows_old.get(name), rows_new.get(name), tests.get(name))
-        for name in dict.fromkeys([*rows_old, *rows_new])
-    ]
+        pairs = [(rows_old[name], rows_new[name]) for name in tests]
+        environments = (old["environment"], new["environment"])
+        warnings += _of_separate_runs(environments, pairs, threshold)
+    lines = []
+    for name in dict.fromkeys([*rows_old, *rows_new]):
+        row_old, row_new, test = rows_old.get(name), rows_new.get(name), tests.get(name)
+        of_peer = any(row is not None and row.get("peer") for row in (row_old, row_new))
+        line = replace(_line(name, row_old, row_new, test), of_peer=of_peer)
+        if test is not None:
+            p = (p_slower.get(name), p_faster.get(name))
+            line = _judge(line, test, p, threshold, 1 - confidence)
+        lines.append(_judge_memory(line, row_old, row_new, threshold))
     if all(line.verdict in ("new", "not comparable") for line in lines):
         raise Unusable(
             f"{' and '.join(names)}: no row can be compared (rows: {len(rows_old)} and "
             f"{len(rows_new)}); pass two runs of one suite"
         )
-    judged = [
-        _judge(line, tests[line.name], p_slower, p_faster, threshold, 1 - confidence)
-        if line.name in tests
-        else line
-        for line in lines
+    return Report(tuple(lines), paired, threshold, confidence, tuple(warnings))
+
+
+def _of_separate_runs(
+    environments: Sequence[Row], pairs: Sequence[tuple[Row, Row]], threshold: float
+) -> list[str]:
+    """Warnings of what separate runs cannot tell, for pairs of rows that are compared."""
+    loads = [environment.get("load_average") for environment in environments]
+    told = "" if None in loads else f" (load averages {loads[0]} and {loads[1]})"
+    texts = [
+        f"the runs are separate, and what changed on the machine between them{told} is not told "
+        "from what changed in the code; in CI take `dpflash bench versus`, which measures two "
+        "checkouts in turns"
     ]
-    done = [
-        _judge_memory(line, rows_old.get(line.name), rows_new.get(line.name), threshold)
-        for line in judged
-    ]
-    return Report(tuple(done), paired, threshold, confidence, tuple(warnings))
-
-
-def run_compare(
-    old_path: str | Path,
-    new_path: str | Path,
-    *,
-    threshold: float = 0.05,
-    force: bool = False,
-    json_path: str | Path | None = None,
-) -> int:
-    """Compare two files and print the table.
-
-    Returns:
-        1 for a regression, 0 for none, 2 for files that cannot be compared.
-    """
-    names = (os.fspath(old_path), os.fspath(new_path))
-    try:
-        old, new = (_read(Path(name)) for name in names)
-        report = _compare(old, new, names, threshold, confidence=0.95, force=force)
-        if json_path is not None:
-            _write(Path(json_path), report)
-    except Unusable as error:
-        print(f"dpflash: error: {error}", file=sys.stderr)
-        return 2
-    print(report.markdown(), end="")
-    return report.exit_code
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{path}: not a readable JSON file ({error}); {_MAKE_IT}") from None
-
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        write_text(path, json.dumps(report.as_dict(), indent=1) + "\n")
-    except OSError as error:
-        raise Unusable(
-            f"{path}: it cannot be written ({error.strerror}); pass --json another file"
-        ) from None
-
-
-def _rows(found: Any, file: str) -> dict[str, Row]:
-    """The rows by their names, each with what a comparison reads of it."""
-    held = found if isinstance(found, Mapping) else {}
-    environment, rows = held.get("environment"), held.get("rows")
-    if not (isinstance(environment, Mapping) and isinstance(rows, list)):
-        raise Unusable(f"{file}: it has no environment (an object) and rows (a list); {_MAKE_IT}")
-    turns = environment.get("versus")
-    if turns is not None and not (
-        isinstance(turns, Mapping) and _is_count(turns.get("launches")) and "run" in turns
-    ):
-        raise Unusable(
-            f"{file}: its environment's versus is {turns!r} and tells no run and launches; pass "
-            "what `dpflash bench versus` writes"
-        )
-    named: dict[str, Row] = {}
-    for number, row in enumerate(rows):
-        lack = _lack(row)
-        if lack:
-            name = row.get("name") if isinstance(row, Mapping) else None
-            raise Unusable(f"{file}: row {name or number!r}: {lack}; {_MAKE_IT}")
-        if row["name"] in named:
-            raise Unusable(
-                f"{file}: row {row['name']!r}: it is there twice, so that it is not clear which "
-                "to take; measure again"
-            )
-        named[row["name"]] = row
-    return named
-
-
-def _lack(row: Any) -> str:
-    """What keeps a row from being one; empty where nothing does."""
-    if not isinstance(row, Mapping):
-        return f"expected an object, got {type(row).__name__}"
-    for key, kinds in _COLUMNS.items():
-        if key not in row:
-            return f"it has no {key}"
-        if not isinstance(row[key], kinds) or (isinstance(row[key], bool) and bool not in kinds):
-            return f"its {key} is {row[key]!r}"
-    for key in ("samples_ms", "ci95_ms"):
-        numbers = row.get(key) or []
-        if not (isinstance(numbers, list) and all(map(_is_number, numbers))):
-            return f"its {key} is {numbers!r}"
-    interval = row.get("ci95_ms") or []
-    if row["median_ms"] is not None and not row.get("samples_ms") and len(interval) != 2:
-        return "it has a median and neither trials nor an interval"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, _NUMBER) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _broken_off(old: Row, new: Row, names: tuple[str, str], force: bool) -> list[str]:
-    """Warnings of runs that did not come to their end, of which the new one is refused."""
-    files = zip((old, new), names, strict=True)
-    texts = [f"{name}: the run was broken off" for found, name in files if not _is_whole(found)]
-    if not _is_whole(new) and not force:
-        raise Unusable(
-            f"{texts[-1]}, and what is missing may be slower; measure again, or compare what is "
-            "there with --force"
+    few = sum(_are_few(*pair) for pair in pairs)
+    if few:
+        texts.append(
+            f"{few} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on some "
+            "percent: their intervals are the trials' ranges, and only those that lie apart by "
+            f"more than {FEW_TRIALS_FACTOR * threshold:.0%} count"
         )
     return texts
 
 
-def _is_whole(found: Row) -> bool:
-    return bool(found.get("complete", True))
-
-
-def _turns(found: Mapping[str, Any]) -> Any:
-    return found["environment"].get("versus")
-
-
-def _differences(old: Row, new: Row, force: bool) -> list[str]:
-    """Warnings of what was measured in another way, refused without force."""
-    unlike = [key for key in _MUST_AGREE if old.get(key) != new.get(key)]
-    texts = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in unlike]
-    if texts and not force:
-        raise Unusable(f"{'; '.join(texts)}: measure both alike, or compare them with --force")
-    return texts
+def _measured(*files: dict[str, Row]) -> list[dict[str, Row]]:
+    """The rows of each file, less those that follow from others."""
+    figures = {
+        name for rows in files for name in rows if is_figure(*(other.get(name) for other in files))
+    }
+    return [{name: row for name, row in rows.items() if name not in figures} for rows in files]
 
 
 def _are_timed(old: Row, new: Row) -> bool:
@@ -347,31 +247,25 @@ def _are_timed(old: Row, new: Row) -> bool:
         and old["correct"] is not False
         and old["median_ms"] is not None
         and new["median_ms"] is not None
-        and not (_bad_figures(old) or _bad_figures(new))
+        and not (bad_figures(old) or bad_figures(new))
     )
 
 
-def _bad_figures(row: Row) -> str:
-    """Those that cannot be measurements, in words; empty where there are none."""
-    times = [row["median_ms"], *(row.get("samples_ms") or row.get("ci95_ms") or ())]
-    if row["median_ms"] is not None and not all(0 < ms < math.inf for ms in times):
-        return f"a time that is no finite number above 0 (median {row['median_ms']!r} ms)"
-    peak = row["peak_memory_mb"]
-    if peak is not None and not 0 <= peak < math.inf:
-        return f"a peak memory of {peak!r} MiB"
-    return ""
-
-
 def _milliseconds(row: Row | None) -> float | None:
-    return None if row is None or _bad_figures(row) else row["median_ms"]
+    return None if row is None or bad_figures(row) else row["median_ms"]
 
 
-def _test(old: Row, new: Row, paired: bool, launches: int, confidence: float) -> _Test:
+def _test(
+    old: Row, new: Row, turns: Mapping[str, Any] | None, confidence: float, threshold: float
+) -> Test:
     a, b = (np.asarray(row.get("samples_ms") or [], float) for row in (old, new))
+    estimate = math.log(new["median_ms"] / old["median_ms"])
     if not (len(a) and len(b)):
-        return _by_intervals(old, new)
-    if not paired:
-        return _of_two_samples(a, b, confidence)
+        factor = FEW_TRIALS_FACTOR if _are_few(old, new) else 1
+        return of_intervals(estimate, old["ci95_ms"], new["ci95_ms"], factor * threshold)
+    if turns is None:
+        return of_two_samples(estimate, a, b, confidence, threshold)
+    launches = int(turns["launches"])
     if len(a) != len(b) or len(a) % launches:
         raise Unusable(
             f"row {new['name']!r}: {len(a)} and {len(b)} trials in {launches} launches do not "
@@ -382,87 +276,21 @@ def _test(old: Row, new: Row, paired: bool, launches: int, confidence: float) ->
             f"row {new['name']!r}: one launch of one round shows no spread; measure 2 or more "
             "rounds"
         )
-    return _of_pairs(a, b, launches, confidence)
+    return of_pairs(a, b, launches, confidence, threshold)
 
 
-def _of_pairs(a: np.ndarray, b: np.ndarray, launches: int, confidence: float) -> _Test:
-    """Student's t over the launches, or over the rounds where launches are few."""
-    units = np.log(b / a)
-    if launches >= _FEWEST_LAUNCHES:
-        units = np.median(units.reshape(launches, -1), axis=1)
-    found = scipy.stats.ttest_1samp(units, 0.0, alternative="greater")
-    p = float(np.nan_to_num(found.pvalue, nan=1.0))
-    other = scipy.stats.ttest_1samp(units, 0.0, alternative="less")
-    p_faster = float(np.nan_to_num(other.pvalue, nan=1.0))
-    reach = scipy.stats.t.ppf((1 + confidence) / 2, len(units) - 1) * scipy.stats.sem(units)
-    mean = float(np.mean(units))
-    return _Test(mean, (mean - float(reach), mean + float(reach)), p, p_faster)
+def _are_few(*rows: Row) -> bool:
+    """Whether a row has too few trials for a test."""
+    trials = [len(row.get("samples_ms") or []) or row.get("trials") or 0 for row in rows]
+    return min(trials) < FEWEST_TRIALS
 
 
-def _of_two_samples(a: np.ndarray, b: np.ndarray, confidence: float) -> _Test:
-    """Mann and Whitney's test, and the bootstrap of the ratio of the medians."""
-    greater, less = (
-        float(scipy.stats.mannwhitneyu(b, a, alternative=way).pvalue)
-        for way in ("greater", "less")
-    )
-
-    def log_ratio(y: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-        return np.log(np.median(y, axis=axis) / np.median(x, axis=axis))
-
-    estimate = float(log_ratio(b, a, 0))
-    if min(len(a), len(b)) < 2 or np.ptp(a) == np.ptp(b) == 0:
-        return _Test(estimate, (estimate, estimate), greater, less)
-    interval = scipy.stats.bootstrap(
-        (b, a),
-        log_ratio,
-        n_resamples=2000,
-        vectorized=True,
-        confidence_level=confidence,
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return _Test(estimate, (float(interval.low), float(interval.high)), greater, less)
-
-
-def _by_intervals(old: Row, new: Row) -> _Test:
-    """Of rows without trials: whether the intervals of their medians meet."""
-    estimate = math.log(new["median_ms"] / old["median_ms"])
-    (old_low, old_high), (low, high) = old["ci95_ms"], new["ci95_ms"]
-    interval = (math.log(low / old_high), math.log(high / old_low))
-    return _Test(estimate, interval, None, None, is_apart=low > old_high or high < old_low)
-
-
-def _holm(p: Mapping[str, float | None]) -> dict[str, float]:
-    """Holm's adjusted p of those that have one."""
-    known = sorted((value, name) for name, value in p.items() if value is not None)
-    adjusted: dict[str, float] = {}
-    largest = 0.0
-    for number, (value, name) in enumerate(known):
-        largest = max(largest, min(1.0, value * (len(known) - number)))
-        adjusted[name] = largest
-    return adjusted
-
-
-def _powerless(
-    tests: Mapping[str, _Test], old: Mapping[str, Row], new: Mapping[str, Row], alpha: float
-) -> list[str]:
-    """A warning where no difference, however great, could be significant."""
-    names = [name for name, test in tests.items() if test.p is not None]
-    trials = [(len(old[name]["samples_ms"]), len(new[name]["samples_ms"])) for name in names]
-    least = max((1 / math.comb(a + b, a) for a, b in trials), default=0.0)
-    if least * len(names) <= alpha:
-        return []
-    return [
-        f"with so few trials nothing in {len(names)} rows can be significant; measure more trials"
-    ]
-
-
-def _line(name: str, old: Row | None, new: Row | None, test: _Test | None) -> Line:
+def _line(name: str, old: Row | None, new: Row | None, test: Test | None) -> Line:
     """A line before its times are judged."""
     plain = Line(name, "unchanged", _milliseconds(old), _milliseconds(new))
     for row, which in ((old, "old"), (new, "new")):
-        if row is not None and _bad_figures(row):
-            note = f"the {which} file has {_bad_figures(row)}"
+        if row is not None and bad_figures(row):
+            note = f"the {which} file has {bad_figures(row)}"
             return replace(plain, verdict="fails", note=note)
     # A wrong result is none, whatever else became of the row.
     if (
@@ -470,11 +298,11 @@ def _line(name: str, old: Row | None, new: Row | None, test: _Test | None) -> Li
         and new["correct"] is False
         and (old is None or old["correct"] is not False)
     ):
-        return replace(plain, verdict="fails", note="it is wrong now")
+        return replace(plain, verdict="fails", note=new.get("failure") or "it is wrong now")
     if old is None:
         return replace(plain, verdict="new")
     if new is None:
-        verdict = "fails" if _was_good(old) else "not comparable"
+        verdict = "lost" if _was_good(old) else "not comparable"
         return replace(plain, verdict=verdict, note="missing in the new file")
     if old["config"] != new["config"]:
         return replace(plain, verdict="not comparable", note="its config differs")
@@ -483,12 +311,12 @@ def _line(name: str, old: Row | None, new: Row | None, test: _Test | None) -> Li
         return replace(plain, verdict="not comparable", note=note)
     if old["correct"] and new["correct"] is None:
         note = new.get("needs") or "it is not checked any more"
-        return replace(plain, verdict="fails", note=note)
+        return replace(plain, verdict="lost", note=note)
     if old["median_ms"] is not None and new["median_ms"] is None:
         note = new.get("needs") or "it has no figures any more"
-        return replace(plain, verdict="fails", note=note)
+        return replace(plain, verdict="lost", note=note)
     if test is None:
-        return replace(plain, note="it has no times")
+        return replace(plain, verdict="still right", note="it has no times")
     low, high = test.interval
     return replace(plain, ratio=math.exp(test.estimate), interval=(math.exp(low), math.exp(high)))
 
@@ -499,35 +327,35 @@ def _was_good(row: Row) -> bool:
 
 def _judge(
     line: Line,
-    test: _Test,
-    p_slower: Mapping[str, float],
-    p_faster: Mapping[str, float],
+    test: Test,
+    p: tuple[float | None, float | None],
     threshold: float,
     alpha: float,
 ) -> Line:
+    """A line with the verdict on its times, by the adjusted p of slower and of faster."""
     if line.verdict != "unchanged":
         return line
-    p, edge = p_slower.get(line.name), math.log1p(threshold)
+    slower, faster = (one is None or one < alpha for one in p)
     verdict, note = line.verdict, line.note
-    if test.estimate > edge and (test.is_apart if p is None else p < alpha):
+    if test.slower and slower:
         verdict = "slower"
-    elif test.estimate < -edge and (test.is_apart if p is None else p_faster[line.name] < alpha):
+    elif test.faster and faster:
         verdict = "faster"
-    elif test.estimate > edge:
-        note = "not significant"
-    return replace(line, p=p, verdict=verdict, note=note)
+    elif test.estimate > math.log1p(threshold):
+        verdict = "undecided"
+        note = "ranges too close" if test.p is None else "not significant"
+    return replace(line, p=p[0], verdict=verdict, note=note)
 
 
 def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float) -> Line:
-    if old is None or new is None or line.verdict in ("not comparable", "fails"):
+    if old is None or new is None or line.verdict in ("not comparable", "fails", "lost"):
         return line
     before, now = old["peak_memory_mb"], new["peak_memory_mb"]
     if before is None:
         return line
     verdict, note = line.verdict, line.note
     if now is None:
-        if verdict != "slower":
-            verdict = "fails"
+        verdict = "slower" if verdict == "slower" else "lost"
         return replace(line, verdict=verdict, note="its peak memory is not measured any more")
     if now > before * (1 + threshold) and now > before + MOST_MORE_MIB:
         verdict = "slower, more memory" if line.verdict == "slower" else "more memory"
@@ -540,5 +368,6 @@ def _cells(line: Line) -> Sequence[Any]:
     if line.ratio is not None and line.interval is not None:
         ratio = f"{line.ratio:.3f} [{line.interval[0]:.3f}, {line.interval[1]:.3f}]"
     verdict = line.verdict.upper() if line.is_regression else line.verdict
+    verdict = f"peer: {verdict}" if line.of_peer else verdict
     note = f" ({line.note})" if line.note else ""
     return (line.name, line.old_ms, line.new_ms, ratio, line.p, verdict + note)

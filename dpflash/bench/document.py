@@ -1,21 +1,30 @@
-"""A suite's page and picture, from what its JSON holds."""
+"""A suite's page, and what is said at its end, from what its JSON holds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .results import GREY, environment_table, markdown_table
+from .legend import legend
+from .results import environment_table, markdown_table
 
 if TYPE_CHECKING:
     from .suite import Suite
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], Any]]
 
-_COLORS = ("#1f5fa8", "#d1601a", "#2d8a4e", "#8a3f9e", "#b02a37", "#7a6a00", "#2a8f9e", "#555555")
+INSIGHTS = "insights"  # the section
+QUICK = (
+    "A quick look: small sizes and few trials, no figures to quote. At full sizes the order of "
+    "what is compared may be the reverse, since fixed costs weigh more in small calls."
+)
+BROKEN_OFF = (
+    "Broken off: only what was measured until then is here, and nothing that follows from all of "
+    "it."
+)
+Column = tuple[str, Callable[[Row], Any]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Chart:
         title: above it.
         x, y: (label, value of a row).
         series: what a row's line is named.
-        logarithmic: both axes, to the base of 2; else both are linear and begin at 0.
+        logarithmic: both axes; else both are linear and the upright one begins at 0.
     """
 
     section: str
@@ -83,10 +92,11 @@ def milliseconds(row: Row) -> str | None:
 def wrong(row: Row) -> str:
     """How far off a row is that has no figures for it."""
     error = row.get("error")
+    whose = "the peer is " * bool(row.get("peer"))
     # JSON has no NaN and no infinity; they come back as None.
     if error is None or not math.isfinite(error):
-        return "WRONG (no number)"
-    return f"WRONG (error {error:.1e})"
+        return f"{whose}WRONG (no number)"
+    return f"{whose}WRONG (error {error:.1e})"
 
 
 def ratio(row: Row) -> str | None:
@@ -114,74 +124,93 @@ CORRECT: tuple[Column, ...] = (column("correct"),)
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
     """The page."""
-    environment = dict(found["environment"])
+    environment, rows = dict(found["environment"]), found["rows"]
     roofs = environment.pop("roofs")
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in roofs["flops"].items())
     environment["roofs, measured"] = f"{rates} GFLOP/s; {roofs['bandwidth'] / 1e9:,.1f} GB/s"
     parts = [f"# {suite.title}", suite.about, environment_table(environment)]
+    if not found["complete"]:
+        parts.append(f"**{BROKEN_OFF}**")
     if environment["quick"]:
-        parts.append("**A quick look: small sizes and few trials, no figures to quote.**")
+        parts.append(f"**{QUICK}**")
+    parts += ["## Key insights", bullets(key_insights(rows))]
+    headers: list[str] = []
     for table in suite.tables:
-        rows = [row for row in found["rows"] if row.get("section") == table.section]
-        if rows:
-            lines = [[cell(row) for _, cell in table.columns] for row in rows]
-            parts += [
-                f"## {table.title}",
-                markdown_table([header for header, _ in table.columns], lines),
-            ]
+        own = [row for row in rows if row.get("section") == table.section]
+        # They stand above.
+        if own and table.section != INSIGHTS:
+            lines = [[cell(row) for _, cell in table.columns] for row in own]
+            head = [header for header, _ in table.columns]
+            headers += head
+            parts += [f"## {table.title}", markdown_table(head, lines)]
             if table.note:
                 parts.append(table.note)
-    lost = [row for row in found["rows"] if row.get("failure") and not row.get("section")]
+    explained = legend(headers)
+    if explained:
+        parts += ["## What the columns say", bullets(explained)]
+    warned = _warned(rows)
+    if warned:
+        parts += ["## Warnings of what was measured", bullets(warned)]
+    lost = [row for row in rows if row.get("failure") and not row.get("section")]
     if lost:
         lines = [[row["name"], row["failure"]] for row in lost]
         parts += ["## Failed as a whole", markdown_table(("part", "failure"), lines)]
     return "\n\n".join(parts) + "\n"
 
 
-def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
-    """The picture: a matplotlib Figure with a panel for each chart."""
-    from matplotlib.figure import Figure
-
-    charts = list(suite.charts)
-    columns = min(2, max(1, len(charts)))
-    lines = max(1, -(-len(charts) // columns))
-    figure = Figure(figsize=(6.4 * columns, 4.2 * lines + 0.4), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for panel, chart in zip(panels, charts, strict=False):
-        _draw_chart(panel, chart, found["rows"])
-    for panel in panels[len(charts) :]:
-        panel.axis("off")
-    environment = found["environment"]
-    quick = ", a quick look" if environment["quick"] else ""
-    figure.suptitle(f"{suite.title}\n{environment['device']}, {environment['date']}{quick}")
-    return figure
+def bullets(lines: Sequence[str]) -> str:
+    """A list."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
-def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row]) -> None:
-    lines: dict[str, list[tuple[Any, float]]] = {}
-    (x_label, x), (y_label, y) = chart.x, chart.y
+def key_insights(rows: Sequence[Row]) -> list[str]:
+    """What the rows come to in some sentences, at least one.
+
+    Those that the suite wrote itself (section "insights"); else the range of each speed-up and
+    the exponents. Behind them how many rows have figures.
+    """
+    told = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
+    return [*(told or [*_speedups(rows), *_exponents(rows)]), _counts(rows)]
+
+
+def _speedups(rows: Sequence[Row]) -> Iterator[str]:
+    """Rows are named PLACE/OPERATOR, in the place of their baseline."""
+    found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row.get("section") == chart.section and y(row) is not None and x(row) is not None:
-            lines.setdefault(chart.series(row), []).append((x(row), y(row)))
-    for number, (name, points) in enumerate(lines.items()):
-        color = _COLORS[number % len(_COLORS)]
-        style = ("-", "--", ":")[number // len(_COLORS) % 3]
-        if isinstance(points[0][0], str):
-            panel.plot(*zip(*points, strict=True), color=color, marker="o", ls="", label=name)
-        else:
-            points.sort()
-            panel.plot(*zip(*points, strict=True), color=color, marker=".", ls=style, label=name)
-    panel.set_title(chart.title, fontsize=10)
-    panel.set_xlabel(x_label)
-    panel.set_ylabel(y_label)
-    if not lines:
-        panel.text(0.5, 0.5, "nothing was measured", ha="center", color=GREY)
-        return
-    if chart.logarithmic:
-        panel.set_yscale("log")
-        if not any(isinstance(x, str) for points in lines.values() for x, _ in points):
-            panel.set_xscale("log", base=2)
-    else:
-        panel.set_ylim(bottom=0)
-    panel.grid(color="#dddddd", linewidth=0.5)
-    panel.legend(fontsize=7)
+        if row.get("speedup") is not None:
+            pair = row["name"].rsplit("/")[-1], row["baseline"].rsplit("/")[-1]
+            found.setdefault(pair, []).append(row["speedup"])
+    for (own, other), ratios in found.items():
+        low, high = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
+        span = low if low == high else f"{low} to {high}"
+        places = f" ({len(ratios)} places)" * (len(ratios) > 1)
+        yield f"{own} is {span} times as fast as {other}{places}."
+
+
+def _exponents(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.get("exponent") is not None and row.get("curve"):
+            low, high = row["exponent_ci95"]
+            yield f"{row['curve']}: the exponent is {row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    timed = sum(row["median_ms"] is not None for row in rows)
+    lacking = sum(bool(row.get("needs")) for row in rows)
+    wrong = [row for row in rows if row["correct"] is False]
+    peers = sum(bool(row.get("peer")) for row in wrong)
+    told = [f"{timed} rows were timed"]
+    if lacking:
+        told.append(f"{lacking} need what is not here (they say what)")
+    if wrong:
+        told.append(f"{len(wrong)} are wrong or failed, {peers} of them of peers")
+    return ", ".join(told) + "."
+
+
+def _warned(rows: Sequence[Row]) -> list[str]:
+    """Each warning once, with the rows that gave it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for text in row.get("warnings") or ():
+            found.setdefault(" ".join(text.split()), []).append(row["name"])
+    return [f"{text} ({', '.join(names)})" for text, names in found.items()]

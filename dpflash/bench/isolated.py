@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import resource
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -103,6 +104,8 @@ def _work(
     memory_limit: int | None,
     threads: int,
 ) -> None:
+    # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     if memory_limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))

@@ -24,14 +24,15 @@ from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
 from .named_variants import VARIANTS, Variant
 from .peers import build_run
-from .suite import Request, Row, Suite, Unsupported
+from .suite import Request, Row, Suite, Unsupported, worst
 from .timing import Stopwatch
 
 SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-_CHECKED_TOKENS = 384
+# The check of each process: long enough that windows and short segments leave something out.
+_CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
 _WITHIN = 8  # The longest T is known to one part in so many.
 _LEAST = 256
 # A search makes a dozen calls, and those that fail take longer than one may.
@@ -160,10 +161,10 @@ def make_call(call: Call) -> Taken:
 
 
 def _error(operator: str, case: Case, seed: int, backward: bool) -> float:
-    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS)
+    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
     inputs = small.inputs(seed)
     expected = reference(small, *inputs, with_grads=backward, seed=seed)
-    return max(check(build_run(operator, small), inputs, expected).values())
+    return worst(check(build_run(operator, small), inputs, expected).values())
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -294,6 +295,7 @@ def _searches(variant: str) -> Callable[[Request], Iterator[Row]]:
         for direction in DIRECTIONS:
             yield _search_row(variant, direction, request)
 
+    rows.__doc__ = f"Searching the longest sequence of {variant}."
     return rows
 
 
@@ -313,17 +315,18 @@ SUITE = Suite(
     name="max-length",
     title="The longest sequence that fits",
     about=(
-        "For each variant of causal attention (B 1, H 8, D 64) the longest sequence whose forward "
-        "pass, and whose forward and backward pass, ends within the limits of memory and time. "
+        "How long a sequence each kind of causal attention takes on this machine, one sequence "
+        "of 8 heads of 64, forward and with its backward, before the memory or the time of a call "
+        "ends. A longest T that was stopped by memory compares what the kinds take; one stopped "
+        "by time says how fast this machine is; one at the search's own ceiling says nothing of "
+        "where the kind ends. The names are those of `dpflash bench variants`, whose first table "
+        "explains them.\n\n"
         "Lengths are doubled until a call fails, then bisected to within an eighth; every call "
-        "runs once, in a process of its own, and every process first checks the variant against "
-        "its definition at a short length. On a CPU the limit of memory is that of a process's "
-        "private memory, with some 270 MB of the libraries' own; on a GPU it is the card's. "
-        "q, k and v, and for the backward pass the gradient of the output, are among what the "
-        "call takes. *Stopped by* says what ended the search: memory, the time that one call may "
-        "take (a part of the row's, see --max-seconds; the time of this machine, not a bound "
-        "of the variant), or the search's own ceiling, which says nothing of where the variant "
-        "ends."
+        "runs once, in a process of its own, which first checks the kind against its definition "
+        f"at T = {_CHECKED_TOKENS:,}. On a CPU the limit of memory is that of a process's private "
+        "memory, with some 270 MB of the libraries' own; on a GPU it is the card's. q, k and v, "
+        "and for the backward the gradient of the output, are among what the call takes. The time "
+        "of a call is a part of that of a row (--max-seconds)."
     ),
     plan=lambda request: [_searches(name) for name in (_QUICK if request.quick else SEARCHED)],
     tables=(
@@ -344,9 +347,9 @@ SUITE = Suite(
                 column("call_limit_s", "limit, seconds"),
                 column("correct"),
             ),
-            "Peak memory is what the process grew by, inputs included. Reported elsewhere, for "
-            "forward passes alone: 16,384 to 524,288 tokens, where 524,288 was the ceiling of "
-            "the search.",
+            "Peak memory is what the process grew by, inputs included. dilated-attention-pytorch "
+            "publishes, for forward passes alone, 16,384 to 524,288 tokens, of which 524,288 was "
+            "the ceiling of the search.",
         ),
     ),
     charts=(

@@ -20,7 +20,7 @@ _PROCESS = Path("/proc/self")
 class PeakMemory:
     """How far memory grows in a block: ``with PeakMemory() as peak: ...``.
 
-    Attributes, after the block:
+    Attributes, after the block, in MiB of 2^20 bytes:
         cpu_mb: MiB by which this process's resident memory grew at most; None where the system
             does not tell (it is Linux that does).
         gpu_mb: MiB that torch gave out at most on the current GPU beyond what was held before;
@@ -29,6 +29,15 @@ class PeakMemory:
 
     cpu_mb: float | None = None
     gpu_mb: float | None = None
+
+    def __str__(self) -> str:
+        """Such as "64.1 MiB on the CPU, 12 MiB on the GPU"."""
+        told = [
+            f"{grown:.4g} MiB on the {where}"
+            for where, grown in (("CPU", self.cpu_mb), ("GPU", self.gpu_mb))
+            if grown is not None
+        ]
+        return ", ".join(told) or "not measured (the block has not ended, or no system tells)"
 
     def __enter__(self) -> PeakMemory:
         gc.collect()

@@ -147,8 +147,14 @@ def _state(file: ResultFile) -> str:
         return "a quick look: no figures to quote"
     if not file.is_complete:
         return "broken off"
-    wrong = sum(row.get("correct") is False for row in file.rows)
-    return f"{len(file.rows)}" + f", {wrong} WRONG" * bool(wrong)
+    wrong = [row for row in file.rows if row.get("correct") is False]
+    peers = sum(bool(row.get("peer")) for row in wrong)
+    ours = len(wrong) - peers
+    return (
+        f"{len(file.rows)}"
+        + f", {ours} WRONG" * bool(ours)
+        + f", {peers} of peers wrong" * (peers > 0)
+    )
 
 
 def _report_table(table: ReportTable, devices: Mapping[str, Files]) -> Iterator[str]:
@@ -288,7 +294,7 @@ def _own_tables(device: str, files: Files, reports: Iterable[Report], page: Path
 _ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
 _COLUMNS = (
     *("name", "section", "config", "pattern_key", "operator", "correct"),
-    *("median_ms", "peak_memory_mb"),
+    *("median_ms", "peak_memory_mb", "needs"),
     *("what", "baseline", "sparsity", "difference", "difference_ci95", "relative_difference"),
 )
 

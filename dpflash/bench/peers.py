@@ -33,6 +33,8 @@ OPERATORS = (
     "branch-by-branch-detached",
 )
 FORWARD_ONLY = ("branch-by-branch-detached",)
+# Others' code, which may be wrong without being a failure of ours.
+PEERS = ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn")
 
 
 def build_run(operator: str, case: Case) -> Run:

@@ -2,7 +2,7 @@
 
 Providers train the same model on the same batch, drawn anew by the loader of each at sample rate
 1, so that a step is loader, forward, backward, clipping, noise and optimizer. Letters: B samples,
-T tokens, H heads, D head dim, E = H D.
+T tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import losses
 from dpflash.arguments import make_groups
 from dpflash.clipping import Group
 from dpflash.engine import PrivacyEngine
-from dpflash.nn import LongContextLM, MultiheadAttention
 
+from .private_tasks import Task, make_task
 from .suite import Subject, Unsupported, worst
 from .timing import Step
-from .work import Work, attention_flops, count_work
+from .work import Work, count_work
 
-VOCABULARY = 256
 NONPRIVATE = "nonprivate"
 DPFLASH = (
     "dpflash-flat-auto",
@@ -38,6 +36,7 @@ DPFLASH = (
     "dpflash-per_layer",
     "dpflash-per_block",
 )
+AUTO = DPFLASH[0]
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
 
@@ -46,47 +45,6 @@ _MAX_GRAD_NORM = 0.1
 _TILE = 128
 # Relative errors of gradients, of the parameter that is farthest off.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-
-
-def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    output: Tensor = model(x)
-    return output
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained.
-
-    Attributes:
-        build: makes the model, with the same weights in each call.
-        x, y: one batch, samples first.
-        loss: (output, y) to one loss a sample, `[B]`.
-        forward: (model, x, y) to the output; Opacus calls the model with x alone.
-        dtype: "float32", or "bfloat16" for autocast.
-    """
-
-    build: Callable[[], nn.Module]
-    x: Tensor
-    y: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
-    forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = _output
-    dtype: str = "float32"
-
-    @property
-    def batch(self) -> int:
-        """B."""
-        return len(self.x)
-
-    def losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """`[B]`."""
-        with self.precision():
-            output = self.forward(model, x, y)
-        return self.loss(output, y)
-
-    def precision(self) -> torch.autocast:
-        """The context of a forward pass."""
-        enabled = self.dtype == "bfloat16"
-        return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -124,8 +82,17 @@ def private_subject(
     Raises:
         Unsupported: a peer is not installed.
     """
-    make = {"attention": _attention_task, "lm": _lm_task}[model]
-    task = make(batch, tokens, heads, head_dim, layers, dtype, device, seed)
+    task = make_task(
+        model=model,
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        head_dim=head_dim,
+        layers=layers,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
     return subject_of(task, provider, tokens=batch * tokens, noise_multiplier=noise_multiplier)
 
 
@@ -261,7 +228,8 @@ class GradientKeeper(torch.optim.SGD):
             self._given.append(parameter.grad.detach().float().clone())
 
 
-def _batches(loader: Iterable[Any]) -> Iterator[Any]:
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, pass after pass."""
     while True:
         yield from loader
 
@@ -269,7 +237,7 @@ def _batches(loader: Iterable[Any]) -> Iterator[Any]:
 def _nonprivate(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> Training:
-    batches = _batches(loader)
+    batches = endless(loader)
 
     def step() -> None:
         x, y = next(batches)
@@ -299,7 +267,7 @@ def _dpflash(
         clipping=clipping,
         way=way[0] if way else "auto",
     )
-    batches = _batches(private_loader)
+    batches = endless(private_loader)
 
     def step() -> None:
         x, y = next(batches)
@@ -349,7 +317,7 @@ def _opacus(
         )
     private, private_optimizer, private_loader = parts[0], parts[1], parts[-1]
     criterion = _SampleMean(task.loss) if mode == "hooks" else parts[2]
-    batches = _batches(private_loader)
+    batches = endless(private_loader)
     is_registered = provider.endswith("-registered")
 
     def step() -> None:
@@ -384,74 +352,6 @@ def _registered() -> Iterator[None]:
         integration.unregister()
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention = MultiheadAttention(width, heads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, is_causal=True)[0]
-        return output
-
-
-def _attention_task(
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> Task:
-    if layers != 1:
-        raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return (output.float() - y).square().sum(2).mean(1)
-
-    width = heads * head_dim
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(batch, tokens, width, generator=generator) for _ in range(2))
-    build = built(lambda: _Attention(width, heads), device, seed)
-    return Task(build, x.to(device), y.to(device), loss, dtype=dtype)
-
-
-def _lm_task(
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> Task:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator)
-    build = built(lambda: lm(tokens, heads, head_dim, layers), device, seed)
-    return Task(build, x.to(device), y.to(device), losses.cross_entropy, dtype=dtype)
-
-
-def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
-    """The language model over bytes, for at most this number of tokens."""
-    # Opacus' ghost clipping refuses tied weights, so nobody ties them here.
-    return LongContextLM(
-        VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
-    )
-
-
-def built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
-    """Makes a model with the weights of this seed, and leaves torch's generator as it was."""
-
-    def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make().to(device)
-
-    return build
-
-
 def _beyond(plain: Work, engine: PrivacyEngine) -> Work:
     """The work of a private step by the planner's formulas, since Triton kernels are not seen.
 
@@ -462,15 +362,3 @@ def _beyond(plain: Work, engine: PrivacyEngine) -> Work:
         plain.flops + sum(use.flops for use in uses),
         plain.moved_bytes + sum(use.moved_bytes for use in uses),
     )
-
-
-def attention_step_flops(*, batch: int, tokens: int, heads: int, head_dim: int) -> float:
-    """FLOPs of a nonprivate step of the "attention" model, by hand.
-
-    Four projections forward and their weights' gradients, the gradient of one of their inputs
-    (the data need none), and the pairs of causal attention.
-    """
-    width = heads * head_dim
-    projections = batch * tokens * 2 * width**2 * (4 + 4 + 1)
-    pairs = batch * heads * tokens * (tokens + 1) // 2
-    return projections + attention_flops(pairs, head_dim, forward=True, backward=True)

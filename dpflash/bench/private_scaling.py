@@ -1,4 +1,4 @@
-"""How a private training step of attention grows with its batch and with its tokens (S0.1, S0.2).
+"""How a private training step of attention grows with its batch and with its tokens.
 
 Sizes that a machine cannot run in time by their FLOPs alone are not tried.
 """
@@ -13,12 +13,14 @@ import torch
 
 from . import results
 from .document import FIGURES, ROOFS, Chart, Table, column, config
+from .exponents import exponent_table, fitted_row
 from .memory import device_memory
-from .private import NONPRIVATE, attention_step_flops, private_subject
+from .private import AUTO, NONPRIVATE, private_subject
+from .private_tasks import attention_step_flops
 from .suite import Comparison, Measurement, Request, Row, needs, of_section
-from .timing import Stopwatch, exponent
+from .timing import Stopwatch
 
-PRIVATE = "dpflash-flat-auto"
+PRIVATE = AUTO
 BATCHES = (1, 3, 5, 10, 19, 35, 64)
 TOKENS = (128, 223, 389, 677, 1179, 2048)
 
@@ -73,7 +75,10 @@ def derive_batch(rows: Sequence[Row]) -> Iterator[Row]:
     found = list(of_section(rows, "private_batch"))
     optimal = []
     for curve, own in _curves(found).items():
-        yield _exponent("private_batch_exponent", curve, own, "batch", "tokens_per_s")
+        section = "private_batch_exponent"
+        yield fitted_row(
+            f"{section}/{curve}", own, "batch", "tokens_per_s", section=section, curve=curve
+        )
         best = optimal_batch("private_batch_optimal", curve, own)
         yield best
         if best["batch"] is not None:
@@ -99,10 +104,12 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
     """The exponent of time in tokens of each curve."""
     exponents = []
     for curve, own in _curves(of_section(rows, "private_sequence")).items():
-        row = _exponent("private_sequence_exponent", curve, own, "tokens", "median_ms")
+        section = "private_sequence_exponent"
+        row = fitted_row(f"{section}/{curve}", own, "tokens", section=section, curve=curve)
         yield row
         if row["exponent"] is not None:
-            exponents.append(f"{row['exponent']:.2f} ({curve})")
+            low, high = row["exponent_ci95"]
+            exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
     if exponents:
         text = f"The time of a private step grows with the tokens to the power {exponents[0]}"
         yield insight("private_sequence/exponent", ", ".join([text, *exponents[1:]]) + ".")
@@ -170,25 +177,6 @@ def _curves(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return curves
 
 
-def _exponent(section: str, curve: str, rows: Sequence[Row], size: str, value: str) -> Row:
-    """P of value ~ size^P, fitted where three sizes or more were measured."""
-    name = f"{section}/{curve}"
-    measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
-    columns: dict[str, Any] = {
-        "section": section,
-        "curve": curve,
-        "sizes": [one for one, _ in measured],
-        "exponent": None,
-        "exponent_ci95": None,
-    }
-    if len(measured) < 3:
-        reason = f"three sizes: {len(measured)} of {len(rows)} were measured"
-        return needs(name, {}, reason, **columns)
-    middle, low, high = exponent(*zip(*measured, strict=True))
-    columns.update(exponent=middle, exponent_ci95=[low, high])
-    return results.row(name, {}, **columns)
-
-
 def optimal_batch(section: str, curve: str, rows: Sequence[Row]) -> Row:
     """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
     limit = rows[0]["memory_limit_mb"]
@@ -220,60 +208,57 @@ def insight(name: str, text: str, **numbers: float) -> Row:
     return results.row(f"insights/{name}", {}, section="insights", text=text, **numbers)
 
 
-def _shown_exponent(row: Mapping[str, Any]) -> str | None:
-    if row["exponent"] is None:
-        return f"needs: {row['needs']}"
-    low, high = row["exponent_ci95"]
-    return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
-
-
 def overhead(row: Mapping[str, Any]) -> float | None:
     """A step's time over that of the nonprivate one, its comparison's baseline."""
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 
-def _sizes(key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: ", ".join(str(size) for size in row[key]) or "none"
+def shown_overhead(row: Mapping[str, Any]) -> str | None:
+    """The same with its interval, that of the rounds in which both took turns."""
+    if row.get("speedup") is None:
+        return None
+    low, high = row["speedup_ci95"]
+    return f"{1 / row['speedup']:.2f} [{1 / high:.2f}, {1 / low:.2f}]"
 
 
-_EXPONENT = (
-    column("curve"),
-    ("exponent [95%]", _shown_exponent),
-    ("sizes measured", _sizes("sizes")),
-)
+def _not_measured(row: Mapping[str, Any]) -> str:
+    return ", ".join(str(size) for size in row["not_measured"]) or "none"
 
-INSIGHTS = Table("insights", "Key insights", (("", lambda row: row["text"]),))
+
 OPTIMAL = (
     column("curve"),
     column("batch", "optimal batch"),
     column("tokens_per_s", "tokens/s"),
     column("memory_limit_mb", "memory limit MiB"),
-    ("not measured", _sizes("not_measured")),
+    ("not measured", _not_measured),
 )
 OPTIMAL_NOTE = (
     "The smallest batch whose tokens/s are within 5% of the most, among those that were "
     "measured and whose peak memory is within the limit (8 GiB on a CPU, 80% of a GPU's). "
     "Batches that were not measured might be faster."
 )
+_STEP = (
+    "A step is loader, forward, backward, clipping, noise and AdamW, of one layer of causal "
+    "attention with its projections; a curve is named by its samples (b) or tokens (seq), heads "
+    "(h) and head dim (d)."
+)
 BATCH_TABLES = (
-    INSIGHTS,
     Table(
         "private_batch",
-        "One private training step of causal attention, by batch (S0.1)",
+        "One private training step of causal attention, by batch",
         (
             column("curve"),
             config("batch"),
             config("provider"),
             *FIGURES,
-            ("time over nonprivate", overhead),
+            ("time over nonprivate", shown_overhead),
             *ROOFS,
         ),
-        "A step is loader, forward, backward, clipping, noise and AdamW.",
+        _STEP,
     ),
-    Table(
+    exponent_table(
         "private_batch_exponent",
         "Private tokens/s grow with the batch to the power",
-        _EXPONENT,
         "0: a larger batch is no faster; 1: the time does not depend on it.",
     ),
     Table(
@@ -293,16 +278,16 @@ BATCH_CHARTS = (
     ),
 )
 SEQUENCE_TABLES = (
-    INSIGHTS,
     Table(
         "private_sequence",
-        "One private training step of causal attention, by tokens (S0.2)",
+        "One private training step of causal attention, by tokens of a sample",
         (column("curve"), config("tokens"), *FIGURES, *ROOFS),
+        _STEP,
     ),
-    Table(
+    exponent_table(
         "private_sequence_exponent",
         "The time of a private step grows with the tokens to the power",
-        _EXPONENT,
+        "Between 1, the projections, and 2, the pairs of dense attention.",
     ),
 )
 SEQUENCE_CHARTS = (

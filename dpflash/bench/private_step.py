@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from dpflash import losses
-from dpflash.accounting import get_noise_multiplier
-from dpflash.kernels import gaussian_noise_
-from dpflash.nn import LinearCrossEntropy
-
 from .document import FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
-from .private import (
-    DPFLASH,
-    NONPRIVATE,
-    OPACUS,
-    VOCABULARY,
-    Task,
-    built,
-    lm,
-    private_subject,
-    subject_of,
-)
+from .private import AUTO, DPFLASH, NONPRIVATE, OPACUS, private_subject
+from .private_parts import ALONE, epsilon_subject, ghost_subject, head_subject, noise_subject
 from .private_scaling import (
-    INSIGHTS,
     OPTIMAL,
     OPTIMAL_NOTE,
     insight,
     memory_limit_mb,
     optimal_batch,
     overhead,
+    shown_overhead,
 )
-from .suite import (
-    Comparison,
-    Measurement,
-    Request,
-    Row,
-    Subject,
-    Suite,
-    needs,
-    of_section,
-    worst,
-)
+from .suite import Comparison, Measurement, Request, Row, Suite, needs, of_section
+from .timing import Ratio, speedup
 
-AUTO = "dpflash-flat-auto"
-ALONE = ("secure-noise-alone", "torch-noise-alone", "copy-alone")
 # Of a step; why it is not measured. They are not looked for.
 ABSENT = {
     "opacus-flash_fuse": "not measured here: it takes a fork of Opacus in place of the package",
@@ -56,10 +27,6 @@ ABSENT = {
     "jax_privacy": "not measured here: it takes a model written for JAX, and none of torch",
 }
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
-
-# Of the standard deviation and the mean of some ten thousand normal numbers, or more.
-_NOISE_TOLERANCE = 0.03
-_NO_COPY_ERROR = 0.0
 
 _Shape = dict[str, Any]
 
@@ -80,7 +47,7 @@ _ALL = (NONPRIVATE, *DPFLASH, *OPACUS[:2])
 _SOME = (NONPRIVATE, AUTO, "dpflash-per_layer", "dpflash-per_block", *OPACUS[:2])
 _STEPS: dict[str, list[tuple[_Shape, Sequence[str]]]] = {
     "quick": [(_QUICK_LM, _ALL)],
-    "cpu": [(_lm(16, 256, 8, 32, 4), _ALL), (_lm(4, 2048, 8, 32, 4), _SOME)],
+    "cpu": [(_lm(8, 256, 8, 32, 2), _ALL), (_lm(2, 1024, 8, 32, 2), _SOME)],
     "cuda": [(_lm(4, 4096, 16, 64, 12), _ALL), (_lm(1, 16384, 16, 64, 12), _ALL)],
 }
 _GHOST_TOKENS = {
@@ -89,7 +56,7 @@ _GHOST_TOKENS = {
     "cuda": (512, 1024, 2048, 4096, 8192, 16384),
 }
 # (batch, tokens, classes)
-_HEADS = {"quick": (2, 128, 2048), "cpu": (1, 2048, 16384), "cuda": (2, 8192, 50000)}
+_HEADS = {"quick": (2, 128, 2048), "cpu": (1, 1024, 16384), "cuda": (2, 8192, 50000)}
 _HEAD_FAMILIES = {
     NONPRIVATE: (("dense", NONPRIVATE), ("chunked", NONPRIVATE)),
     "private": (
@@ -105,162 +72,6 @@ _THROUGHPUT = {
     "cuda": (_lm(8, 2048, 16, 64, 12), (1, 2, 4, 8, 16, 32)),
 }
 _RUN = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}
-
-
-def noise_subject(
-    *,
-    provider: str,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> Subject:
-    """What a step's noise costs by itself, on sums of the shapes of the lm's parameters.
-
-    Args:
-        provider: one of ALONE: ChaCha20, torch.normal, or a copy of the sums.
-        batch, tokens, heads, head_dim, layers, dtype, device: of the step beside which it stands.
-        seed: of the noise.
-    """
-    model = lm(tokens, heads, head_dim, layers).to(device)
-    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    generator = torch.Generator(device).manual_seed(seed)
-    key = seed.to_bytes(32, "little")
-    copies = [torch.ones_like(total) for total in sums]
-    number = 0
-
-    def secure() -> None:
-        nonlocal number
-        number += 1
-        for parameter_id, total in enumerate(sums):
-            gaussian_noise_(total, std=1.0, key=key, step=number, parameter_id=parameter_id)
-
-    def plain() -> None:
-        for total in sums:
-            shape = total.shape
-            total.add_(torch.normal(0.0, 1.0, shape, generator=generator, device=device))
-
-    def copy() -> None:
-        for total, copied in zip(sums, copies, strict=True):
-            copied.copy_(total)
-
-    step = dict(zip(ALONE, (secure, plain, copy), strict=True))[provider]
-
-    def error() -> float:
-        before = [total.clone() for total in sums]
-        step()
-        if provider == "copy-alone":
-            pairs = zip(copies, sums, strict=True)
-            return worst(float((one - other).abs().max()) for one, other in pairs)
-        return _off_standard_normal([total - old for total, old in zip(sums, before, strict=True)])
-
-    return Subject(step, error, _NO_COPY_ERROR if provider == "copy-alone" else _NOISE_TOLERANCE)
-
-
-def ghost_subject(
-    *, provider: str, batch: int, tokens: int, width: int, layers: int, device: str, seed: int
-) -> Subject:
-    """A step of an embedding, layers (LayerNorm, Linear, GELU) and a head, without attention."""
-
-    def make() -> nn.Module:
-        parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
-        for _ in range(layers):
-            parts += [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()]
-        return nn.Sequential(*parts, nn.Linear(width, VOCABULARY))
-
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator)
-    task = Task(built(make, device, seed), x.to(device), y.to(device), losses.cross_entropy)
-    return subject_of(task, provider, tokens=batch * tokens)
-
-
-def head_subject(
-    *,
-    head: str,
-    provider: str,
-    batch: int,
-    tokens: int,
-    classes: int,
-    width: int,
-    device: str,
-    seed: int,
-) -> Subject:
-    """A step of the head of a language model, the gradient of its input included.
-
-    Args:
-        head: "dense" (a linear layer and its logits) or "chunked" (`LinearCrossEntropy`).
-        provider: NONPRIVATE or one of DPFLASH.
-        batch, tokens, classes, width: shape `[batch, tokens, width]` of the input, and classes.
-        device: "cpu" or "cuda".
-        seed: of weights and data.
-    """
-    is_chunked = head == "chunked"
-
-    def make() -> nn.Module:
-        if is_chunked:
-            return LinearCrossEntropy(width, classes)
-        return nn.Linear(width, classes, bias=False)
-
-    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        output: Tensor = model(x, y) if is_chunked else model(x)
-        return output
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return output if is_chunked else losses.cross_entropy(output, y)
-
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, tokens, width, generator=generator)
-    y = torch.randint(0, classes, (batch, tokens), generator=generator)
-    task = Task(built(make, device, seed), x.to(device), y.to(device), loss, forward)
-    return subject_of(task, provider, tokens=batch * tokens)
-
-
-def epsilon_subject(
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    sample_rate: float,
-    steps: int,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> Subject:
-    """A step of dpflash with the noise with which a run of such steps has this epsilon."""
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        sample_rate=sample_rate,
-        steps=steps,
-    )
-    subject = private_subject(
-        model="lm",
-        provider=AUTO,
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        head_dim=head_dim,
-        layers=layers,
-        noise_multiplier=noise_multiplier,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-    )
-    return replace(subject, figures={"noise_multiplier": noise_multiplier})
-
-
-def _off_standard_normal(noise: Sequence[Tensor]) -> float:
-    values = torch.cat([one.flatten() for one in noise]).double()
-    return worst((abs(float(values.mean())), abs(float(values.std()) - 1)))
 
 
 def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequence[Row]]]:
@@ -290,24 +101,32 @@ def _name(shape: Mapping[str, Any]) -> str:
 
 def _steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
     """A whole step by each provider, and noise alone."""
-    columns = {"section": "step", "shape": _name(shape)}
     prefix = f"step/{_name(shape)}"
     steps = [
         Measurement(
             f"{prefix}/{provider}",
             private_subject,
             {"model": "lm", "provider": provider, **shape},
-            columns,
+            _columns("step", provider, shape=_name(shape)),
         )
         for provider in providers
     ]
     alone = [
         Measurement(
-            f"{prefix}/{provider}", noise_subject, {"provider": provider, **shape}, columns
+            f"{prefix}/{provider}",
+            noise_subject,
+            {"provider": provider, **shape},
+            _columns("step", provider, shape=_name(shape)),
         )
         for provider in ALONE
     ]
     return Comparison([*steps, *alone], steps[0].name)
+
+
+def _columns(section: str, provider: str, **columns: str) -> dict[str, Any]:
+    # With our norms it is no longer theirs alone.
+    is_peer = provider in OPACUS[:2]
+    return {"section": section, **columns, **({"peer": True} if is_peer else {})}
 
 
 def _ghost(tokens: int) -> Comparison:
@@ -318,7 +137,7 @@ def _ghost(tokens: int) -> Comparison:
             f"{prefix}/{provider}",
             ghost_subject,
             {"provider": provider, **shape},
-            {"section": "ghost"},
+            _columns("ghost", provider),
         )
         for provider in (NONPRIVATE, *OPACUS[1:])
     ]
@@ -363,8 +182,9 @@ def _epsilons(shape: _Shape) -> Comparison:
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
-    yield from _best_clipping(rows)
-    yield from _beside_opacus(rows)
+    for shape, own in _by_shape(rows).items():
+        yield from _best_clipping(shape, own)
+        yield from _beside_opacus(shape, own)
     yield from _register_gains(rows)
     yield from _head_memory(rows)
     yield from _steady(rows)
@@ -382,43 +202,58 @@ def _by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return shapes
 
 
-def _best_clipping(rows: Sequence[Row]) -> Iterator[Row]:
-    for shape, own in _by_shape(rows).items():
-        ours = {provider: own[provider] for provider in DPFLASH if provider in own}
-        if not ours:
-            continue
-        fastest = min(ours, key=lambda provider: ours[provider]["median_ms"])
-        text = (
-            f"{shape}: {fastest} is the fastest private step, {ours[fastest]['median_ms']:.0f} ms"
-        )
-        over = overhead(ours[fastest])
-        if over is not None:
-            text += f", {over:.2f} times a nonprivate one"
-        known = {p: row["peak_memory_mb"] for p, row in ours.items() if row["peak_memory_mb"]}
-        if known:
-            least = min(known, key=lambda provider: known[provider])
-            text += f"; {least} takes the least memory, {known[least]:.0f} MiB"
-        yield insight(f"clipping/{shape}", text + ".", median_ms=ours[fastest]["median_ms"])
+def _times(row: Row, other: Row) -> Ratio:
+    """How many times as long a row takes as one that took turns with it."""
+    return speedup(other["samples_ms"], row["samples_ms"])
 
 
-def _beside_opacus(rows: Sequence[Row]) -> Iterator[Row]:
-    for shape, own in _by_shape(rows).items():
-        for peer in OPACUS[:2]:
-            if AUTO in own and peer in own:
-                times = own[peer]["median_ms"] / own[AUTO]["median_ms"]
-                text = f"{shape}: {peer} takes {times:.2f} times as long as {AUTO}."
-                yield insight(f"{peer}/{shape}", text, ratio=times)
+def _shown(ratio: Ratio) -> str:
+    low, high = ratio.ci95
+    return f"{ratio.median:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _best_clipping(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
+    ours = {provider: own[provider] for provider in DPFLASH if provider in own}
+    if not ours:
+        return
+    fastest = min(ours, key=lambda provider: ours[provider]["median_ms"])
+    best = ours[fastest]
+    text = f"{shape}: {fastest} is the fastest private step, {best['median_ms']:.0f} ms"
+    if best.get("speedup") is not None:
+        text += f", {shown_overhead(best)} times a nonprivate one"
+    close = [p for p, row in ours.items() if row is not best and _times(row, best).ci95[0] <= 1]
+    if close:
+        text += f"; no slower for certain: {', '.join(close)}"
+    known = {p: row["peak_memory_mb"] for p, row in ours.items() if row["peak_memory_mb"]}
+    if known:
+        least = min(known, key=lambda provider: known[provider])
+        text += f"; {least} takes the least memory, {known[least]:.0f} MiB"
+    yield insight(f"clipping/{shape}", text + ".", median_ms=best["median_ms"])
+
+
+def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
+    for peer in OPACUS[:2]:
+        if AUTO in own and peer in own:
+            times = _times(own[peer], own[AUTO])
+            low, high = times.ci95
+            text = f"{shape}: {peer} takes {_shown(times)} times as long as {AUTO}."
+            yield insight(f"{peer}/{shape}", text, ratio=times.median, low=low, high=high)
 
 
 def _register_gains(rows: Sequence[Row]) -> Iterator[Row]:
-    gains = [
-        (row["config"]["tokens"], row["speedup"])
+    gains = {
+        row["config"]["tokens"]: row
         for row in _timed(rows, "ghost")
         if row["config"]["provider"] == OPACUS[2] and row.get("speedup") is not None
-    ]
+    }
     if gains:
-        tokens, gain = max(gains)
-        text = f"register() makes Opacus' ghost clipping {gain:.2f} times as fast at T = {tokens}."
+        tokens = max(gains)
+        gain = gains[tokens]["speedup"]
+        low, high = gains[tokens]["speedup_ci95"]
+        text = (
+            f"register() makes Opacus' ghost clipping {gain:.2f} [{low:.2f}, {high:.2f}] times "
+            f"as fast at T = {tokens}."
+        )
         yield insight("register", text, speedup=gain)
 
 
@@ -444,38 +279,41 @@ def _steady(rows: Sequence[Row]) -> Iterator[Row]:
         if best["batch"] is not None:
             text = f"{best['batch']} is the optimal batch of the lm, {AUTO}."
             yield insight("throughput", text, batch=best["batch"])
-    speeds = {
-        row["config"]["target_epsilon"]: row["tokens_per_s"]
-        for row in _timed(rows, "throughput_epsilon")
-    }
-    if len(speeds) > 1:
-        spread = max(speeds.values()) / min(speeds.values()) - 1
+    steps = {row["config"]["target_epsilon"]: row for row in _timed(rows, "throughput_epsilon")}
+    if len(steps) > 1:
+        least, most = min(steps), max(steps)
+        times = _times(steps[most], steps[least])
         text = (
-            f"From epsilon {min(speeds):g} to {max(speeds):g} tokens/s differ by {spread:.1%}: "
-            "the noise is drawn whatever its size."
+            f"A step for epsilon {most:g} takes {_shown(times)} times as long as one for epsilon "
+            f"{least:g}: the noise is drawn whatever its size."
         )
-        yield insight("epsilon", text, spread=spread)
+        yield insight("epsilon", text, ratio=times.median)
 
 
-_OVER = ("time over nonprivate", overhead)
+_OVER = ("time over nonprivate", shown_overhead)
 
 SUITE = Suite(
     name="private-step",
-    title="Private training steps",
+    title="Private training steps: time and memory beside Opacus and beside no privacy",
     about=(
-        "One whole training step: loader, forward, backward, clipping, noise, AdamW. Providers "
-        "train the same model on the same batch, which the loader of each draws anew at sample "
-        "rate 1, and take turns. A row has figures only if, without noise, its sum of clipped "
-        "gradients is that of a loop over single samples, clipped as the row says."
+        "One whole training step: loader, forward, backward, clipping of each sample's gradient, "
+        "noise, AdamW. A *provider* is who makes the step: `nonprivate` (torch alone), "
+        "`dpflash-CLIPPING-WAY` (flat: one norm over all parameters; per_layer, per_block: a norm "
+        "for each layer or tile; the way says how norms are found, auto leaves it to the "
+        "planner), `opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), "
+        "and `opacus-ghost-registered` (the same with this library's norms). Providers train the "
+        "same model on the same batch, which the loader of each draws anew at sample rate 1, and "
+        "take turns. Before a row is timed, its sum of clipped gradients, without noise, is "
+        "compared with a loop over single samples that are clipped as the row says. dpflash's "
+        "noise is by ChaCha20, Opacus' by torch's generator (secure_mode is off)."
     ),
     plan=_plan,
     derive=_derive,
     tables=(
-        INSIGHTS,
         Table(
             "step",
             "A step of a language model",
-            (column("shape"), config("provider"), *FIGURES, _OVER, *ROOFS),
+            (column("shape"), config("layers"), config("provider"), *FIGURES, _OVER, *ROOFS),
             "LongContextLM over bytes, untied; fp32 on a CPU, bf16 autocast on a GPU. "
             "'alone': no step but the noise of one, or a copy of as many numbers.",
         ),

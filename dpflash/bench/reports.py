@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .reported import Answer, Figure, Report, Reported, ReportTable
 from .reports_dilated import COMPREHENSIVE, DILATED, HYBRID
-from .scaling_reports import CONTEXT_PARALLEL, CONTEXT_PARALLEL_TABLE
+from .reports_scaling import CONTEXT_PARALLEL, CONTEXT_PARALLEL_TABLE
 
 _SHAPES = ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))  # N, H, D
 _SIMULATED = (

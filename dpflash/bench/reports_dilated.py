@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .attention import DIRECTIONS
 from .named_variants import variant_named
 from .reported import Answer, Figure, Report, Reported, ReportTable
-from .scaling_reports import RING_DILATED, RING_DILATED_TABLE
+from .reports_scaling import RING_DILATED, RING_DILATED_TABLE
 
 
 def _ms(value: float, spread: float | None = None) -> Figure:

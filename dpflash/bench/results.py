@@ -2,7 +2,8 @@
 
 The JSON is ``{"environment": {...}, "rows": [...]}``, and each row has at least the keys of
 `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was timed),
-the peak memory in MiB, and whether what was timed computes the right thing.
+the peak memory, and whether what was timed computes the right thing. What is named "_mb" is in MiB
+(2^20 bytes); scripts rest on the names.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from dpflash.distributed import edges_per_rank
 
 from . import results
 from .environment import environment, usable_cores
+from .reports_scaling import RING_DILATED_TABLE, claimed_rows
 from .scaling_model import ASSUMPTIONS, FLOPS_OF_AN_EDGE, Link, link_of, load_of, step_time
-from .scaling_reports import RING_DILATED_TABLE, reported_rows
 from .scaling_tasks import (
     MODES,
     PATTERNS,
@@ -161,7 +161,8 @@ def run_scaling(request: Request, path: Path) -> dict[str, Any]:
         ValueError: for a request that cannot be met, before anything is started.
         TaskError: a worker failed; what was measured before is in the JSON.
     """
-    from .scaling_document import draw, markdown
+    from .scaling_document import markdown
+    from .scaling_picture import draw
 
     device, links = _check(request)
     results.require_drawing()
@@ -181,7 +182,7 @@ def run_scaling(request: Request, path: Path) -> dict[str, Any]:
         },
         "complete": False,
         "rows": [],
-        "reported": reported_rows(),
+        "reported": claimed_rows(),
         "assumptions": list(ASSUMPTIONS),
     }
     plan = list(_plan(request))
@@ -218,11 +219,6 @@ def run_scaling(request: Request, path: Path) -> dict[str, Any]:
     results.write_text(path.with_suffix(".md"), markdown(found))
     results.write_picture(path.with_suffix(".png"), draw(found))
     return found
-
-
-def wrong_rows(found: Mapping[str, Any]) -> list[str]:
-    """Names of what did not compute the right thing, and has no figures therefore."""
-    return [row["name"] for row in found["rows"] if row["correct"] is False]
 
 
 def _check(request: Request) -> tuple[str, list[Link]]:

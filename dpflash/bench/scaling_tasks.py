@@ -38,7 +38,7 @@ from .workers import Place
 
 PATTERNS: dict[str, Pattern] = {
     "dense causal": Dense(causal=True),
-    # The configuration of the second report, see `scaling_reports`.
+    # The configuration of the second report, see `reports_scaling`.
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }

@@ -6,57 +6,79 @@ Letters: B samples, H heads, T tokens, D head dim, w segment length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import scipy.stats
 
 from . import results
-from .attention import (
-    DIRECTIONS,
+from .attention import DIRECTIONS, is_small
+from .dilated import (
+    DILATED_COLUMNS,
     EXPONENTS,
-    SHAPE,
     curves,
-    default_dtype,
-    dilated_subject,
-    exponent_row,
-    is_small,
-    of_curve,
+    dilated_chart,
+    dilated_measurement,
+    exponent_rows,
 )
-from .document import CORRECT, FIGURES, ROOFS, Chart, Table, column, config
+from .document import Table, column, config
 from .private_scaling import (
     SEQUENCE_CHARTS,
     SEQUENCE_TABLES,
     derive_sequence,
     sequence_plan,
 )
-from .suite import Comparison, Measurement, Request, Row, Suite
+from .suite import Comparison, Request, Row, Suite, of_section
 
 _MIB = 2**20
-_HEAD_DIM = 64
 _BYTES = {"float32": 4, "float16": 2}
+FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
 _CURVES = {
-    "dilated_fixed": "w = [512, 1024] whatever T",
-    "dilated_proportional": "w = [T/4, T/2]",
+    FIXED: "Dilated attention, segments stay as T grows",
+    LONG: "Dilated attention, segments stay as T grows 16-fold: for the exponent",
+    PROPORTIONAL: "Dilated attention, segments [T/4, T/2] grow with T",
 }
-# B and T of the report's table; w = [T/4, T/2] there too.
+_LENGTHS = {
+    FIXED: [2**n for n in range(9, 14)],
+    LONG: [2**n for n in range(11, 16)],
+    PROPORTIONAL: [2**n for n in range(9, 14)],
+}
+_QUICK_LENGTHS = {
+    FIXED: [256, 512, 1024],
+    LONG: [1024, 4096, 16384],
+    PROPORTIONAL: [256, 512, 1024],
+}
+# On a CPU, where segments grow with T: the published tables are of forward passes alone.
+_LONGEST_BACKWARD = 4096
+# B and T of the quick table, with segments [T/4, T/2].
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
 
 
-def _segments(section: str, tokens: int) -> tuple[int, int]:
-    return (512, 1024) if section == "dilated_fixed" else (tokens // 4, tokens // 2)
+def _segments(section: str, tokens: int, request: Request) -> tuple[int, ...]:
+    if section == LONG:
+        return (128, 256, 512) if is_small(request) else (512, 1024, 2048)
+    if section == FIXED:
+        return (128, 256) if is_small(request) else (512, 1024)
+    return tokens // 4, tokens // 2
 
 
 def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Iterable[Row]]]:
-    heads = 2 if is_small(request) else 8
-    first, last = (256, 1024) if is_small(request) else (512, 16384)
-    sizes = [(1, first << n) for n in range((last // first).bit_length())]
-    table = _QUICK_TABLE[:1] if is_small(request) else _QUICK_TABLE
+    small = is_small(request)
+    heads = 2 if small else 8
+    lengths = _QUICK_LENGTHS if small else _LENGTHS
+    growing = {
+        PROPORTIONAL: [(1, tokens) for tokens in lengths[PROPORTIONAL]],
+        "quick_table": _QUICK_TABLE[:1] if small else _QUICK_TABLE,
+    }
     for direction in DIRECTIONS:
-        yield _comparison("dilated_fixed", sizes, heads, direction, request)
-        # Quadratic, and up to 8192 in the report.
-        proportional = [(batch, tokens) for batch, tokens in sizes if tokens <= 8192]
-        yield _comparison("dilated_proportional", proportional, heads, direction, request)
-        yield _comparison("quick_table", table, heads, direction, request)
+        fixed = [(1, tokens) for tokens in lengths[FIXED]]
+        yield _comparison(FIXED, fixed, heads, direction, request)
+        is_limited = request.where.type == "cpu" and direction == "forward+backward"
+        for section, sizes in growing.items():
+            tried = [size for size in sizes if not is_limited or size[1] <= _LONGEST_BACKWARD]
+            yield _comparison(section, tried, heads, direction, request)
+    sizes = [(1, tokens) for tokens in lengths[LONG]]
+    yield _comparison(LONG, sizes, 2, "forward+backward", request)
     yield from sequence_plan(request)
 
 
@@ -69,21 +91,15 @@ def _comparison(
 ) -> Comparison:
     return Comparison(
         [
-            Measurement(
-                f"{section}/{direction}/B{batch}-T{tokens}",
-                dilated_subject,
-                {
-                    "segment_lengths": _segments(section, tokens),
-                    "dilation_rates": (1, 2),
-                    "direction": direction,
-                    "tokens": tokens,
-                    "batch": batch,
-                    "heads": heads,
-                    "head_dim": _HEAD_DIM,
-                    "dtype": default_dtype(request),
-                    "causal": False,
-                },
-                {"section": section},
+            dilated_measurement(
+                section,
+                f"B{batch}-T{tokens}",
+                direction,
+                request,
+                tokens,
+                batch,
+                heads,
+                _segments(section, tokens, request),
             )
             for batch, tokens in sizes
         ]
@@ -92,13 +108,22 @@ def _comparison(
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
     for section in _CURVES:
-        for direction, own in curves(rows, section).items():
-            yield exponent_row(section, direction, own, "tokens")
-    for direction, own in curves(rows, "dilated_fixed").items():
+        own = _of_whole_segments(of_section(rows, section))
+        yield from exponent_rows(own, section, "tokens")
+    for direction, own in curves(rows, FIXED).items():
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _memory(direction, measured)
     yield from derive_sequence(rows)
+
+
+def _of_whole_segments(rows: Iterable[Row]) -> list[Row]:
+    """Without sequences that are shorter than a segment, whose tokens have less work."""
+    return [
+        row
+        for row in rows
+        if row["config"]["tokens"] >= max(row["config"].get("segment_lengths", (0,)))
+    ]
 
 
 def _memory(direction: str, rows: Sequence[Row]) -> Row:
@@ -130,39 +155,39 @@ def _bytes_per_token(row: Mapping[str, Any]) -> float | None:
     return float(_MIB * row["peak_memory_mb"] / tokens)
 
 
-_COLUMNS = (
-    config("direction"),
-    config("segment_lengths", "w"),
-    *SHAPE,
-    *FIGURES,
-    ("bytes/token", _bytes_per_token),
-    *ROOFS,
-    column("checked_rows", "checked rows"),
-    *CORRECT,
-)
+_COLUMNS = (*DILATED_COLUMNS, ("bytes/token", _bytes_per_token))
 
 SUITE = Suite(
     name="sequence",
-    title="Sequence lengths",
+    title="Time and memory over the sequence length: private training, and attention alone",
     about=(
-        "Private training steps of attention over the tokens of a sample; and dilated attention "
-        "by itself, rates [1, 2], not causal: with segments whose lengths stay, its cost is "
-        "linear in T, with segments that grow with T it is quadratic."
+        "First, one private training step of causal attention over the tokens T of a sample. Then "
+        "dilated attention (LongNet's, not causal, every first, second, fourth, ... token of its "
+        "segments) by itself: where segments stay as T grows, a token has the same number of keys "
+        "whatever T, and time is linear in it (exponent 1); where segments grow with T it is "
+        "quadratic (exponent 2). The sizes are those of tables that earlier libraries published "
+        "(dp-flash-attention for the steps, dilated-attention-pytorch for attention alone), but "
+        f"for section {LONG}, which is there for the exponent. Before it is timed, a step's sum "
+        "of clipped gradients is compared with a loop over single samples, attention with its "
+        "definition in float64."
     ),
     plan=_plan,
     tables=(
         *SEQUENCE_TABLES,
-        *(
-            Table(section, f"Dilated attention, {rule}", _COLUMNS)
-            for section, rule in _CURVES.items()
-        ),
+        *(Table(section, title, _COLUMNS) for section, title in _CURVES.items()),
         Table(
-            "quick_table", "Dilated attention, the report's quick table, w = [T/4, T/2]", _COLUMNS
+            "quick_table",
+            "Dilated attention, segments [T/4, T/2], at the batches of a published table",
+            _COLUMNS,
         ),
-        EXPONENTS,
+        replace(
+            EXPONENTS,
+            note=f"{EXPONENTS.note} Lengths below the longest segment are left out of it: there a "
+            "token has fewer keys.",
+        ),
         Table(
             "bytes_per_token",
-            "Memory of a token, w = [512, 1024]",
+            "Memory of a token, where segments stay",
             (
                 config("direction"),
                 column("measured", "bytes/token, measured"),
@@ -174,14 +199,8 @@ SUITE = Suite(
     charts=[
         *SEQUENCE_CHARTS,
         *(
-            Chart(
-                section,
-                f"Dilated attention, {rule}",
-                config("tokens", "T"),
-                ("ms", of_curve()),
-                lambda row: row["config"]["direction"],
-            )
-            for section, rule in _CURVES.items()
+            dilated_chart(section, title, config("tokens", "T"), "median_ms", "ms")
+            for section, title in _CURVES.items()
         ),
     ],
     derive=_derive,

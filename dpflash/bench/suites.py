@@ -10,16 +10,26 @@ if TYPE_CHECKING:
 
 # What each measures, in the order in which `all` runs them; module `_MODULES.get(name, name)`.
 SUITES = {
-    "variants": "the attention variants of the reports, sparse ones, peers; held-out loss beside",
-    "attention": "every pattern beside SDPA, FlexAttention and flash-attn",
-    "sequence": "time and memory over sequence length, of private training and of attention",
-    "batch": "the same over batch size; the batch size to take",
-    "heads": "the same over heads",
-    "private-step": "private training steps beside Opacus and beside steps without privacy",
-    "optimize": "the optimization levels of make_private",
-    "max-length": "the longest sequence that fits, forward and forward+backward",
-    "accounting": "accountants beside Opacus' and Google's",
-    "workers": "data-parallel private training on several worker processes",
+    "variants": "time and memory of dilated (LongNet), ring and block-sparse attention as "
+    "published reports name them, of other sparse patterns and of dense attention; what each "
+    "costs in the held-out loss of a small model",
+    "attention": "time and memory of every attention pattern of dpflash over sequence lengths, "
+    "beside torch's SDPA, FlexAttention and flash-attn",
+    "sequence": "time and memory of private training steps and of dilated attention over sequence "
+    "lengths, and the exponents of their growth",
+    "batch": "tokens/s and memory of private training steps and of dilated attention over batch "
+    "sizes, and the batch size to take",
+    "heads": "time and memory of dilated attention over numbers of heads, and the exponent of the "
+    "growth",
+    "private-step": "time and memory of whole private training steps of dpflash, of Opacus and of "
+    "the same step without privacy",
+    "optimize": "time and memory of private training steps at each level of "
+    "make_private(optimize=...), and the gain over none",
+    "max-length": "the longest sequence that fits in memory and time for each attention, forward "
+    "and forward+backward",
+    "accounting": "time and tightness of epsilons and noise multipliers by dpflash's accountants, "
+    "Opacus' and Google's dp_accounting",
+    "workers": "throughput and efficiency of private training over numbers of worker processes",
 }
 _MODULES = {
     "max-length": "max_length",

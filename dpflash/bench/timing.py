@@ -59,6 +59,16 @@ class Statistics:
     trials: int
     outliers: int
 
+    def __str__(self) -> str:
+        """Such as "12.3 ms (95% 12.1 to 12.5, 20 trials)"."""
+        low, high = self.ci95_ms
+        told = f"{self.median_ms:.4g} ms (95% {low:.4g} to {high:.4g}, {self.trials} trials"
+        if self.outliers:
+            told += f", {self.outliers} of them outliers"
+        if self.high_variance:
+            told += ", high variance" if self.cv is None else f", high variance: CV {self.cv:.0%}"
+        return f"{told})"
+
     @property
     def high_variance(self) -> bool:
         """Whether the figure is to be taken with care."""
@@ -191,13 +201,48 @@ def time_call(
 
     Returns:
         Median, its 95% interval and the coefficient of variation, outliers left out.
+
+    Raises:
+        ValueError: call cannot be called, a number is too small, or torch finds no such device.
     """
+    if not callable(call):
+        raise ValueError(
+            f"call={call!r}: expected a function without arguments; pass the function and not "
+            "what it returns, such as lambda: step(batch)"
+        )
     _validate.positive_int(trials=trials)
-    if warm_ups < 0:
-        raise ValueError(f"warm_ups={warm_ups}: expected 0 or more; 5 is the usual number")
-    stopwatch = Stopwatch(torch.device(device))
+    if isinstance(warm_ups, bool) or not isinstance(warm_ups, int) or warm_ups < 0:
+        raise ValueError(
+            f"warm_ups={warm_ups!r}: expected a whole number of 0 or more; 5 is the usual one"
+        )
+    stopwatch = Stopwatch(usable_device(device))
     seconds = time_steps({"": call}, effort=Effort(warm_ups, trials), stopwatch=stopwatch)
     return summarize(seconds[""])
+
+
+def usable_device(device: str) -> torch.device:
+    """The device of a name, "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ValueError: it is none, or torch finds none here.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        # What people call it by.
+        meant = "'cuda'" if str(device).startswith("gpu") else "one of these"
+        raise ValueError(f"device={device!r}: expected 'cpu' or 'cuda'; pass {meant}")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise ValueError(f"device={device!r}: torch finds no GPU here; pass device='cpu'")
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"device={device!r}: torch finds {count} here; pass 'cuda:{count - 1}' or a lower"
+            )
+    return found
 
 
 @dataclass(frozen=True)

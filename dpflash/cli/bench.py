@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpflash.bench.scaling import Request
 
-__all__ = ["add_bench_parser", "add_scaling_arguments", "scaling_request"]
+__all__ = ["add_bench_parser"]
+
+_COMPARED = (
+    "Exit status: 0 where nothing regressed; 1 where a row is significantly slower by more than "
+    "the threshold, takes more memory by as much, was right and is wrong or failed now, or lost "
+    "its figures;"
+)
 
 
 def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,13 +26,14 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser = subparsers.add_parser(
         "bench",
         help="measure on this machine",
-        description="Measure on this machine, and write DIR/NAME.json, .md and .png.",
+        description="Measure on this machine, print what the figures come to, and write them to "
+        "DIR/NAME.json, .md (tables, what their columns say) and .png.",
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, about in SUITES.items():
         _add_suites(names, name, f"{about[0].upper()}{about[1:]}.", about, [name])
-    everything = f"{', '.join(SUITES)}, one after the other"
-    _add_suites(names, "all", f"Run {everything}.", everything, list(SUITES))
+    everything = f"run {', '.join(SUITES)}, one after the other"
+    _add_suites(names, "all", f"{everything.capitalize()}.", everything, list(SUITES))
     _add_compare(names)
     _add_versus(names)
     scaling = names.add_parser(
@@ -37,7 +44,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "them; then model larger clusters, which is marked as no measurement. Some 20 minutes. "
         "Exit status: 0, 1 where a worker failed or a result was wrong, 2 for refused arguments.",
     )
-    add_scaling_arguments(scaling)
+    _add_scaling_arguments(scaling)
     _add_out(scaling)
     scaling.set_defaults(run=_run_scaling)
 
@@ -46,11 +53,15 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
     parser = names.add_parser(
         name,
         help=about,
-        description=f"{description} Exit status: 0, 1 where a result was wrong or a measurement "
-        "failed (the others are written), 2 for refused arguments.",
+        description=f"{description} Nothing is timed before its result was checked. Exit status: "
+        "0, also where a peer's result was wrong, which is a finding; 1 where one of dpflash was "
+        "wrong or failed (the others are written); 2 for refused arguments; 130 after Ctrl-C "
+        "(what was measured until then is written, marked as broken off).",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, 5 trials: a first look in a minute"
+        "--quick",
+        action="store_true",
+        help="small sizes, 5 trials: a first look in a minute or two, no figures to quote",
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument(
@@ -77,9 +88,10 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
 
 
 def _run_suites(args: argparse.Namespace) -> int:
+    from dpflash.bench.document import bullets, key_insights
     from dpflash.bench.isolated import brief
     from dpflash.bench.results import make_folder, require_drawing
-    from dpflash.bench.suite import Request, has_figures, run_suite, wrong_rows
+    from dpflash.bench.suite import Request, has_figures, run_suite, wrong_peers, wrong_rows
     from dpflash.bench.suites import suite_named
 
     request = Request(
@@ -94,8 +106,17 @@ def _run_suites(args: argparse.Namespace) -> int:
     folder = make_folder(args.out)
     wrong: list[str] = []
     for name in args.suites:
+        path = folder / name
+        files = f"{path}.json, {path}.md and {path}.png"
         try:
             found = run_suite(suite_named(name), request, folder)
+        except KeyboardInterrupt:
+            print(
+                f"dpflash: bench {name} was broken off; what was measured until then, if "
+                f"anything, is in {files}",
+                file=sys.stderr,
+            )
+            raise
         except Exception as error:
             # The suites after it are asked for too.
             traceback.print_exc()
@@ -105,8 +126,12 @@ def _run_suites(args: argparse.Namespace) -> int:
         wrong += wrong_rows(found)
         if not has_figures(found):
             print(f"dpflash: bench {name} measured nothing here", file=sys.stderr)
-        path = folder / name
-        print(f"written to {path}.json, {path}.md and {path}.png", flush=True)
+        quick = " (a quick look, no figures to quote)" * args.quick
+        print(f"{name}{quick}:\n{bullets(key_insights(found['rows']))}")
+        peers = wrong_peers(found)
+        if peers:
+            print(f"- Peers that were wrong or failed, without figures: {', '.join(peers)}.")
+        print(f"written to {files}", flush=True)
     if wrong:
         print(f"dpflash: wrong or failed, and no figures: {', '.join(wrong)}", file=sys.stderr)
     return int(bool(wrong))
@@ -116,12 +141,13 @@ def _add_compare(names: Any) -> None:
     parser = names.add_parser(
         "compare",
         help="did anything become slower from OLD.json to NEW.json?",
-        description="Test whether rows of NEW.json are slower than the same ones of OLD.json. "
-        "Exit status: 0, 1 where a row is significantly slower by more than the threshold, takes "
-        "more memory by as much, or lost its figures; 2 where the files cannot be compared.",
+        description="Test whether rows of NEW.json are slower than the same ones of OLD.json; of "
+        "two folders, all files of equal names. Separate runs also differ by what else the "
+        "machine did, so that only clear differences count; for a decision on some percent, as in "
+        f"CI, take `dpflash bench versus`. {_COMPARED} 2 where files cannot be compared.",
     )
-    parser.add_argument("old", metavar="OLD.json")
-    parser.add_argument("new", metavar="NEW.json")
+    parser.add_argument("old", metavar="OLD.json", help="the baseline, or a folder of results")
+    parser.add_argument("new", metavar="NEW.json", help="what is judged, or a folder of results")
     parser.add_argument(
         "--threshold",
         type=float,
@@ -130,14 +156,16 @@ def _add_compare(names: Any) -> None:
         help="a slowdown below this is none (default 0.05)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="compare files of different machines or settings"
+        "--force",
+        action="store_true",
+        help="compare files of different machines or settings, broken off, or missing in a folder",
     )
     parser.add_argument("--json", metavar="FILE", help="write the verdicts there too")
     parser.set_defaults(run=_run_compare)
 
 
 def _run_compare(args: argparse.Namespace) -> int:
-    from dpflash.bench.compare import run_compare
+    from dpflash.bench.compare_files import run_compare
 
     return run_compare(
         args.old, args.new, threshold=args.threshold, force=args.force, json_path=args.json
@@ -149,11 +177,16 @@ def _add_versus(names: Any) -> None:
         "versus",
         help="two checkouts of dpflash, call by call in turns",
         description="Measure a small set of operations on two checkouts of this repository, "
-        "which take turns call by call, and compare them. Exit status as of `compare`.",
+        "which take turns call by call, and compare them. What slows the machine slows both, so "
+        f"this is the one for CI. {_COMPARED} 2 where a checkout does not run.",
     )
     parser.add_argument("old", metavar="OLD", help="folder of a checkout")
     parser.add_argument("new", metavar="NEW", help="folder of another")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="half as many launches of half as many rounds: a look, which misses more",
+    )
     _add_out(parser)
     parser.set_defaults(run=_run_versus)
 
@@ -170,8 +203,8 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure; `scaling_request` reads it."""
+def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure; `_scaling_request` reads it."""
     parser.add_argument(
         "--workers",
         metavar="P,P,...",
@@ -210,10 +243,11 @@ def add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_scaling(args: argparse.Namespace) -> int:
     from dpflash.bench.results import make_folder
-    from dpflash.bench.scaling import run_scaling, wrong_rows
+    from dpflash.bench.scaling import run_scaling
+    from dpflash.bench.suite import wrong_rows
     from dpflash.bench.workers import TaskError
 
-    request = scaling_request(args)
+    request = _scaling_request(args)
     path = make_folder(args.out) / "scaling.json"
     try:
         wrong = wrong_rows(run_scaling(request, path))
@@ -226,8 +260,8 @@ def _run_scaling(args: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def scaling_request(args: argparse.Namespace) -> Request:
-    """The request that arguments of `add_scaling_arguments` make."""
+def _scaling_request(args: argparse.Namespace) -> Request:
+    """The request that arguments of `_add_scaling_arguments` make."""
     from dpflash.bench.scaling import SECTIONS, Request
 
     changes = {

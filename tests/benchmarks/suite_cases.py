@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 
 import torch
 
@@ -26,6 +27,8 @@ def product(*, device, seed, size, kind="right"):
         # Not in the two calls that are probed.
         if kind == "late" and len(calls) > 3:
             raise ArithmeticError("a bug in the fourth call")
+        if kind == "warning":
+            warnings.warn("all is lost", stacklevel=1)
         if kind == "interrupted" and len(calls) > 3:
             raise KeyboardInterrupt
         return left @ right

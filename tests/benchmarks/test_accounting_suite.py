@@ -7,7 +7,7 @@ import pytest
 
 from dpflash import accounting as accountants
 from dpflash.bench import accounting
-from dpflash.bench.suite import Comparison, Request, Unsupported
+from dpflash.bench.suite import Comparison, Request, Unsupported, wrong_peers, wrong_rows
 
 SMALL = {"device": "cpu", "seed": 0, "limit_s": 60.0}
 QUERY = {**SMALL, "noise": 1.0, "steps": 100}
@@ -52,9 +52,9 @@ def test_an_infinite_epsilon_is_right_only_where_the_truth_is(monkeypatch):
 
 def test_no_accountant_is_judged_by_its_own_lower_end(monkeypatch):
     asked = []
-    real = accounting._lower_end
+    real = accounting.lower_end
     monkeypatch.setattr(
-        accounting, "_lower_end", lambda name, *a: asked.append(name) or real(name, *a)
+        accounting, "lower_end", lambda name, *a: asked.append(name) or real(name, *a)
     )
     for provider in ("contour", "pld", "rdp"):
         accounting.query(provider=provider, warm=False, **QUERY)
@@ -72,7 +72,7 @@ def test_the_noise_found_for_a_target_keeps_it(provider):
 
 
 def test_too_little_noise_for_a_target_is_wrong(monkeypatch):
-    monkeypatch.setattr(accounting, "_calibrator", lambda provider: lambda *_: 0.5)
+    monkeypatch.setattr(accounting, "calibrator", lambda provider: lambda *_: 0.5)
     arguments = {**SMALL, "target_epsilon": 0.1, "sample_rate": 0.01, "steps": 50}
     for provider in ("contour", "rdp"):
         subject = accounting.calibration(provider=provider, **arguments)
@@ -160,4 +160,36 @@ def test_every_provider_has_a_row_in_every_part():
                 accounting.PROVIDERS
             )
             assert comparison.baseline in names
-    assert len(comparisons) == 2 + len(accounting.TARGETS) + len(accounting.SCHEDULES)
+    assert len(comparisons) == 2 + len(accounting.FULL.targets) + len(accounting.FULL.schedules)
+
+
+def test_only_peers_are_marked_as_peers():
+    measurements = [
+        one
+        for item in accounting.plan(QUICK)
+        if isinstance(item, Comparison)
+        for one in item.measurements
+    ]
+    marked = {one.config["provider"] for one in measurements if one.columns.get("peer")}
+    assert marked == set(accounting.PEERS)
+    assert {one.config["provider"] for one in measurements} - marked == {"contour", "pld", "rdp"}
+
+
+def test_what_a_peer_warns_of_is_a_note_of_its_row_and_nothing_is_printed(monkeypatch, capfd):
+    monkeypatch.setattr(accounting, "PROVIDERS", ("rdp", "opacus rdp"))
+    own, peer = accounting.truth_rows(QUICK)
+    assert "warnings" not in own and "peer" not in own
+    assert peer["peer"] and any("Optimal order" in text for text in peer["warnings"])
+    assert "Optimal order" not in capfd.readouterr().err
+
+
+def test_a_peer_that_is_wrong_in_the_table_of_truths_is_no_failure_of_the_run(monkeypatch):
+    def wrong(function, *, provider, settings, **_):
+        return [0.5 * epsilon for epsilon in (1.0,) * len(settings)], []
+
+    monkeypatch.setattr(accounting, "run_isolated", wrong)
+    monkeypatch.setattr(accounting, "PROVIDERS", ("contour", "google pld"))
+    monkeypatch.setattr(accounting, "_settings", lambda every: [([], 1e-5, 1.0)])
+    found = {"rows": list(accounting.truth_rows(QUICK))}
+    assert wrong_rows(found) == ["truth/contour"]
+    assert wrong_peers(found) == ["truth/google pld"]

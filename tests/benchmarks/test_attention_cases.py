@@ -1,12 +1,13 @@
 """The check of the attention benchmarks, and what they compare: definitions are right."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from dpflash import patterns
-from dpflash.bench import attention, attention_cases
+from dpflash.bench import attention, attention_cases, attention_module
 from dpflash.bench.attention_cases import (
     Case,
     band_error,
@@ -16,7 +17,7 @@ from dpflash.bench.attention_cases import (
     reference,
 )
 from dpflash.bench.peers import FORWARD_ONLY, OPERATORS, build_run, flex
-from dpflash.bench.suite import Unsupported
+from dpflash.bench.suite import Request, Unsupported
 
 LONGNET = {"segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)}
 LISTS = ((0,), (0, 1), (), (3, 1), (2, 0))
@@ -231,6 +232,47 @@ def test_a_module_that_is_wrong_in_one_sample_is_found(sample, direction, monkey
     monkeypatch.setattr(attention, "MultiheadAttention", Wrong)
     wrong = attention.attention_subject(direction=direction, **arguments)
     assert wrong.error() > 100 * wrong.tolerance
+
+
+@pytest.mark.parametrize("part", ["o", "dq", "dk", "dv"])
+def test_an_error_that_is_no_number_makes_a_row_of_an_operator_wrong(part, monkeypatch):
+    errors = dict.fromkeys(("o", "dq", "dk", "dv"), 0.0) | {part: math.nan}
+    monkeypatch.setattr(attention, "check", lambda *_: errors)
+    case = case_of(patterns.Dense(), tokens=16)
+    subject = attention.operator_subject(case, "dpflash", "forward+backward", 0)
+    assert subject.error() == math.inf
+
+
+def test_an_error_that_is_no_number_makes_a_row_of_a_module_wrong(monkeypatch):
+    subject = attention.attention_subject(
+        variant="MultiheadDilatedAttention",
+        direction="forward+backward",
+        tokens=16,
+        batch=1,
+        heads=2,
+        head_dim=16,
+        dtype="float32",
+        causal=True,
+        device="cpu",
+        seed=0,
+    )
+    errors = itertools.chain([0.0, math.nan], itertools.repeat(0.0))
+    monkeypatch.setattr(attention_module, "band_error", lambda *_: next(errors))
+    assert subject.error() == math.inf
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+def test_every_pattern_but_the_dense_one_leaves_pairs_out_at_every_length(quick):
+    shapes = {
+        (one.config["pattern"], one.config["causal"], one.config["tokens"], one.config["heads"])
+        for comparison in attention.SUITE.plan(Request(quick=quick, device="cpu"))
+        for one in comparison.measurements
+    }
+    assert len(shapes) == 7 * len({tokens for _, _, tokens, _ in shapes})
+    for name, causal, tokens, heads in shapes - {shape for shape in shapes if shape[0] == "dense"}:
+        dense = patterns.Dense(causal=causal).edges(tokens, heads)
+        pattern = attention.build_pattern(name, causal, tokens)
+        assert pattern.edges(tokens, heads) < 0.9 * dense, (name, tokens)
 
 
 def test_documents_fill_the_sequence_and_are_the_same_each_time():

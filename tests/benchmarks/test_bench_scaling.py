@@ -1,24 +1,30 @@
 """The scaling benchmark, at sizes of a toy; nothing here depends on how long anything takes."""
 
-import importlib.util
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import scipy.stats
 import torch
 
-from dpflash.bench import environment, memory, results, scaling, scaling_document, timing
+from dpflash.bench import (
+    environment,
+    memory,
+    results,
+    scaling,
+    scaling_document,
+    scaling_picture,
+    timing,
+)
 from dpflash.bench.scaling_model import LINKS, Link, Load, link_of, load_of, step_time
 from dpflash.bench.scaling_tasks import PATTERNS, TrainingCase
+from dpflash.bench.suite import wrong_rows
 from dpflash.bench.workers import TaskError, run_workers
 from dpflash.cli import main
 from dpflash.distributed import edges_per_rank, sent_bytes
 from dpflash.patterns import Dense, Dilated, SlidingWindow
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = scaling.Sizes(
     heads=4,
     head_dim=16,
@@ -47,7 +53,7 @@ def test_a_run_with_one_and_two_workers_is_right_in_every_part(tmp_path):
         has_progress=False,
     )
     measured = scaling.run_scaling(request, path), path
-    assert scaling.wrong_rows(measured[0]) == []
+    assert wrong_rows(measured[0]) == []
     check_that_a_run_leaves_json_markdown_and_a_picture(measured)
     check_that_every_row_has_the_columns_and_every_configuration_was_checked(measured)
     check_that_counted_bytes_are_the_predicted_ones(measured)
@@ -139,9 +145,9 @@ def test_what_is_wrong_has_no_figures_and_does_not_spoil_the_document(tmp_path):
     assert remembered["peak_memory_mb"] is None
     told = environment.environment("cpu", 1) | {"quick": True, "trials": 2}
     found = {"environment": told, "rows": [row, remembered], "reported": [], "assumptions": []}
-    assert scaling.wrong_rows(found) == [row["name"], remembered["name"]]
+    assert wrong_rows(found) == [row["name"], remembered["name"]]
     assert scaling_document.markdown(found).count("| NO |") == 2
-    results.write_picture(tmp_path / "x.png", scaling_document.draw(found))
+    results.write_picture(tmp_path / "x.png", scaling_picture.draw(found))
 
 
 def test_efficiency_is_the_median_of_ratios_to_one_worker_in_the_same_round():
@@ -370,24 +376,16 @@ def test_an_output_that_is_a_file_is_refused_before_anything_runs(tmp_path, caps
     assert "it cannot be a folder" in capsys.readouterr().err
 
 
-def test_the_command_and_the_script_ask_for_the_same(tmp_path, monkeypatch, capsys):
+def test_the_command_asks_for_what_its_arguments_say(tmp_path, monkeypatch):
     asked = []
     nothing = {"rows": []}
     monkeypatch.setattr(scaling, "run_scaling", lambda *given: asked.append(given) or nothing)
     options = ["--quick", "--workers", "2,1,2", "--flops", "1e15", "--sections", "memory,model"]
     assert main(["bench", "scaling", "--out", str(tmp_path / "a"), *options]) == 0
-    spec = importlib.util.spec_from_file_location(
-        "bench_scaling_script", ROOT / "benchmarks" / "bench_scaling.py"
-    )
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    path = tmp_path / "b" / "of_this_machine.json"
-    monkeypatch.setattr(sys, "argv", ["bench_scaling.py", "--json", str(path), *options])
-    assert script.main() == 0
-    (first, second) = asked
-    assert first[0] == second[0]
-    assert first[0].workers == (2, 1) and first[0].effort == timing.QUICK
-    assert first[1] == tmp_path / "a" / "scaling.json" and second[1] == path
+    ((request, path),) = asked
+    assert request.workers == (2, 1) and request.effort == timing.QUICK
+    assert request.flops == (1e15,) and request.sections == ["memory", "model"]
+    assert path == tmp_path / "a" / "scaling.json"
 
 
 def test_a_failure_is_shown_with_status_1(tmp_path, monkeypatch, capsys):

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+import dpflash
 from dpflash.bench import max_length, results
-from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
 from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Taken, make_call, search
 from dpflash.bench.reported import reported_rows
 from dpflash.bench.reports_dilated import COMPREHENSIVE
 from dpflash.bench.suite import Request, Unsupported
+from dpflash.patterns import Dense
 
 # A call may take minutes.
 PATIENT = Request(device="cpu", max_seconds=4000.0, threads=1, has_progress=False)
@@ -56,11 +57,24 @@ def test_the_reason_is_that_of_the_shortest_sequence_that_failed():
     assert search(lambda tokens: "memory" * (tokens > 2000) or None, 1000, 2**20).tokens == 2000
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("variant", SEARCHED)
+@pytest.mark.parametrize(
+    ("variant", "direction"),
+    [("LongNet", "forward"), *((variant, "forward+backward") for variant in SEARCHED)],
+)
 def test_every_variant_is_what_its_definition_says(variant, direction):
     taken = make_call(Call(variant, direction, 512, "float32", "cpu", 0))
     assert taken.error < 1e-4 and taken.seconds > 0
+
+
+@pytest.mark.parametrize("variant", ["LongNet", "SlidingWindow", "BlockSparse"])
+def test_attention_that_leaves_nothing_out_does_not_pass_the_check(variant, monkeypatch):
+    right = dpflash.attention
+
+    def wrong(q, k, v, *, pattern):
+        return right(q, k, v, pattern=Dense(causal=pattern.causal))
+
+    monkeypatch.setattr(dpflash, "attention", wrong)
+    assert make_call(Call(variant, "forward", 512, "float32", "cpu", 0)).error > 1e-2
 
 
 def test_a_backward_pass_and_the_inputs_count_into_memory():

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from dpflash import optimization
+from dpflash import leveled, optimization
 from dpflash.bench import optimize
 from dpflash.bench.results import row
-from dpflash.bench.suite import Request
+from dpflash.bench.suite import Comparison, Request
 from dpflash.planner import LEVELS
 
 TINY = {"batch": 3, "physical_batch": 3, "tokens": 24, "heads": 2, "head_dim": 8}
@@ -22,7 +22,9 @@ def test_a_level_is_measured_on_what_a_loop_over_samples_confirms(level):
     assert subject.tokens == 72
     subject.step()
     assert any(change.startswith("privacy") for change in subject.told()["changes"])
-    assert subject.told()["fell_back"] is None
+    told = subject.told()
+    assert told["fell_back"] is None and told["compiled"] is False
+    assert (told["dtype"], told["clipping"]) == (subject.dtype, "flat")
 
 
 def test_a_sum_that_is_not_clipped_is_told(monkeypatch):
@@ -48,41 +50,88 @@ def test_a_row_whose_compiler_failed_says_so_and_is_the_eager_one(monkeypatch):
         raise RuntimeError("no such instruction")
 
     torch.compiler.reset()
-    monkeypatch.setattr(optimization, "_BACKEND", fails)
+    monkeypatch.setattr(leveled, "_BACKEND", fails)
     monkeypatch.setattr(optimization, "_missing_compiler", lambda device: None)
     subject = optimize.optimize_subject(level="aggressive", device="cpu", seed=0, **TINY)
     assert "torch.compile" in subject.told()["summary"] and subject.told()["fell_back"] is None
     with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
         subject.step()
     told = subject.told()
-    assert "torch.compile" not in told["summary"]
+    assert "torch.compile" not in told["summary"] and told["compiled"] is False
+    assert (told["dtype"], told["clipping"]) == ("bfloat16", "per_layer")
     assert "no such instruction" in told["fell_back"] and told["fell_back"] in told["changes"]
     cells = dict(optimize.SUITE.tables[0].columns)
     assert "no such instruction" in cells["fell back"](told)
 
 
-def test_every_level_takes_turns_with_none_on_every_workload_of_the_report():
-    comparisons = list(optimize.SUITE.plan(Request(device="cpu")))
-    assert len(comparisons) == len(optimize.WORKLOADS)
-    for comparison, workload in zip(comparisons, optimize.WORKLOADS, strict=True):
-        configs = [one.config for one in comparison.measurements]
+def test_every_level_takes_turns_with_none_on_every_workload():
+    sizes = []
+    for item in optimize.SUITE.plan(Request(device="cpu")):
+        if not isinstance(item, Comparison):
+            sizes.append(size_of(next(item(Request(device="cpu")))["config"]))
+            continue
+        configs = [one.config for one in item.measurements]
+        sizes.append(size_of(configs[0]))
+        assert all(size_of(config) == sizes[-1] for config in configs)
         assert tuple(config["level"] for config in configs) == LEVELS
-        assert comparison.baseline == comparison.measurements[0].name
-        for config in configs:
-            sizes = (config["batch"], config["tokens"], config["heads"], config["head_dim"])
-            assert sizes == workload
-            assert 1 <= config["physical_batch"] <= config["batch"]
+        assert item.baseline == item.measurements[0].name
+        assert all(1 <= config["physical_batch"] <= config["batch"] for config in configs)
+    assert tuple(sizes) == optimize.WORKLOADS
 
 
-def test_gains_are_the_range_over_the_workloads_that_ran():
+def size_of(config):
+    return tuple(config[key] for key in ("batch", "tokens", "heads", "head_dim"))
+
+
+def test_no_step_is_measured_twice_under_two_names():
+    steps, named = [], []
+    for item in optimize.SUITE.plan(Request(device="cpu")):
+        if isinstance(item, Comparison):
+            steps += [{**one.config, "batch": None} for one in item.measurements]
+        else:
+            named += item(Request(device="cpu"))
+    assert all(step not in steps[:number] for number, step in enumerate(steps))
+    assert [one["config"]["level"] for one in named] == list(LEVELS)
+    assert all("the one of B8-T512-H12-D64 again" in one["needs"] for one in named)
+
+
+def level_row(level, changes, **columns):
+    return row(
+        f"{level}/{len(columns)}",
+        {"level": level},
+        section="levels",
+        changes=changes,
+        fell_back=columns.pop("fell_back", None),
+        **columns,
+    )
+
+
+def test_gains_are_the_range_over_the_workloads_that_ran_as_the_level_has_it():
     rows = [
-        row("none", {"level": "none"}, section="levels", changes=["a"]),
-        row("one", {"level": "balanced"}, section="levels", changes=["b", "c"], speedup=1.5),
-        row("two", {"level": "balanced"}, section="levels", changes=["b", "c"], speedup=2.0),
+        level_row("none", []),
+        level_row("balanced", [], speedup=1.5),
+        level_row("balanced", [], speedup=2.0),
+        level_row("aggressive", [], speedup=9.0, fell_back="left out: torch.compile, since ..."),
         row("left out", {"level": "aggressive"}, section="levels", needs="a GPU"),
     ]
-    derived = list(optimize.SUITE.derive(rows))
-    texts = [(one["config"]["level"], one["text"]) for one in derived if "text" in one]
-    assert texts == [("none", "a"), ("balanced", "b"), ("balanced", "c")]
-    (gain,) = [one for one in derived if one["section"] == "gains"]
+    (gain,) = [one for one in optimize.SUITE.derive(rows) if one["section"] == "gains"]
+    assert gain["config"]["level"] == "balanced"
     assert (gain["least"], gain["most"], gain["workloads"]) == (1.5, 2.0, 2)
+
+
+def test_what_all_levels_say_is_told_once_and_each_thing_in_one_line():
+    rows = [
+        level_row("none", ["privacy: the same", "numerics: its own"]),
+        level_row("balanced", ["privacy: the same", "numerics: 16 bit", "numerics: fused"]),
+        level_row("balanced", ["of another workload"]),
+    ]
+    told = [
+        (one["config"]["level"], one["text"])
+        for one in optimize.SUITE.derive(rows)
+        if one["section"] == "changes"
+    ]
+    assert told == [
+        ("every level", "privacy: the same"),
+        ("none", "numerics: its own"),
+        ("balanced", "numerics: 16 bit. fused"),
+    ]

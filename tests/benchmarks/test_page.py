@@ -11,6 +11,7 @@ import dpflash
 from dpflash.bench import results as bench_results
 from dpflash.bench.page import device_names, load, recommendation_data, render
 from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
+from dpflash.bench.suites import suite_named
 from dpflash.patterns import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,12 +156,13 @@ def test_our_tables_that_answer_no_report_follow(results: Path) -> None:
     exponent.update(sizes=[2, 4], exponent=1.25, exponent_ci95=[1.0, 1.5])
     _write(results, "heads", [_row("heads/H2", 2), exponent])
     own = _page(results, TWO_HEADS).partition("## Our own tables")[2]
-    assert "heads, forward | heads | 1.25 [1.00, 1.50]" in own
+    assert "heads, forward | heads | 1.250 [1.000, 1.500]" in own
 
 
 def test_a_table_with_a_row_that_no_report_asks_for_is_shown_whole(results: Path) -> None:
     both = Reported("H", answers=[Answer("heads", "heads")])
-    title = "### Dilated attention over its heads: Heads (cpu)"
+    suite = suite_named("heads")
+    title = f"### {suite.title}: {suite.tables[0].title} (cpu)"
     assert title not in _page(results, both)
     assert title in _page(results, TWO_HEADS)
 

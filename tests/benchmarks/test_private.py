@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from dpflash.bench import private
+from dpflash.bench import private, private_tasks
 from dpflash.bench.private import (
     DPFLASH,
     NONPRIVATE,
@@ -17,6 +17,7 @@ from dpflash.bench.private import (
     make_training,
     private_subject,
 )
+from dpflash.bench.private_tasks import make_task
 from dpflash.bench.suite import Unsupported
 from dpflash.bench.work import count_work
 
@@ -29,7 +30,7 @@ def subject(model, provider, **changes):
 
 
 def attention_task(dtype="float32"):
-    return private._attention_task(3, 24, 2, 80, 1, dtype, "cpu", 0)
+    return make_task(model="attention", **SHAPE, dtype=dtype, device="cpu", seed=0)
 
 
 def sgd(parameters):
@@ -88,7 +89,7 @@ def test_a_gradient_that_is_no_number_is_infinitely_wrong(monkeypatch, place, ba
 def test_every_sample_of_the_loop_is_clipped_to_the_whole_bound(clipping):
     task = attention_task()
     for i in range(task.batch):
-        one = private.Task(task.build, task.x[i : i + 1], task.y[i : i + 1], task.loss)
+        one = private_tasks.Task(task.build, task.x[i : i + 1], task.y[i : i + 1], task.loss)
         norm = sum(total.square().sum() for total in clipped_sums(one, clipping)).sqrt()
         assert norm.item() == pytest.approx(private._MAX_GRAD_NORM, rel=1e-5)
 
@@ -124,7 +125,7 @@ def test_register_of_a_step_leaves_opacus_as_it_was():
         inside.append(dict(Ghost.NORM_SAMPLERS))
         return task.loss(output, y)
 
-    spied = private.Task(task.build, task.x, task.y, loss)
+    spied = private_tasks.Task(task.build, task.x, task.y, loss)
     for provider in ("opacus-ghost", "opacus-ghost-registered"):
         make_training(spied, provider, noise_multiplier=1.0, optimize=sgd).step()
     assert Ghost.NORM_SAMPLERS == before
@@ -139,13 +140,15 @@ def test_a_missing_opacus_is_named(monkeypatch):
 
 
 def test_work_of_a_step_is_that_of_the_hand_formula():
-    by_hand = private.attention_step_flops(**SHAPE)
+    by_hand = private_tasks.attention_step_flops(**SHAPE)
     assert subject("attention", NONPRIVATE).work().flops == by_hand
 
 
 @pytest.mark.parametrize("provider", DPFLASH)
 def test_work_by_the_planner_is_the_work_that_is_counted(provider):
-    task = private._attention_task(2, 200, 2, 80, 1, "float32", "cpu", 0)
+    task = make_task(
+        model="attention", **{**SHAPE, "batch": 2, "tokens": 200}, device="cpu", seed=0
+    )
     plain = make_training(task, NONPRIVATE, noise_multiplier=1.0, optimize=sgd)
     training = make_training(task, provider, noise_multiplier=1.0, optimize=sgd)
     counted = count_work(training.step)

@@ -155,14 +155,15 @@ def test_exponent_of_a_sequence_is_of_time_in_tokens():
     ]
     found = derived(rows, derive_sequence)
     assert found["private_sequence_exponent/b16"]["exponent"] == pytest.approx(1.5)
-    assert "1.50 (b16)" in found["insights/private_sequence/exponent"]["text"]
+    assert "1.50 [1.50, 1.50] (b16)" in found["insights/private_sequence/exponent"]["text"]
 
 
 def test_the_page_shows_the_insights_and_what_is_needed():
     rows = [batch_row(1, 1.0), batch_row(3, None, needs="a faster device: so slow")]
     rows += derive_batch(rows)
-    suite = Suite("s", "S", "about", lambda request: (), (*BATCH_TABLES, *SEQUENCE_TABLES[1:]))
+    suite = Suite("s", "S", "about", lambda request: (), (*BATCH_TABLES, *SEQUENCE_TABLES))
     roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
-    page = markdown(suite, {"environment": {"quick": False, "roofs": roofs}, "rows": rows})
+    found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
+    page = markdown(suite, found)
     assert "The optimal batch is 1.0 on average" in page
     assert "needs: a faster device: so slow" in page

@@ -5,21 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpflash.bench import private, private_step
-from dpflash.bench.private_step import (
-    ABSENT,
+from dpflash.bench import private, private_parts, private_step
+from dpflash.bench.private_parts import (
     ALONE,
-    AUTO,
-    EPSILONS,
-    SUITE,
     epsilon_subject,
     ghost_subject,
     head_subject,
     noise_subject,
 )
+from dpflash.bench.private_step import ABSENT, AUTO, EPSILONS, SUITE
 from dpflash.bench.results import row
 from dpflash.bench.suite import Comparison, Request, run_suite
-from dpflash.bench.timing import Effort
+from dpflash.bench.timing import Effort, speedup, summarize
 
 LM = {"batch": 2, "tokens": 16, "heads": 2, "head_dim": 16, "layers": 1, "dtype": "float32"}
 HERE = {"device": "cpu", "seed": 0}
@@ -50,12 +47,18 @@ def test_the_plan_has_every_section_and_says_what_is_absent(quick):
     assert all(one["needs"].startswith("not measured here: ") for one in rows)
 
 
-def test_steps_on_a_cpu_have_the_shapes_and_providers_of_the_old_figures():
+def test_steps_on_a_cpu_are_of_every_provider_and_on_a_long_sequence_of_the_fast_ones():
     measurements, _ = planned(Request(device="cpu"))
-    short = {n.split("/")[2] for n in measurements if n.startswith("step/B16-T256/")}
+    short = {n.split("/")[2] for n in measurements if n.startswith("step/B8-T256/")}
     assert short == {*private.PROVIDERS, *ALONE} - {"opacus-ghost-registered"}
-    long = {n.split("/")[2] for n in measurements if n.startswith("step/B4-T2048/")}
+    long = {n.split("/")[2] for n in measurements if n.startswith("step/B2-T1024/")}
     assert {"nonprivate", AUTO, "opacus-hooks", "opacus-ghost"} <= long < short
+
+
+def test_what_others_wrote_is_marked_as_a_peer():
+    measurements, _ = planned(Request(device="cpu"))
+    peers = {one.config["provider"] for one in measurements.values() if one.columns.get("peer")}
+    assert peers == {"opacus-hooks", "opacus-ghost"}
 
 
 @pytest.mark.parametrize("provider", ALONE)
@@ -67,10 +70,10 @@ def test_noise_alone_is_standard_normal_and_a_copy_is_a_copy(provider):
 def test_noise_of_another_scale_is_seen():
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(40_000, generator=generator)
-    tolerance = private_step._NOISE_TOLERANCE
-    assert private_step._off_standard_normal([noise]) <= tolerance
-    assert private_step._off_standard_normal([1.1 * noise]) > tolerance
-    assert private_step._off_standard_normal([noise + 0.1]) > tolerance
+    tolerance = private_parts._NOISE_TOLERANCE
+    assert private_parts._off_standard_normal([noise]) <= tolerance
+    assert private_parts._off_standard_normal([1.1 * noise]) > tolerance
+    assert private_parts._off_standard_normal([noise + 0.1]) > tolerance
 
 
 @pytest.mark.parametrize("provider", ["nonprivate", "opacus-ghost", "opacus-ghost-registered"])
@@ -108,52 +111,68 @@ def test_a_step_for_an_epsilon_has_the_noise_of_that_epsilon(monkeypatch):
         given.append(arguments["noise_multiplier"])
         return private.private_subject(**arguments)
 
-    monkeypatch.setattr(private_step, "private_subject", build)
+    monkeypatch.setattr(private_parts, "private_subject", build)
     run = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 10}
     subject = epsilon_subject(target_epsilon=2.0, **run, **LM, **HERE)
     assert given == [subject.figures["noise_multiplier"]]
     assert given != [1.0]
 
 
+def timed(provider, samples, *, section="step", peak=5.0, nonprivate=None, **config):
+    """A row with the figures of a run; nonprivate are the samples of the baseline."""
+    columns = {}
+    if nonprivate is not None:
+        over = speedup(samples, nonprivate)
+        columns = {"speedup": over.median, "speedup_ci95": list(over.ci95)}
+    return row(
+        f"{section}/{provider}",
+        {"provider": provider, **config},
+        section=section,
+        shape="B4",
+        median_ms=summarize(samples).median_ms / 1e3,
+        samples_ms=samples,
+        peak_memory_mb=peak,
+        **columns,
+    )
+
+
+def derived(rows):
+    return {one["name"]: one for one in SUITE.derive(rows)}
+
+
 def test_conclusions_follow_from_the_rows():
-    def step(provider, ms, peak, speedup):
-        return row(
-            f"step/{provider}",
-            {"provider": provider},
-            section="step",
-            shape="B4",
-            median_ms=ms,
-            peak_memory_mb=peak,
-            speedup=speedup,
-        )
-
+    plain = [10.0] * 6
     rows = [
-        step("nonprivate", 10.0, 5.0, None),
-        step(AUTO, 12.0, 9.0, 10 / 12),
-        step("dpflash-per_layer", 11.0, 7.0, 10 / 11),
-        step("dpflash-per_block", 13.0, 6.0, 10 / 13),
-        step("opacus-hooks", 24.0, 8.0, 10 / 24),
+        timed("nonprivate", plain),
+        timed(AUTO, [12.0] * 6, peak=9.0, nonprivate=plain),
+        timed("dpflash-per_layer", [11.0] * 6, peak=7.0, nonprivate=plain),
+        timed("dpflash-per_block", [10.0, 12.5, 10.5, 12.5, 10.5, 12.5], nonprivate=plain),
     ]
-    found = {one["name"]: one for one in SUITE.derive(rows)}
-    best = found["insights/clipping/B4"]["text"]
-    assert "dpflash-per_layer is the fastest private step, 11 ms, 1.10 times" in best
-    assert "dpflash-per_block takes the least memory, 6 MiB" in best
-    assert found["insights/opacus-hooks/B4"]["ratio"] == 2.0
+    best = derived(rows)["insights/clipping/B4"]["text"]
+    assert "per_layer is the fastest private step, 11 ms, 1.10 [1.10, 1.10] times a non" in best
+    assert "no slower for certain: dpflash-per_block;" in best
+    assert "dpflash-per_block takes the least memory, 5 MiB" in best
 
 
-def test_spread_over_epsilon_is_of_tokens_per_second():
+def test_the_ratio_beside_opacus_is_that_of_the_rounds_and_has_their_interval():
+    # A machine that grew ten times as slow on its way: medians of rounds are not its ratio.
+    ours = [1.0, 1.0, 1.0, 1.0, 10.0, 10.0, 10.0]
+    theirs = [3.0, 3.0, 3.0, 20.0, 20.0, 20.0, 20.0]
+    found = derived([timed(AUTO, ours), timed("opacus-hooks", theirs)])["insights/opacus-hooks/B4"]
+    rounds = speedup(ours, theirs)
+    assert found["ratio"] == rounds.median == 2.5
+    assert (found["low"], found["high"]) == rounds.ci95
+    assert f"2.50 [{rounds.ci95[0]:.2f}, {rounds.ci95[1]:.2f}] times" in found["text"]
+
+
+def test_steps_for_two_epsilons_are_compared_by_rounds():
     rows = [
-        row(
-            f"{epsilon}",
-            {"target_epsilon": epsilon},
-            section="throughput_epsilon",
-            median_ms=1.0,
-            tokens_per_s=speed,
-        )
-        for epsilon, speed in ((1.0, 100.0), (8.0, 103.0))
+        timed(f"{epsilon}", samples, section="throughput_epsilon", target_epsilon=epsilon)
+        for epsilon, samples in ((1.0, [1.0, 10.0, 10.0]), (8.0, [1.1, 1.1, 11.0]))
     ]
     (found,) = SUITE.derive(rows)
-    assert found["spread"] == pytest.approx(0.03)
+    assert found["ratio"] == pytest.approx(1.1)
+    assert "epsilon 8 takes 1.10 [" in found["text"]
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import pytest
 import scipy.stats
 
 from dpflash.bench import quality, results
-from dpflash.bench.quality import Contestant, Size, Sizes
+from dpflash.bench.quality import Contestant, Size, Sizes, contestants
+from dpflash.bench.quality_table import QUALITY_TABLE
 from dpflash.bench.suite import Request
+from dpflash.connectivity import reaches_all
 from dpflash.patterns import BlockSparse, Dense
 
 TINY = Size(tokens=128, width=16, layers=1, heads=2, batch=2, steps=3, held_out=6)
@@ -25,6 +27,7 @@ def rows_of(monkeypatch, *given):
 def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
     rows = list(quality.quality_rows(REQUEST, SIZES))
     names = [row["what"] for row in rows]
+    names_of_seeds = {"dense, another seed": 1, "dense, a third seed": 2}
     assert {"sparse 50%", "sparse 75%", "sparse 90%", "dilated", "adaptive"} <= set(names)
     for row in rows:
         assert set(results.COLUMNS) <= set(row) and row["section"] == "quality"
@@ -34,8 +37,9 @@ def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
             assert names.index(row["baseline"]) < names.index(row["what"])
             low, high = row["difference_ci95"]
             assert low <= row["difference"] <= high
+        assert row["config"]["seed"] == REQUEST.seed + names_of_seeds.get(row["what"], 0)
         assert (row.get("epsilon") is not None) == row["what"].endswith("private")
-        for _, cell in quality.QUALITY_TABLE.columns:
+        for _, cell in QUALITY_TABLE.columns:
             results.shown(cell(row))
 
 
@@ -45,7 +49,7 @@ def test_patterns_that_see_the_same_learn_the_same(monkeypatch):
         monkeypatch,
         Contestant("dense", DENSE, baseline=None),
         Contestant("all blocks", everything),
-        Contestant("seed", DENSE, another_seed=True),
+        Contestant("seed", DENSE, seeds_on=1),
     )
     assert rows["all blocks"]["sparsity"] == 0
     assert abs(rows["all blocks"]["difference"]) < 1e-4 < abs(rows["seed"]["difference"])
@@ -79,10 +83,22 @@ def test_what_follows_a_wrong_baseline_has_no_difference(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [512, 1024])
-@pytest.mark.parametrize("sparsity", [0.5, 0.75, 0.9])
-def test_sparse_patterns_leave_out_the_part_in_their_name(tokens, sparsity):
-    mask = quality.sparse_pattern(tokens, sparsity).mask(tokens)[0]
-    assert mask.sum() / (tokens * (tokens + 1) / 2) == pytest.approx(1 - sparsity, abs=0.03)
+def test_patterns_leave_out_the_part_in_their_name_and_reach_all(tokens):
+    for contestant in contestants(tokens):
+        assert reaches_all(contestant.pattern, tokens, 4)
+        name, _, percent = contestant.name.partition(" ")
+        if name == "sparse":
+            mask = contestant.pattern.mask(tokens)[0]
+            left_out = 1 - mask.sum() / (tokens * (tokens + 1) / 2)
+            sparsity = float(percent.rstrip("%")) / 100
+            assert sparsity <= left_out < sparsity + 0.03
+
+
+def test_a_loss_is_compared_with_one_of_the_same_training_or_for_privacy():
+    sizes = {one.name: one for one in contestants(512)}
+    for one in sizes.values():
+        if one.baseline is not None:
+            assert sizes[one.baseline].large_batches == one.large_batches
 
 
 def test_differences_are_of_the_same_windows():

@@ -1,6 +1,8 @@
 """What every benchmark rests on: checks before figures, turns, limits, and nothing lost."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import re
@@ -12,7 +14,17 @@ import pytest
 import torch
 
 from dpflash.bench import isolated, memory, roofline, timing, trace, versus_worker, work
-from dpflash.bench.document import FIGURES, SPEEDUP, Chart, Table, column, config, milliseconds
+from dpflash.bench.document import (
+    FIGURES,
+    SPEEDUP,
+    Chart,
+    Table,
+    column,
+    config,
+    key_insights,
+    milliseconds,
+)
+from dpflash.bench.legend import LEGEND
 from dpflash.bench.results import row
 from dpflash.bench.suite import (
     Comparison,
@@ -24,6 +36,7 @@ from dpflash.bench.suite import (
     worst,
     wrong_rows,
 )
+from dpflash.bench.suites import SUITES, suite_named
 from dpflash.ceilings import Ceilings
 from dpflash.cli import main
 from dpflash.patterns import Dense
@@ -33,10 +46,18 @@ from suite_cases import grow, leave, product, stand_still  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EFFORT = timing.Effort(1, 6)
+ROOFS = Ceilings({"float32": 1e9}, 1e9)
 
 
-def measurement(name, **given):
-    return Measurement(name, product, {"size": 32, **given}, {"section": "products"})
+@pytest.fixture(autouse=True)
+def roofs(monkeypatch):
+    """Measuring them takes seconds; the run of `found` does, which begins before this."""
+    monkeypatch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ROOFS)
+
+
+def measurement(name, peer=False, **given):
+    columns = {"section": "products", **({"peer": True} if peer else {})}
+    return Measurement(name, product, {"size": 32, **given}, columns)
 
 
 def toy(*comparisons, **more):
@@ -60,8 +81,9 @@ def run(suite, folder, **request):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    """What a run of all kinds holds, its folder, and what it said on stderr."""
     folder = tmp_path_factory.mktemp("toy")
-    kinds = ("wrong", "broken", "absent", "greedy")
+    kinds = ("wrong", "broken", "absent", "greedy", "warning")
     measurements = [measurement("right"), measurement("double", size=64)]
     measurements += [measurement(kind, kind=kind) for kind in kinds]
 
@@ -69,10 +91,13 @@ def found(tmp_path_factory):
         return [row("derived", {}, section="derived", text=f"{len(rows)} rows")]
 
     def others(request):
+        """Those of others."""
         return [needs("alone", {"size": 1}, "a friend", section="products")]
 
     suite = toy(Comparison(measurements, baseline="right"), others, derive=derive)
-    return run(suite, folder, traces=True), folder
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        held = run(suite, folder, traces=True, has_progress=True)
+    return held, folder, said.getvalue()
 
 
 def by_name(found):
@@ -80,7 +105,7 @@ def by_name(found):
 
 
 def test_the_three_files_hold_what_was_found(found):
-    held, folder = found
+    held, folder, _ = found
     assert json.loads((folder / "toy.json").read_text()) == json.loads(json.dumps(held))
     assert held["complete"] and held["environment"]["clock"] == "process time"
     assert held["environment"]["roofs"]["bandwidth"] > 0
@@ -124,7 +149,40 @@ def test_what_is_wrong_or_cannot_run_has_no_figures_and_says_why(found):
     assert entries["absent"]["correct"] is None
     assert "a machine that was never built" in entries["absent"]["needs"]
     assert entries["greedy"]["needs"].startswith("more memory")
-    assert entries["derived"]["text"] == "7 rows"
+    assert entries["derived"]["text"] == "8 rows"
+
+
+def test_a_warning_is_a_note_of_its_row_and_is_not_printed(found):
+    held, folder, said = found
+    assert by_name(found)["warning"]["warnings"] == ["UserWarning: all is lost"]
+    assert "warnings" not in by_name(found)["right"]
+    assert "all is lost" not in said
+    assert "- UserWarning: all is lost (warning)" in (folder / "toy.md").read_text()
+
+
+def test_lines_tell_the_phases_and_count_the_rows(found):
+    said = found[2]
+    assert "\r" not in said
+    told = ["measuring the machine's roofs", "row 1 of 8: right: probing", "row 7 of 8: warning"]
+    told += ["timing right and 2 that take turns with it: 1 + 6 calls each"]
+    told += ["part 8 of 8: found/0", "alone is done", "deriving"]
+    places = [said.index(text.replace("found/0", "Those of others")) for text in told]
+    assert places == sorted(places)
+
+
+def test_the_page_explains_its_columns_and_no_others(found):
+    page = (found[1] / "toy.md").read_text()
+    told = page.partition("## What the columns say")[2]
+    assert "fewer than 6 trials have no such interval" in told
+    assert "`peak_memory_mb`" in told and "*speed-up*" in told
+    assert "*efficiency*" not in told and "*exponent" not in told
+    assert "order of what is compared may be the reverse" in " ".join(page.split())
+
+
+@pytest.mark.parametrize("header", LEGEND)
+def test_a_column_that_is_explained_is_one_of_a_suite(header):
+    tables = [table for name in SUITES for table in suite_named(name).tables]
+    assert header in {head for table in tables for head, _ in table.columns}
 
 
 def test_traces_lie_beside_the_results(found):
@@ -181,7 +239,7 @@ def test_a_trace_that_fails_loses_its_own_row_alone(tmp_path, monkeypatch):
         if path.stem == "one":
             raise OSError("the disk is full")
 
-    monkeypatch.setattr("dpflash.bench.suite.trace_call", broken)
+    monkeypatch.setattr("dpflash.bench.measuring.trace_call", broken)
     suite = toy(Comparison([measurement("one"), measurement("two")]))
     one, two = run(suite, tmp_path, traces=True)["rows"]
     assert one["failure"] == "OSError: the disk is full" and one["median_ms"] is None
@@ -195,6 +253,25 @@ def test_an_interrupt_ends_the_run_at_once_and_what_was_measured_before_is_kept(
         run(toy(first, second, first), tmp_path)
     held = json.loads((tmp_path / "toy.json").read_text())
     assert [entry["name"] for entry in held["rows"]] == ["first"] and not held["complete"]
+    page = (tmp_path / "toy.md").read_text()
+    assert "Broken off" in page and "| first |" in page
+    assert (tmp_path / "toy.png").exists()
+
+
+def stop(request):
+    yield needs("stopped", {}, "a friend")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_an_interrupt_leaves_a_page_and_a_picture_of_every_suite(name, tmp_path):
+    suite = dataclasses.replace(suite_named(name), plan=lambda request: [stop])
+    with pytest.raises(KeyboardInterrupt):
+        run(suite, tmp_path)
+    held = json.loads((tmp_path / f"{name}.json").read_text())
+    assert [entry["name"] for entry in held["rows"]] == ["stopped"] and not held["complete"]
+    assert "Broken off" in (tmp_path / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").exists()
 
 
 def test_an_error_that_is_no_number_is_wrong_and_shown_again_from_json(tmp_path):
@@ -267,6 +344,41 @@ def test_a_suite_that_measured_nothing_says_so(command, capsys):
     assert "bench two measured nothing" in said and "bench one" not in said
 
 
+def test_an_interrupt_of_the_command_exits_with_130_and_says_where_the_files_are(
+    command, tmp_path, capsys
+):
+    first = Comparison([measurement("first")])
+    assert command({"one": [first, stop], "two": [first]}) == 130
+    said = capsys.readouterr().err
+    assert "bench one was broken off" in said and str(tmp_path / "one.md") in said
+    assert {path.name for path in tmp_path.glob("*.md")} == {"one.md"}
+
+
+def test_the_command_prints_what_the_page_says_at_its_top(command, tmp_path, capsys):
+    first = Comparison([measurement("a/first"), measurement("a/second")], baseline="a/first")
+    assert command({"one": [first]}) == 0
+    said = capsys.readouterr().out
+    assert "second is" in said and "times as fast as first." in said
+    assert "2 rows were timed." in said and str(tmp_path / "one.json") in said
+    top = (tmp_path / "one.md").read_text().partition("## Products")[0]
+    for line in said.splitlines():
+        assert not line.startswith("- ") or line in top
+
+
+def test_a_wrong_peer_is_named_and_no_failure_but_a_wrong_row_of_ours_is(
+    command, tmp_path, capsys
+):
+    peers = [measurement(kind, peer=True, kind=kind) for kind in ("wrong", "broken")]
+    assert command({"one": [Comparison([measurement("right"), *peers])]}) == 0
+    said = capsys.readouterr()
+    assert "Peers that were wrong or failed, without figures: wrong, broken" in said.out
+    assert "wrong" not in said.err.replace("row 2 of 3: wrong", "")
+    assert "the peer is WRONG (error" in (tmp_path / "one.md").read_text()
+    ours = [measurement("ours", kind="wrong")]
+    assert command({"one": [Comparison([*ours, *peers])]}) == 1
+    assert "no figures: ours" in capsys.readouterr().err
+
+
 def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -296,6 +408,23 @@ def test_exponent_of_a_power_law_is_its_power_and_noise_widens_the_interval():
     assert low < 1 < high and high - low > 0.05
 
 
+def test_insights_are_those_of_the_suite_or_what_its_rows_have():
+    one = row("a/b", {}, median_ms=1.0, speedup=0.5, baseline="a/c")
+    other = {**one, "name": "d/b", "speedup": 2.0, "baseline": "d/c"}
+    bent = row("e", {}, curve="c", exponent=1.25, exponent_ci95=[1.0, 1.5])
+    assert key_insights([one, other, bent]) == [
+        "b is 0.5 to 2 times as fast as c (2 places).",
+        "c: the exponent is 1.25 [1.00, 1.50].",
+        "2 rows were timed.",
+    ]
+    own = row("i", {}, section="insights", text="All is well.")
+    lacking = needs("n", {}, "a friend")
+    assert key_insights([one, own, lacking]) == [
+        "All is well.",
+        "1 rows were timed, 1 need what is not here (they say what).",
+    ]
+
+
 def test_speed_up_is_the_median_of_the_rounds_and_not_of_the_medians():
     ratio = timing.speedup([1, 2, 4, 8, 16, 32], [2, 4, 8, 16, 32, 64])
     assert ratio == timing.Ratio(2.0, (2.0, 2.0))
@@ -309,6 +438,47 @@ def test_time_call_counts_calls():
         timing.time_call(list, trials=0)
     with pytest.raises(ValueError, match="warm_ups=-1"):
         timing.time_call(list, warm_ups=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"device": "gpu"}, "device='gpu': expected 'cpu' or 'cuda'; pass 'cuda'"),
+        ({"device": "tpu"}, "device='tpu': expected 'cpu' or 'cuda'"),
+        ({"device": 3.5}, "device=3.5: expected"),
+        ({"call": 3}, "call=3: expected a function without arguments; pass the function"),
+        ({"warm_ups": 0.5}, "warm_ups=0.5: expected a whole number"),
+        ({"trials": 2.5}, "trials=2.5: expected"),
+    ],
+    ids=str,
+)
+def test_what_time_call_refuses_is_named_with_the_way_out(given, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        timing.time_call(**{"call": list, **given})
+
+
+def test_without_a_gpu_its_device_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for make in (lambda: timing.time_call(list, device="cuda:1"), lambda: Request(device="cuda")):
+        with pytest.raises(ValueError, match="device='cuda.*finds no GPU here; pass device='cpu'"):
+            make()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="device='cuda:1': torch finds 1 here; pass 'cuda:0'"):
+        timing.usable_device("cuda:1")
+
+
+def test_statistics_and_peaks_read_as_sentences():
+    found = timing.Statistics(12.345, (12.1, 12.5), 0.02, 20, 0)
+    assert str(found) == "12.35 ms (95% 12.1 to 12.5, 20 trials)"
+    found = timing.Statistics(2.0, (1.0, 3.0), 0.5, 5, 1)
+    assert str(found) == "2 ms (95% 1 to 3, 5 trials, 1 of them outliers, high variance: CV 50%)"
+    peak = memory.PeakMemory()
+    assert str(peak).startswith("not measured")
+    peak.cpu_mb = 64.125
+    assert str(peak) == "64.12 MiB on the CPU"
+    peak.gpu_mb = 0.0
+    assert str(peak) == "64.12 MiB on the CPU, 0 MiB on the GPU"
 
 
 def test_peak_memory_sees_what_was_given_back():

@@ -128,9 +128,25 @@ def test_sparse_patterns_leave_out_what_they_say_in_every_head_and_no_more_than_
     assert VARIANTS[f"Sparse{'Random' * drawn}{percent}"].pattern(tokens, causal) == pattern
 
 
-def test_a_sequence_too_short_for_its_sparsity_is_refused():
-    with pytest.raises(Unsupported, match="longer sequence"):
-        subject_of("Sparse90")
+@pytest.mark.parametrize(
+    ("name", "causal", "least"),
+    [
+        ("Sparse90", True, 6272),
+        ("Sparse75", True, 2432),
+        ("Sparse90", False, 6272),
+        ("SparseRandom90", True, 3840),
+        ("SparseRandom90", False, 2560),
+    ],
+)
+def test_a_sequence_too_short_for_its_sparsity_is_refused_with_the_one_that_is_not(
+    name, causal, least
+):
+    pattern = VARIANTS[name].pattern
+    for tokens in (192, 2048, least - 128):
+        with pytest.raises(Unsupported, match=rf"longer sequence, from T = {least:,} on"):
+            pattern(tokens, causal)
+    found = pattern(least, causal)
+    assert found.random_blocks + found.local_blocks == 1
 
 
 def test_adaptive_keeps_a_tenth_of_the_blocks():
@@ -196,28 +212,45 @@ def timed_row(name, config, milliseconds, **columns):
     return results.row(name, config, median_ms=milliseconds, **columns)
 
 
-def test_the_formula_table_compares_time_and_memory():
-    config = {"direction": "forward"}
-    rows = [
-        timed_row(
-            name,
-            {**config, "variant": name},
-            milliseconds,
-            section="reports",
-            size="small",
-            peak_memory_mb=peak,
-            speedup=faster,
-            speedup_ci95=[faster, faster],
-        )
-        for name, milliseconds, peak, faster in (
-            ("DilatedAttention", 2.0, 10.0, 1.5),
-            ("BranchByBranch", 3.0, 25.0, None),
-        )
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+def test_patterns_are_not_dense_at_the_lengths_of_their_rows(quick):
+    for item in variants.SUITE.plan(Request(quick=quick, device="cpu")):
+        for one in item.measurements if isinstance(item, Comparison) else ():
+            # Whose own sizes are such; the page says so.
+            small = one.name.startswith("reports/small")
+            name = one.config.get("variant") or one.config["segments"]
+            if small or name in ("SDPA", "Dense"):
+                continue
+            tokens, heads, causal = (one.config[key] for key in ("tokens", "heads", "causal"))
+            if "segments" in one.config:
+                lengths, rates = variants.SEGMENTS[name]
+                pattern = Dilated(segment_lengths=lengths, dilation_rates=rates)
+            else:
+                pattern = VARIANTS[name].pattern(tokens, causal)
+            dense = Dense(causal=causal).edges(tokens, heads)
+            assert pattern.edges(tokens, heads) < 0.8 * dense, one.name
+
+
+def test_rows_that_take_minutes_say_so_under_a_name_of_the_plan():
+    parts = [
+        item
+        for item in variants.SUITE.plan(Request(device="cpu"))
+        if not isinstance(item, Comparison)
     ]
-    (derived,) = variants.SUITE.derive(rows)
-    assert derived["speedup"] == 1.5
-    assert derived["memory_ratio"] == 2.5
-    assert list(variants.SUITE.derive(rows[:1])) == []
+    assert all(part.__doc__ for part in parts)
+
+
+def test_what_is_refused_tells_whose_operator_it_is():
+    plan = variants.SUITE.plan(Request(device="cpu"))
+    operators = {
+        one.config["variant"]: (one.columns["operator"], one.columns["peer"])
+        for item in plan
+        if isinstance(item, Comparison)
+        for one in item.measurements
+        if "variant" in one.config
+    }
+    assert operators["SparseRandom90"] == ("dpflash", False)
+    assert operators["SDPA"] == ("sdpa-flash", True)
 
 
 def test_exponents_come_with_intervals_or_say_what_they_need():

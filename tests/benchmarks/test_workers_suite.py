@@ -1,5 +1,6 @@
 """The workers benchmark, at sizes of a toy; nothing here depends on how long anything takes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,12 @@ def test_workers_whose_sum_is_wrong_have_no_figures():
     row = task_row(Task("private_training", CASE, CASE), 2, told)
     assert row["correct"] is False and row["error"] == 0.5
     assert row["median_ms"] is None and "efficiency" not in row
+
+
+def test_workers_whose_error_is_no_number_are_infinitely_wrong():
+    told = [said([1.0, 1.0]), said(None, correct=False, error=math.nan)]
+    row = task_row(Task("private_training", CASE, CASE), 2, told)
+    assert row["correct"] is False and row["error"] == math.inf
 
 
 def test_cores_are_never_shared(monkeypatch):

@@ -1,6 +1,5 @@
 """dpflash.recommend, on figures whose law is known."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,11 @@ import pytest
 import torch
 
 import dpflash
+from dpflash import measured
+from dpflash.bench.attention import build_pattern
+from dpflash.bench.named_variants import VARIANTS
 from dpflash.bench.page import recommendation_data
+from dpflash.bench.quality import contestants
 from dpflash.ceilings import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 from dpflash.recommend import Recommendation
@@ -108,7 +111,7 @@ def test_tokens_more_than_four_times_away_are_refused(tmp_path: Path, tokens: in
 
 
 def test_a_pattern_measured_at_one_length_is_told_at_that_length_only(tmp_path: Path) -> None:
-    lone = _row(Dilated(segment_lengths=(512,), dilation_rates=(1,), causal=True), 2048, 0.1, 1.0)
+    lone = _row(Dilated(segment_lengths=(2048,), dilation_rates=(1,), causal=True), 2048, 0.1, 1.0)
     _file(tmp_path, [*_rows(1024, 4096), lone])
     assert _recommend(tmp_path, 2048).variant == "Dilated"
     assert _recommend(tmp_path, 2049).variant == "Dense"
@@ -138,41 +141,164 @@ def test_a_sparse_choice_says_that_it_is_another_model(tmp_path: Path) -> None:
     _file(tmp_path, _rows(1024, 16384))
     text = str(_recommend(tmp_path, 16384))
     assert "not equivalent to dense attention: a query sees 3.1% of its pairs" in text
-    assert "its quality was not measured" in text
+    assert "held-out loss not measured for this pattern" in text
     assert "not equivalent" not in str(_recommend(tmp_path, 1024))
 
 
-def _quality(what: str, pattern: Pattern, sparsity: float, relative: float) -> dict:
+def test_a_pattern_that_sees_all_but_weighs_it_is_another_model(tmp_path: Path) -> None:
+    dilated = Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
+    _file(tmp_path, [_row(dilated, 2048, 1.0, 1.0)])
+    text = str(_recommend(tmp_path, 2048))
+    assert "it sees every pair, but some weigh more than others, which makes another" in text
+    assert "of its pairs" not in text
+
+
+def test_almost_all_pairs_are_not_told_as_all(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(SlidingWindow(window=1023, causal=True), 1025, 1.0, 1.0)])
+    assert "a query sees 99.9% of its pairs" in str(_recommend(tmp_path, 1025))
+
+
+def test_a_pattern_that_does_not_reach_all_is_left_out_and_this_is_told(tmp_path: Path) -> None:
+    alone = BlockSparse(block_size=128, local_blocks=0, causal=True)
+    parts = Dilated(segment_lengths=(1024,), dilation_rates=(1,), causal=True)
+    apart = [_row(alone, 2048, 1e-3, 1.0), _row(parts, 2048, 1e-3, 1.0)]
+    _file(tmp_path, [*apart, *_rows(2048)])
+    found = _recommend(tmp_path, 2048)
+    assert found.variant == "Dense" and len(found.alternatives) == 1
+    assert "2 left out, since their last position never learns of all" in str(found)
+    assert "however many layers: BlockSparse, Dilated" in str(found)
+    _file(tmp_path, apart)
+    with pytest.raises(ValueError, match=r"tokens=2048: .*\(BlockSparse, Dilated\) never lets"):
+        _recommend(tmp_path, 2048)
+
+
+def test_patterns_measured_elsewhere_or_too_large_are_counted_and_named(tmp_path: Path) -> None:
+    elsewhere = [_row(WINDOW, t, 1.0, 1.0) for t in (64, 128)]
+    once = _row(SlidingWindow(window=9, causal=True), 512, 1.0, 1.0, variant="Nine")
+    large = _row(SlidingWindow(window=8, causal=True), 2048, 1.0, 99.0, variant="Large")
+    _file(tmp_path, [*elsewhere, once, large, _row(DENSE, 2048, 2.0, 8.0)])
+    text = str(_recommend(tmp_path, 2048, memory=9 * MIB))
+    assert "1 more do not fit, or their memory is unknown: Large" in text
+    assert (
+        "2 left out, since they were not measured near this T: SlidingWindow (from T=64 up to"
+        in (text)
+    )
+    assert "Nine (at T=512 only)" in text
+
+
+def test_a_row_that_needs_something_says_so_where_it_would_have_told(tmp_path: Path) -> None:
+    bare = _row(WINDOW, 1024, 1.0, 1.0, causal=True)
+    refused = {**bare, "median_ms": None, "pattern_key": None, "needs": "a longer sequence"}
+    _file(tmp_path, [refused, *_rows(1024, 4096)[:1], _row(DENSE, 4096, 1.0, 1.0)])
+    assert "not measured, needs a longer sequence" in str(_recommend(tmp_path, 1024))
+    assert "not measured" not in str(_recommend(tmp_path, 4096))
+
+
+def test_a_pattern_without_a_variant_is_named_by_its_arguments(tmp_path: Path) -> None:
+    row = _row(BlockSparse(block_size=64, global_blocks=1, causal=True), 1024, 1.0, 1.0)
+    del row["config"]["variant"]
+    _file(tmp_path, [row])
+    assert _recommend(tmp_path, 1024).variant == "BlockSparse(block_size=64, global_blocks=1)"
+
+
+def _quality(what: str, pattern: Pattern, difference: float | None, **config: Any) -> dict:
+    setting = {"tokens": 1024, "batch": 2, "steps": 400, "seed": 0, "epsilon": None}
     return {
         "name": f"quality/{what}",
         "section": "quality",
         "what": what,
-        "config": {"pattern": repr(pattern), "tokens": 1024},
-        "baseline": "dense, private" if "private" in what else "dense",
-        "sparsity": sparsity,
-        "difference": 2 * relative,
-        "difference_ci95": [0.0, 4 * relative],
-        "relative_difference": relative,
+        "pattern_key": pattern.key,
+        "config": {"pattern": repr(pattern), **setting, **config},
+        "baseline": None if difference is None else "dense",
+        "difference": difference,
+        "difference_ci95": None if difference is None else [difference - 0.1, difference + 0.1],
+        "relative_difference": None if difference is None else difference / 2,
     }
 
 
-def test_the_held_out_loss_with_a_pattern_of_the_class_stands_beside(tmp_path: Path) -> None:
-    far, near = (SlidingWindow(window=window, causal=True) for window in (8, 128))
-    qualities = [
-        _quality("no context", SlidingWindow(window=0, causal=True), 0.97, 0.5),
-        _quality("window, private", far, 0.97, 0.4),
-        _quality("dilated", Dilated(segment_lengths=(8,), dilation_rates=(1,)), 0.97, 0.3),
-        _quality("far", far, 0.5, 0.2),
-        _quality("near", near, 0.9, 0.1),
-    ]
-    _file(tmp_path, [*_rows(1024, 16384), *qualities])
+# The window at T = 16384 which WINDOW's is at 1024.
+_SCALED = SlidingWindow(window=16, causal=True)
+_QUALITIES = (
+    _quality("dense", DENSE, None),
+    _quality("another seed", DENSE, -0.03, seed=1),
+    _quality("window", _SCALED, 0.2),
+)
+
+
+def test_the_loss_of_the_very_pattern_scaled_with_t_stands_beside(tmp_path: Path) -> None:
+    near = _quality("near", SlidingWindow(window=17, causal=True), 0.5)
+    _file(tmp_path, [*_rows(1024, 4096, 16384), near, *_QUALITIES])
     found = _recommend(tmp_path, 16384)
-    assert found.chosen.quality is not None
-    assert found.chosen.quality.pattern == repr(near)
-    assert "the held-out loss of a small model was +10.00% (+0.2000 [+0.0000, +0.4000]" in str(
-        found
-    )
-    assert [one.quality for one in found.alternatives] == [None]
+    assert found.variant == "SlidingWindow" and found.chosen.quality is not None
+    assert found.chosen.quality.difference == 0.2
+    told = "a small model was +10.00% (+0.2000 [+0.1000, +0.3000] nats a byte, lower is better)"
+    assert told in str(found)
+    assert "more than another seed changes (0.0300 nats)" in str(found)
+    # Of the same class, with another window.
+    (window,) = _recommend(tmp_path, 4096).alternatives
+    assert (window.variant, window.quality) == ("SlidingWindow", None)
+    assert "not measured  measured" in str(_recommend(tmp_path, 4096))
+
+
+def test_dense_attention_is_the_reference_and_has_no_loss_over_itself(tmp_path: Path) -> None:
+    large = _quality("dense, large batches", DENSE, 0.1912, batch=32, steps=20)
+    again = _quality("dense again", DENSE, 0.1912)
+    _file(tmp_path, [*_rows(1024), large, again, *_QUALITIES])
+    found = _recommend(tmp_path, 1024, patterns=[Dense])
+    assert found.chosen.quality is None
+    assert "reference" in str(found) and "9.56%" not in str(found)
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 32}, {"steps": 20}, {"epsilon": 8.0}, {"tokens": 512}, {"width": 8}]
+)
+def test_a_loss_of_another_training_is_not_told(tmp_path: Path, change: dict[str, Any]) -> None:
+    # At T = 512 the same share.
+    pattern = SlidingWindow(window=8, causal=True) if "tokens" in change else _SCALED
+    rows = [*_rows(16384), *_QUALITIES[:2], _quality("window", pattern, 0.2, **change)]
+    _file(tmp_path, rows)
+    assert _recommend(tmp_path, 16384).chosen.quality is None
+    _file(tmp_path, [*_rows(16384), *_QUALITIES])
+    assert _recommend(tmp_path, 16384).chosen.quality is not None
+
+
+def test_losses_of_private_models_are_not_told(tmp_path: Path) -> None:
+    private = [
+        _quality(*one, epsilon=8.0) for one in (("dense", DENSE, None), ("w", _SCALED, 0.2))
+    ]
+    _file(tmp_path, [*_rows(16384), *private])
+    assert _recommend(tmp_path, 16384).chosen.quality is None
+
+
+def test_losses_of_quick_runs_are_not_told(tmp_path: Path) -> None:
+    _file(tmp_path, [*_rows(16384), *_QUALITIES], quick=True)
+    assert _recommend(tmp_path, 16384).chosen.quality is None
+
+
+def test_a_difference_that_a_seed_makes_too_is_told_as_such(tmp_path: Path) -> None:
+    small = [*_QUALITIES[:2], _quality("window", _SCALED, 0.02)]
+    _file(tmp_path, [*_rows(16384), *small])
+    text = str(_recommend(tmp_path, 16384))
+    assert "within what another seed changes (0.0300 nats)" in text
+    assert "+1.00% (as a seed)" in text
+    _file(tmp_path, [*_rows(16384), small[0], small[2]])
+    assert "what another seed changes was not measured" in str(_recommend(tmp_path, 16384))
+
+
+def test_what_the_suite_trains_has_losses_for_what_the_suites_time(tmp_path: Path) -> None:
+    trained = [
+        _quality(one.name, one.pattern, 0.1, tokens=512)
+        for one in contestants(512)
+        if not (one.large_batches or one.seeds_on or one.name == "dense")
+    ]
+    timed = [
+        VARIANTS[name].pattern(8192, True)
+        for name in ("DilatedAttention", "Sparse50", "Sparse75", "Sparse90")
+    ] + [build_pattern(name, True, 8192) for name in ("sliding_window", "hierarchical")]
+    dense = _quality("dense", DENSE, None, tokens=512)
+    _file(tmp_path, [*(_row(p, 8192, 1.0, 1.0) for p in timed), dense, *trained])
+    found = _recommend(tmp_path, 8192)
+    assert all(one.quality is not None for one in (found.chosen, *found.alternatives))
 
 
 def test_patterns_restricts_the_kinds(tmp_path: Path) -> None:
@@ -181,8 +307,9 @@ def test_patterns_restricts_the_kinds(tmp_path: Path) -> None:
     assert (found.pattern, found.alternatives) == (DENSE, ())
     with pytest.raises(ValueError, match="patterns=BlockSparse: none was measured"):
         _recommend(tmp_path, 16384, patterns=[BlockSparse])
-    with pytest.raises(ValueError, match="patterns=None: none was measured with causal=False"):
+    with pytest.raises(ValueError, match="no pattern was measured with causal=False") as told:
         _recommend(tmp_path, 16384, causal=False)
+    assert "patterns=None" not in str(told.value)
 
 
 def test_patterns_and_directions_that_were_not_asked_for_are_left_out(tmp_path: Path) -> None:
@@ -245,6 +372,7 @@ def test_the_pattern_is_ready_for_attention(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens=0"),
         ({"heads": 0}, "heads=0"),
         ({"memory": -1}, "memory=-1"),
+        ({"memory": "100MB"}, r"memory='100MB': expected bytes .* 100 \* 2\*\*20"),
         ({"direction": "backward"}, "direction='backward'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"results": "missing.json"}, "results='missing.json'"),
@@ -275,9 +403,8 @@ def test_one_class_may_be_passed_alone(tmp_path: Path) -> None:
 def test_without_shipped_figures_the_command_that_measures_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The module's name in the package is that of its function.
-    monkeypatch.setattr(importlib.import_module("dpflash.recommend"), "_shipped", tuple)
-    told = "run `dpflash bench attention --out DIR` on your machine and pass results=DIR$"
+    monkeypatch.setattr(measured, "_shipped", tuple)
+    told = "run `dpflash bench attention --out DIR` .*--quick will do, .*pass results=DIR$"
     with pytest.raises(ValueError, match=told):
         dpflash.recommend(1024, device="cpu")
 
@@ -309,7 +436,7 @@ def test_a_row_that_cannot_be_used_is_left_out_with_the_reason(
     assert (found.variant, found.alternatives) == ("Dense", ())
     assert f"Left out: variants.json: row '{bad['name']}': " in str(found) and reason in str(found)
     _file(tmp_path, [bad])
-    with pytest.raises(ValueError, match="none was measured .*Left out: variants.json: row"):
+    with pytest.raises(ValueError, match="no pattern was measured .*Left out: variants.json: row"):
         _recommend(tmp_path, 1024)
 
 
@@ -370,9 +497,9 @@ def test_of_many_rows_left_out_some_are_told_and_the_others_counted(tmp_path: Pa
 
 
 def test_a_quality_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    bad = {**_quality("window", WINDOW, 0.9, math.nan)}
-    short = {**_quality("short", WINDOW, 0.9, 0.1), "difference_ci95": None}
-    _file(tmp_path, [*_rows(1024, 16384), bad, short])
+    bad = _quality("window", _SCALED, math.nan)
+    short = {**_quality("short", _SCALED, 0.1), "difference_ci95": None}
+    _file(tmp_path, [*_rows(1024, 16384), *_QUALITIES[:1], bad, short])
     found = _recommend(tmp_path, 16384)
     assert found.chosen.quality is None
     assert "row 'quality/window': difference=nan" in str(found)

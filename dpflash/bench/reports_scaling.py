@@ -1,16 +1,12 @@
-"""What others report about the same questions, and what is wrong with it.
-
-These are their figures, on their machines, beside which ours stand in the tables; they are no
-baseline of ours, since the code behind them does not compute what it says.
-"""
+"""What others report of scaling over workers, for the page of that benchmark and `reports`."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 
-class Reported(NamedTuple):
-    """A report.
+class Source(NamedTuple):
+    """A document with figures.
 
     Attributes:
         source: who says so, and about what.
@@ -21,7 +17,7 @@ class Reported(NamedTuple):
     wrong: tuple[str, ...]
 
 
-RING_DILATED = Reported(
+RING_DILATED = Source(
     "dilated-attention-pytorch (DarcStar), report on `RingDilatedAttentionHybrid`: 2 x GTX 1080, "
     "float32, H 8, D 64, segments [512, 1024], dilation rates [1, 2]",
     (
@@ -47,7 +43,7 @@ RING_DILATED_TABLE: tuple[tuple[int, int, float, float, float], ...] = (
 )
 RING_DILATED_WORKERS = 2
 
-CONTEXT_PARALLEL = Reported(
+CONTEXT_PARALLEL = Source(
     "torchbridge (CloudlyIO), tables of context parallelism and of nodes",
     (
         "no code in the repository produces the figures",
@@ -64,7 +60,7 @@ CONTEXT_PARALLEL_TABLE: tuple[tuple[str, int, float], ...] = (
 )
 
 
-def reported_rows() -> list[dict[str, Any]]:
+def claimed_rows() -> list[dict[str, Any]]:
     """Their figures as plain values, "kind" is "reported"."""
     rows: list[dict[str, Any]] = []
     for tokens, batch, megabytes, kilobytes, rate in RING_DILATED_TABLE:

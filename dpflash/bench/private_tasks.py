@@ -1,0 +1,141 @@
+"""What private training steps are measured on: a model, one batch and its loss.
+
+Letters: B samples, T tokens, H heads, D head dim, E = H D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpflash import losses
+from dpflash.nn import LongContextLM, MultiheadAttention
+
+from .work import attention_flops
+
+VOCABULARY = 256
+
+
+def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return output
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        build: makes the model, with the same weights in each call.
+        x, y: one batch, samples first.
+        loss: (output, y) to one loss a sample, `[B]`.
+        forward: (model, x, y) to the output; Opacus calls the model with x alone.
+        dtype: "float32", or "bfloat16" for autocast.
+    """
+
+    build: Callable[[], nn.Module]
+    x: Tensor
+    y: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = _output
+    dtype: str = "float32"
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return len(self.x)
+
+    def losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """`[B]`."""
+        with self.precision():
+            output = self.forward(model, x, y)
+        return self.loss(output, y)
+
+    def precision(self) -> torch.autocast:
+        """The context of a forward pass."""
+        enabled = self.dtype == "bfloat16"
+        return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
+
+
+def make_task(
+    *,
+    model: str,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    layers: int = 1,
+    dtype: str = "float32",
+    device: str,
+    seed: int,
+) -> Task:
+    """One of the two models, see `private.private_subject`."""
+    if model == "lm":
+        return bytes_task(
+            lambda: lm(tokens, heads, head_dim, layers), batch, tokens, dtype, device, seed
+        )
+    assert model == "attention", model
+    if layers != 1:
+        raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return (output.float() - y).square().sum(2).mean(1)
+
+    width = heads * head_dim
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(batch, tokens, width, generator=generator) for _ in range(2))
+    build = built(lambda: _Attention(width, heads), device, seed)
+    return Task(build, x.to(device), y.to(device), loss, dtype=dtype)
+
+
+def bytes_task(
+    make: Callable[[], nn.Module], batch: int, tokens: int, dtype: str, device: str, seed: int
+) -> Task:
+    """A model of logits on random bytes, `[batch, tokens]`, with its cross entropy."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator).to(device)
+    return Task(built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = MultiheadAttention(width, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, is_causal=True)[0]
+        return output
+
+
+def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
+    """The language model over bytes, for at most this number of tokens."""
+    # Opacus' ghost clipping refuses tied weights, so nobody ties them here.
+    return LongContextLM(
+        VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
+    )
+
+
+def built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
+    """Makes a model with the weights of this seed, and leaves torch's generator as it was."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make().to(device)
+
+    return build
+
+
+def attention_step_flops(*, batch: int, tokens: int, heads: int, head_dim: int) -> float:
+    """FLOPs of a nonprivate step of the "attention" model, by hand.
+
+    Four projections forward and their weights' gradients, the gradient of one of their inputs
+    (the data need none), and the pairs of causal attention.
+    """
+    width = heads * head_dim
+    projections = batch * tokens * 2 * width**2 * (4 + 4 + 1)
+    pairs = batch * heads * tokens * (tokens + 1) // 2
+    return projections + attention_flops(pairs, head_dim, forward=True, backward=True)

@@ -1,0 +1,112 @@
+"""Pictures that can be read, of rows made up here."""
+
+import dataclasses
+
+import pytest
+
+from dpflash.bench.document import Chart, Table, column, config
+from dpflash.bench.picture import draw
+from dpflash.bench.results import row
+from dpflash.bench.suite import Suite
+
+HELD = {"device": "CPU of a test", "threads": 1, "date": "2026-11-22", "quick": False}
+CHART = Chart(
+    "s", "A chart", config("tokens", "T"), column("median_ms", "ms"), lambda r: r["config"]["who"]
+)
+
+
+def one(tokens, median_ms, who="a", **given):
+    shape = {"tokens": tokens, "batch": 2, "heads": 4, "dtype": "float32", "who": who}
+    reach = [0.9 * median_ms, 1.2 * median_ms]
+    return row("x", {**shape, **given}, section="s", median_ms=median_ms, ci95_ms=reach)
+
+
+def panel(rows, chart=CHART, **changes):
+    chart = dataclasses.replace(chart, **changes)
+    suite = Suite("toy", "A toy", "", lambda request: (), [Table("s", "", ())], [chart])
+    figure = draw(suite, {"environment": HELD, "complete": True, "rows": rows})
+    figure.canvas.draw()
+    return figure.axes[0]
+
+
+def words(labels, limits):
+    """Of the ticks that are seen."""
+    low, high = limits
+    seen = [label for label in labels if low <= label.get_position()[0] <= high]
+    return [label.get_text() for label in seen if label.get_text()]
+
+
+@pytest.mark.parametrize("span", [1.0, 1.02, 1.5, 3, 9, 11, 90, 1e3, 1e5])
+@pytest.mark.parametrize("least", [0.0123, 1.0, 95.0, 4321.0])
+def test_the_upright_axis_has_two_ticks_or_more_in_plain_numbers(span, least):
+    axis = panel([one(1024, least), one(2048, least * span)])
+    low, high = axis.get_ylim()
+    seen = [
+        label.get_text()
+        for tick, label in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    assert len(set(seen)) == len(seen) >= 2, seen
+    assert not any("10^" in text or "mathdefault" in text for text in seen)
+    assert len(seen) <= 12, seen
+
+
+def test_sizes_are_told_in_full_and_at_the_places_that_were_measured():
+    axis = panel([one(tokens, 1.0 + tokens) for tokens in (512, 4096, 16384)])
+    assert words(axis.get_xticklabels(), axis.get_xlim()) == ["512", "4,096", "16,384"]
+    many = panel([one(1000 + 100 * n, 1.0) for n in range(30)])
+    assert words(many.get_xticklabels(), many.get_xlim()) == ["1,024", "2,048"]
+
+
+def test_thirty_series_all_look_different():
+    axis = panel([one(tokens, 1.0 + n, f"who {n}") for n in range(30) for tokens in (8, 16)])
+    looks = {(line.get_color(), line.get_marker()) for line in axis.lines if line.get_marker()}
+    assert len({look for look in looks if look[1] not in ("_", "|", "None")}) == 30
+
+
+def test_a_legend_covers_no_point():
+    axis = panel([one(tokens, 1.0 + n, f"who {n}") for n in range(12) for tokens in (8, 16)])
+    legend = axis.get_legend().get_window_extent()
+    assert legend.x0 >= axis.get_window_extent().x1
+    assert legend.x1 <= axis.figure.get_window_extent().x1
+
+
+def test_one_name_looks_the_same_in_all_panels_and_one_series_needs_no_legend():
+    rows = [one(8, 1.0, "a"), one(8, 2.0, "b")]
+    second = dataclasses.replace(CHART, section="t")
+    suite = Suite("toy", "A toy", "", lambda request: (), [], [CHART, second])
+    rows.append({**one(8, 2.0, "b"), "section": "t"})
+    figure = draw(suite, {"environment": HELD, "complete": True, "rows": rows})
+    left, right = figure.axes
+    colors = [line.get_color() for line in left.lines if line.get_marker() == "s"]
+    assert colors == [line.get_color() for line in right.lines if line.get_marker() == "s"] != []
+    assert left.get_legend() is not None and right.get_legend() is None
+    assert right.get_title().startswith("A chart\nb, ")
+
+
+def test_a_title_says_the_shape_and_its_range():
+    axis = panel([one(8, 1.0), one(16, 2.0, batch=1)])
+    assert axis.get_title() == "A chart\na, B 1 to 2, H 4, float32"
+    assert axis.get_xlabel() == "T, tokens" and "ms of a call" in axis.get_ylabel()
+
+
+def test_words_on_an_axis_do_not_overlap():
+    names = [f"a variant of attention {n}" for n in range(12)]
+    axis = panel(
+        [one(8, 1.0 + n, who) for n, name in enumerate(names) for who in ("a", "b")],
+        x=("variant", lambda r: names[int(r["median_ms"]) - 1]),
+    )
+    assert words(axis.get_xticklabels(), axis.get_xlim()) == names
+    assert {label.get_rotation() for label in axis.get_xticklabels()} == {30.0}
+
+
+def test_a_chart_without_rows_says_so():
+    assert [text.get_text() for text in panel([]).texts] == ["nothing was measured"]
+
+
+def test_the_picture_says_where_and_when_it_was_measured():
+    suite = Suite("toy", "A toy", "", lambda request: (), [], [CHART])
+    held = {"environment": {**HELD, "quick": True}, "complete": False, "rows": []}
+    assert draw(suite, held).get_suptitle() == (
+        "A toy\nCPU of a test, 1 thread, 2026-11-22, a quick look, broken off"
+    )
