@@ -80,10 +80,19 @@ def attention_forward(
     if whole is not None:
         o, lse = run(whole)
     else:
-        o = q.new_zeros(q.shape, dtype=dtype)
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+        once = work.rows_once()
+        o = q.new_empty(q.shape, dtype=dtype)
+        lse = q.new_empty(q.shape[:3], dtype=dtype)
+        if not once:
+            o.zero_()
+            lse.fill_(-math.inf)
         for chunk in work.chunks():
-            _merge(o, lse, chunk.rows, *run(chunk))
+            if once and chunk.first:
+                of_rows, lse_of_rows = run(chunk)
+                put(o, chunk.rows, of_rows)
+                put(lse.unsqueeze(3), chunk.rows, lse_of_rows.unsqueeze(3))
+            else:
+                _merge(o, lse, chunk.rows, *run(chunk))
     if sinks is not None:
         before, lse = lse, torch.logaddexp(lse, sinks.to(dtype).unsqueeze(2))
         pivot = lse.masked_fill(lse == -math.inf, 0.0)
@@ -169,12 +178,16 @@ def _over_pieces(work: Work, tokens: Tokens, run: Callable[[Chunk], Grads]) -> G
     whole = work.whole()
     if whole is not None:
         return run(whole)
-    dq, dk, dv = (x.new_zeros(x.shape) for x in tokens)
+    once = work.rows_once(), work.columns_once(), work.columns_once()
+    grads = [
+        x.new_empty(x.shape) if of_x else x.new_zeros(x.shape)
+        for x, of_x in zip(tokens, once, strict=True)
+    ]
     for chunk in work.chunks():
-        of_q, of_k, of_v = run(chunk)
-        add(dq, chunk.rows, of_q)
-        add(dk, chunk.columns, of_k)
-        add(dv, chunk.columns, of_v)
+        places = chunk.rows, chunk.columns, chunk.columns
+        for grad, place, part, of_x in zip(grads, places, run(chunk), once, strict=True):
+            (put if of_x and chunk.first else add)(grad, place, part)
+    dq, dk, dv = grads
     return dq, dk, dv
 
 

@@ -15,23 +15,81 @@ FULL, CAUSAL, MASKED, BIASED = range(4)
 LINE = 2**31
 
 
+class Part(NamedTuple):
+    """Rows and columns, as progressions, and the log multiplicity of their pairs.
+
+    Row i sees column j where i - j >= lo.
+    """
+
+    row: int
+    row_stride: int
+    rows: int
+    column: int
+    column_stride: int
+    columns: int
+    lo: int
+    weight: float
+
+    def seen_by(self, row: int) -> int:
+        """How many of the columns a row sees."""
+        steps = (row - self.lo - self.column) // self.column_stride + 1
+        return min(max(steps, 0), self.columns)
+
+
+class Window(NamedTuple):
+    """Some rows and columns that follow each other."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def of(self, part: Part) -> tuple[slice, slice]:
+        """The part's rows and columns in it, counted from its first ones; slices may be empty."""
+        return (
+            _within(part.row, part.row_stride, part.rows, self.row, self.rows),
+            _within(part.column, part.column_stride, part.columns, self.column, self.columns),
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What is added to scores: the log multiplicity of each pair.
+    """What is added to scores: the log multiplicity of each pair, made when it is needed.
 
     Attributes:
-        codes: `[L, C]`, or `[1, C]` for rows that see alike; uint8, index into values.
-        values: float64; the first is -inf.
+        parts: no pair is in two.
+        window: L rows, or 1 for rows that see alike, and C columns.
         blind: some row may see nothing, in some of the columns.
     """
 
-    codes: Tensor
-    values: Tensor
+    parts: tuple[Part, ...]
+    window: Window
     blind: bool
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The shape of codes."""
-        return self.values.to(dtype)[self.codes.int()]
+        """`[L, C]`, -inf for what is not seen."""
+        row, rows, column, columns = self.window
+        found = torch.full((rows, columns), -math.inf, dtype=dtype)
+        i = torch.arange(row, row + rows).unsqueeze(1)
+        j = torch.arange(column, column + columns)
+        for lo in {part.lo for part in self.parts}:
+            all_seen = row - (column + columns - 1) >= lo
+            of_lo = found if all_seen else torch.full_like(found, -math.inf)
+            for part in self.parts:
+                if part.lo == lo:
+                    of_lo[self.window.of(part)] = part.weight
+            if not all_seen:
+                found = found.maximum(of_lo.masked_fill_(i - j < lo, -math.inf))
+        return found
+
+
+def _within(start: int, stride: int, count: int, begin: int, length: int) -> slice:
+    """The progression's places among `length` ones from `begin` on."""
+    first = max(-((start - begin) // stride), 0)
+    end = min(-((start - begin - length) // stride), count)
+    if first >= end:
+        return slice(0, 0)
+    return slice(start + first * stride - begin, start + (end - 1) * stride - begin + 1, stride)
 
 
 @dataclass(frozen=True, eq=False)

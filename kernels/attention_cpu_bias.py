@@ -8,7 +8,7 @@ Letters: n points of an interval, h rows of a tile.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ from .attention_cpu_batch import (
     LINE,
     Batch,
     Bias,
+    Part,
     Pieces,
+    Window,
     biased_batch,
-    codes,
     concatenated,
     members,
     numbered,
@@ -31,14 +32,10 @@ from .attention_cpu_batch import (
 # Tiles of rows of a cell: tall ones are faster, low ones leave fewer pairs that nothing sees.
 _TALL, _LOW = 256, 128
 _TALL_FROM = 2048
-# A single causal run is one operation, whose own tiles waste little of a long interval.
-_ALONE_FROM, _ALONE_TO = 1024, 4096
 # Longer intervals are cut: a rectangle before the diagonal is faster than low tiles.
 _LONGEST = 2048
 # Rows that see alike are many from here on.
 _MANY = 256
-# Codes of weights are uint8, and 0 is none.
-_WEIGHTS = 255
 # Most pairs of a cell's tiles for each pair that is seen.
 _WASTE = 1.6
 # Components of more parts than this are left as they are.
@@ -84,25 +81,26 @@ def cut_cells(pairs: Pieces) -> tuple[list[Batch], Pieces]:
     good &= _all((on_lattice & (farthest <= pairs.hi)) | (until == before), cell, found)
     # That a bound does not cut a cell makes it equal to other cells.
     lo = (-(-pairs.lo).div(step, rounding_mode="floor")).maximum(-size[cell])
-    parts = torch.stack(
-        (
-            *((pairs.row - first) // step, (pairs.row_stride // step).clamp(min=1), pairs.rows),
-            *((begin - first) // step, (pairs.column_stride // step).clamp(min=1)),
-            *(until - before, lo, codes(pairs.weight)),
-        ),
-        1,
+    parts = (
+        (pairs.row - first) // step,
+        (pairs.row_stride // step).clamp(min=1),
+        pairs.rows,
+        (begin - first) // step,
+        (pairs.column_stride // step).clamp(min=1),
+        until - before,
+        lo,
+        pairs.weight,
     )
-    weights = pairs.weight.unique()
     inside = (good[cell] & (until > before)).nonzero().flatten()
     batches: list[Batch] = []
     done = torch.zeros_like(good)
     variant = torch.zeros_like(size).index_copy_(0, cell, pairs.variant)
-    for (points, alike), of_shape in _shapes(cell[inside], parts[inside], found).items():
-        shape = _Cell.of(points, alike, weights)
-        if shape is not None:
+    for (points, alike), of_shape in _shapes(cell, parts, inside, found).items():
+        tiles = _tiles(points, alike)
+        if tiles:
             where = torch.tensor(of_shape)
             done[where] = True
-            batches += shape.batches(found.begin[where], found.step[where], variant[where])
+            batches += _at(tiles, found.begin[where], found.step[where], variant[where])
     left = pairs._replace(columns=before)
     right = pairs._replace(
         column=pairs.column + until * pairs.column_stride, columns=pairs.columns - until
@@ -151,23 +149,21 @@ def cut_mixed(pieces: Pieces) -> tuple[list[Batch], Pieces]:
         return [], pieces
     tile, _ = numbered(pieces.variant, pieces.row, pieces.row_stride, pieces.rows)
     found = _intervals(tile, pieces.column, pieces.column_stride, pieces.columns)
-    weight, weights = codes(pieces.weight), pieces.weight.unique()
-    order = torch.zeros_like(found.begin).index_copy_(0, found.of, weight)
-    good = found.full & ~_all(order[found.of] == weight, found.of, found)
-    if len(weights) > _WEIGHTS:
-        return [], pieces
-    chosen = good[found.of]
+    weight = torch.zeros_like(pieces.weight[: len(found.begin)])
+    weight.index_copy_(0, found.of, pieces.weight)
+    chosen = (found.full & ~_all(weight[found.of] == pieces.weight, found.of, found))[found.of]
     step, first = found.step[found.of], found.begin[found.of]
-    stride = (pieces.column_stride // step).clamp(min=1)
-    parts = torch.stack(((pieces.column - first) // step, stride, pieces.columns, weight), 1)
+    zero, one = torch.zeros_like(first), torch.ones_like(first)
+    parts = (
+        *(zero, one, one, (pieces.column - first) // step),
+        *((pieces.column_stride // step).clamp(min=1), pieces.columns),
+        *(zero - found.size()[found.of], pieces.weight),
+    )
+    batches: list[Batch] = []
     index = chosen.nonzero().flatten()
-    batches = []
     lead = torch.zeros_like(found.begin).index_copy_(0, found.of, torch.arange(len(tile)))
-    for (size, alike), of_shape in _shapes(found.of[index], parts[index], found).items():
-        row = torch.zeros(1, size, dtype=torch.uint8)
-        for start, every, count, which in alike:
-            row[0, start : start + every * count : every] = which + 1
-        bias = _bias(row, weights, size)
+    for (size, alike), of_shape in _shapes(found.of, parts, index, found).items():
+        bias = Bias(alike, Window(0, 1, 0, size), False)
         where = torch.tensor(of_shape)
         rows, begin, steps = pieces.pick(lead[where]), found.begin[where], found.step[where]
         turn = occurrence(tile[lead[where]])
@@ -217,15 +213,16 @@ def _count_to(pairs: Pieces, position: Tensor) -> Tensor:
     return (steps + 1).clamp(min=0).minimum(pairs.columns)
 
 
-_Parts = tuple[tuple[int, ...], ...]
+_Parts = tuple[Part, ...]
 
 
-def _shapes(of: Tensor, parts: Tensor, sets: _Intervals) -> dict[tuple[int, _Parts], list[int]]:
+def _shapes(
+    of: Tensor, parts: Sequence[Tensor], some: Tensor, sets: _Intervals
+) -> dict[tuple[int, _Parts], list[int]]:
     """The sets of each shape: their size n, and their parts in order."""
-    order = torch.argsort(of, stable=True)
-    by_set: dict[int, list[tuple[int, ...]]] = {}
-    for number, part in zip(of[order].tolist(), parts[order].tolist(), strict=True):
-        by_set.setdefault(number, []).append(tuple(part))
+    by_set: dict[int, list[Part]] = {}
+    for number, *part in zip(of[some].tolist(), *(x[some].tolist() for x in parts), strict=True):
+        by_set.setdefault(number, []).append(Part(*part))
     sizes = sets.size().tolist()
     found: dict[tuple[int, _Parts], list[int]] = {}
     for number, alike in by_set.items():
@@ -233,18 +230,8 @@ def _shapes(of: Tensor, parts: Tensor, sets: _Intervals) -> dict[tuple[int, _Par
     return found
 
 
-def _bias(which: Tensor, weights: Tensor, columns: int) -> Bias:
-    """Of each pair's place in the weights, from 1 on; 0 is what is not seen.
-
-    Its last `columns`, or more, are used.
-    """
-    values = torch.cat((torch.full((1,), -math.inf, dtype=weights.dtype), weights))
-    blind = not which[:, which.shape[1] - columns :].any(1).all()
-    return Bias(which, values, bool(blind))
-
-
 class _Tile(NamedTuple):
-    """Rows, from the interval's first row on, and what they see; all in steps of the lattice."""
+    """Rows, from an interval's first row on, and what they see; all in steps of the lattice."""
 
     row: int
     column: int
@@ -253,75 +240,94 @@ class _Tile(NamedTuple):
     bias_first: int
 
 
-class _Cell(NamedTuple):
-    """What the rows of an interval see of it, tile by tile."""
-
-    tiles: list[_Tile]
-
-    @classmethod
-    def of(cls, size: int, parts: Sequence[Sequence[int]], weights: Tensor) -> _Cell | None:
-        """The cell of some parts; None if it is not worth it."""
-        banded = any(lo > -size for *_, lo, _ in parts)
-        height = _LOW if banded and size < _TALL_FROM else _TALL
-        if size <= _LOW or len(weights) > _WEIGHTS:
-            return None
-        if len(parts) == 1 and not _ALONE_FROM <= size < _ALONE_TO:
-            return None
-        seen = area = 0
-        tiles: list[tuple[int, int, Tensor]] = []
-        for row in range(0, size, height):
-            which = torch.zeros(min(height, size - row), size, dtype=torch.uint8)
-            for part in parts:
-                _mark(which, row, part)
-            columns = which.any(0).nonzero().flatten().tolist()
-            if columns:
-                which = which[:, columns[0] : columns[-1] + 1]
-                tiles.append((row, columns[0], which))
-                seen, area = seen + int(which.count_nonzero()), area + which.numel()
-        if area > _WASTE * seen:
-            return None
-        return cls(list(_shared(tiles, weights)))
-
-    def batches(self, begin: Tensor, step: Tensor, variant: Tensor) -> Iterator[Batch]:
-        """The tiles at each of the places where the cell is."""
-        for tile in self.tiles:
-            for some in members(numbered(step)[0]):
-                stride = int(step[some[0]])
-                yield biased_batch(
-                    *(tile.bias, tile.bias_first, tile.bias.codes.shape[0], stride),
-                    *(begin[some] + stride * tile.row, tile.columns, stride),
-                    *(begin[some] + stride * tile.column, variant[some]),
-                )
+@functools.lru_cache(maxsize=1024)
+def _tiles(size: int, parts: _Parts) -> tuple[_Tile, ...]:
+    """Tiles of the rows of an interval; none if that is not worth it."""
+    # One part is one operation.
+    if size <= _LOW or len(parts) == 1:
+        return ()
+    banded = any(part.lo > -size for part in parts)
+    height = _LOW if banded and size < _TALL_FROM else _TALL
+    found = (_window(parts, row, min(height, size - row)) for row in range(0, size, height))
+    windows = [window for window in found if window is not None]
+    seen = 0
+    for part in parts:
+        rows = part.row + part.row_stride * torch.arange(part.rows)
+        steps = (rows - part.lo - part.column).div(part.column_stride, rounding_mode="floor") + 1
+        seen += int(steps.clamp(0, part.columns).sum())
+    area = sum(window.rows * window.columns for window in windows)
+    return tuple(_shared(windows, parts)) if area <= _WASTE * seen else ()
 
 
-def _mark(which: Tensor, row: int, part: Sequence[int]) -> None:
-    """Sets what the rows from `row` on see through one part."""
-    start, stride, rows, column, column_stride, columns, lo, weight = part
-    first = max(-((start - row) // stride), 0)
-    end = min(-((start - row - len(which)) // stride), rows)
-    if first >= end:
-        return
-    i = start + stride * torch.arange(first, end).unsqueeze(1)
-    j = column + column_stride * torch.arange(columns)
-    begin = start + stride * first - row
-    some = which[
-        begin : begin + stride * (end - first - 1) + 1 : stride,
-        column : column + column_stride * (columns - 1) + 1 : column_stride,
-    ]
-    some[i - j >= lo] = weight + 1
+def _window(parts: _Parts, row: int, rows: int) -> Window | None:
+    """Some rows with the columns that they see."""
+    begin, end = [], []
+    for part in parts:
+        own, _ = Window(row, rows, 0, 0).of(part)
+        count = part.seen_by(row + own.stop - 1) if own.stop > own.start else 0
+        if count:
+            begin.append(part.column)
+            end.append(part.column + part.column_stride * (count - 1) + 1)
+    return Window(row, rows, min(begin), max(end) - min(begin)) if begin else None
 
 
-def _shared(tiles: Sequence[tuple[int, int, Tensor]], weights: Tensor) -> Iterator[_Tile]:
+def _shared(windows: Sequence[Window], parts: _Parts) -> Iterator[_Tile]:
     """Tiles that see what the last columns of the widest see share its bias."""
-    _, _, widest = max(tiles, key=lambda tile: tile[2].shape[1])
-    alike = [
-        torch.equal(which, widest[:, widest.shape[1] - which.shape[1] :]) for _, _, which in tiles
-    ]
-    least = min(which.shape[1] for (_, _, which), same in zip(tiles, alike, strict=True) if same)
-    common = _bias(widest, weights, least)
-    for (row, column, which), same in zip(tiles, alike, strict=True):
-        columns = which.shape[1]
+    widest = max(windows, key=lambda window: window.columns)
+    alike = [_alike(window, widest, parts) for window in windows]
+    blind = any(_blind(x, parts) for x, same in zip(windows, alike, strict=True) if same)
+    common = Bias(parts, widest, blind)
+    for window, same in zip(windows, alike, strict=True):
         if same:
-            yield _Tile(row, column, columns, common, widest.shape[1] - columns)
+            bias, first = common, widest.columns - window.columns
         else:
-            yield _Tile(row, column, columns, _bias(which, weights, columns), 0)
+            bias, first = Bias(parts, window, _blind(window, parts)), 0
+        yield _Tile(window.row, window.column, window.columns, bias, first)
+
+
+def _alike(window: Window, wider: Window, parts: _Parts) -> bool:
+    """Whether the rows see what those of the wider window see of its last columns."""
+    first = wider.column + wider.columns - window.columns
+    last = wider._replace(column=first, columns=window.columns)
+    return window.rows == wider.rows and _seen_in(window, parts) == _seen_in(last, parts)
+
+
+def _seen_in(window: Window, parts: _Parts) -> set[tuple[Part, bool]]:
+    """The parts as seen from a window's first row and column, and whether all of it is seen."""
+    found = set()
+    for part in parts:
+        rows, _ = window.of(part)
+        last = part._replace(columns=part.seen_by(window.row + rows.stop - 1))
+        _, columns = window.of(last)
+        if rows.stop > rows.start and columns.stop > columns.start:
+            lo = part.lo - (window.row - window.column)
+            all_seen = rows.start - (columns.stop - 1) >= lo
+            lines = (rows.start, rows.step, rows.stop, columns.start, columns.step, columns.stop)
+            found.add((Part(*lines, 0 if all_seen else lo, part.weight), all_seen))
+    return found
+
+
+def _blind(window: Window, parts: _Parts) -> bool:
+    """Whether some row sees nothing."""
+    sees = torch.zeros(window.rows, dtype=torch.bool)
+    for part in parts:
+        _, columns = window.of(part)
+        if columns.stop > columns.start:
+            nearest = part.lo + window.column + columns.start
+            before = max(-((part.row - nearest) // part.row_stride), 0)
+            row = part.row + before * part.row_stride
+            rows, _ = window.of(part._replace(row=row, rows=max(part.rows - before, 0)))
+            sees[rows] = True
+    return not bool(sees.all())
+
+
+def _at(tiles: Sequence[_Tile], begin: Tensor, step: Tensor, variant: Tensor) -> Iterator[Batch]:
+    """The tiles at each of the places where their interval is."""
+    for tile in tiles:
+        for some in members(numbered(step)[0]):
+            stride = int(step[some[0]])
+            yield biased_batch(
+                *(tile.bias, tile.bias_first, tile.bias.window.rows, stride),
+                *(begin[some] + stride * tile.row, tile.columns, stride),
+                *(begin[some] + stride * tile.column, variant[some]),
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,19 +25,36 @@ _TILE_ROWS = 256
 # A tile's partial columns: at most about this many, so that masks stay small.
 _TILE_COLUMNS = 4096
 _PLANS_KEPT = 64
+_COUNTED = 2**23
 _LOCK = threading.Lock()
 
 
-def plan(
-    graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = True
-) -> list[Batch]:
+class Plan(NamedTuple):
+    """The pieces of a graph, and what its first batches touch exactly once.
+
+    Attributes:
+        batches: of which the first `first` have no row of a variant twice.
+        first: so many batches, whose results need no sum yet.
+        rows: variants of which these have all rows.
+        columns: variants of which they have all columns, and none twice.
+    """
+
+    batches: list[Batch]
+    first: int
+    rows: frozenset[int]
+    columns: frozenset[int]
+
+
+def plan(graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = True) -> Plan:
     """The graph's pieces, as `make_plan` gives them; kept in its plans."""
-    kept: dict[Any, list[Batch]] = graph.plans.setdefault("cpu", {})
+    kept: dict[Any, Plan] = graph.plans.setdefault("cpu", {})
     key = (clip, joined)
     found = kept.get(key)
     if found is None:
         with real_cpu_tensors():
             found = make_plan(graph.rows, clip, joined)
+            if found.first:
+                found = _with_once(found, graph.num_queries, graph.num_keys)
         with _LOCK:
             while len(kept) >= _PLANS_KEPT:
                 kept.pop(next(iter(kept)))
@@ -45,7 +62,7 @@ def plan(
     return found
 
 
-def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = True) -> list[Batch]:
+def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = True) -> Plan:
     """The pieces of a side. Each pair (row, column) of the side is in exactly one of them.
 
     Args:
@@ -54,9 +71,10 @@ def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = Tr
         joined: a piece may span several groups and runs.
     """
     pairs = _seen(_pairs(side, clip))
-    biased: list[Batch] = []
+    cells: list[Batch] = []
+    mixed: list[Batch] = []
     if joined:
-        biased, pairs = cut_cells(pairs)
+        cells, pairs = cut_cells(pairs)
         pairs = _seen(pairs)
     nearest, farthest = pairs.distances()
     full = (nearest >= pairs.lo) & (farthest <= pairs.hi)
@@ -66,12 +84,36 @@ def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = Tr
     dense = concatenated(pairs.pick(full), before)
     if joined:
         mixed, dense = cut_mixed(dense)
-        biased += mixed
     dense = concatenated(dense, whole)
     if joined and len(dense.row):
         dense = cut_alike(join(dense))
-    banded = batch_banded(CAUSAL, diagonal) + batch_banded(MASKED, partial)
-    return batch_full(dense) + biased + banded
+    first = cells + batch_banded(CAUSAL, diagonal)
+    batches = first + batch_full(dense) + mixed + batch_banded(MASKED, partial)
+    return Plan(batches, len(first) if joined else 0, frozenset(), frozenset())
+
+
+def _with_once(found: Plan, num_rows: int, num_columns: int) -> Plan:
+    """With what the first batches touch once; not for so many tokens that counting takes long."""
+    first = found.batches[: found.first]
+    variants = 1 + max(int(batch.variant.max()) for batch in first)
+    if variants * max(num_rows, num_columns) > _COUNTED:
+        return found
+    rows = torch.zeros(variants, num_rows, dtype=torch.int32)
+    columns = torch.zeros(variants, num_columns, dtype=torch.int32)
+    for batch in first:
+        starts = (batch.row_start.unsqueeze(1), batch.column_start)
+        lines = (
+            (rows, batch.rows, batch.row_stride),
+            (columns, batch.columns, batch.column_stride),
+        )
+        for start, (count, length, stride) in zip(starts, lines, strict=True):
+            place = start.unsqueeze(2) + stride * torch.arange(length)
+            place = (place + (batch.variant * count.shape[1]).view(-1, 1, 1)).flatten()
+            count.view(-1).index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    of_rows, of_columns = (
+        frozenset((count == 1).all(1).nonzero().flatten().tolist()) for count in (rows, columns)
+    )
+    return found._replace(rows=of_rows, columns=of_columns)
 
 
 def _seen(pairs: Pieces) -> Pieces:

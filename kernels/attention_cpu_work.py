@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .attention_cpu_batch import MASKED, Batch, Bias
-from .attention_cpu_plan import plan
+from .attention_cpu_plan import Plan, plan
 from .tile_graph import TileGraph
 
 # Most elements that are gathered at a time, unless there are fewer pieces than threads then. So
 # few that memory is used again: to take it anew from the system costs more than the copy.
 _GATHERED = 2**18
 # Most elements that are viewed at a time, likewise.
-_VIEWED = 2**20
+_VIEWED = 2**19
 # How many products of a score's dim take as long as one operation on a view.
 _PRODUCTS = 2**20
 # Most scores at a time in plain PyTorch, unless a single row has more.
@@ -74,8 +74,14 @@ def take(x: Tensor, where: View | Index) -> Tensor:
     return taken.view(len(where.blocks), 1, where.blocks.shape[1] * where.size, x.shape[3])
 
 
-def put(x: Tensor, where: Index, values: Tensor) -> None:
+def put(x: Tensor, where: View | Index, values: Tensor) -> None:
     """Overwrites tokens of x."""
+    if isinstance(where, View):
+        views = where.of(x)
+        parts = values.split([view.shape[2] for view in views], 2)
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+        return
     flat = where.flat(x)
     flat.index_copy_(0, where.blocks.flatten(), values.reshape(-1, flat.shape[1]))
 
@@ -111,6 +117,7 @@ class Chunk:
         heads: `[n]`, b * H + h; of views it means nothing.
         begin, end: the pieces' rows that take part.
         mask: what is added to the scores; None for other kinds and in plain PyTorch.
+        first: it is of the plan's first batches.
     """
 
     batch: Batch
@@ -121,6 +128,7 @@ class Chunk:
     begin: int
     end: int
     mask: Mask | None
+    first: bool
 
     @property
     def bias(self) -> Tensor | None:
@@ -138,13 +146,13 @@ class Work:
     """Which pieces run in which heads.
 
     Attributes:
-        parts: batches, and the variants of the heads that they are for.
+        parts: pieces, and the variants of the heads that they are for.
         sizes: H, G, T, S, D.
         dtype: of the computation.
         plain: pieces run in plain PyTorch, see `plain_forward`.
     """
 
-    parts: list[tuple[_Variants, list[Batch]]]
+    parts: list[tuple[_Variants, Plan]]
     sizes: tuple[int, int, int, int, int]
     dtype: torch.dtype
     plain: bool
@@ -173,27 +181,39 @@ class Work:
         """Some batch indexes tokens flattened over samples and heads."""
         return any(
             self._boxes(variants, batch, variant, 1) is None
-            for variants, batches in self.parts
-            for batch in batches
+            for variants, found in self.parts
+            for batch in found.batches
             for variant in set(batch.variant.tolist())
+        )
+
+    def rows_once(self) -> bool:
+        """The first chunks have every row of every head, and none twice."""
+        return all(variants.known() <= found.rows for variants, found in self.parts)
+
+    def columns_once(self) -> bool:
+        """The first chunks have every column of every key head, and none twice."""
+        one_head = self.sizes[0] == self.sizes[1]
+        return one_head and all(
+            variants.known() <= found.columns for variants, found in self.parts
         )
 
     def whole(self) -> Chunk | None:
         """The only piece, where it has all rows and columns; its result is the result."""
-        if self.plain or len(self.parts) != 1 or len(self.parts[0][1]) != 1:
+        if self.plain or len(self.parts) != 1 or len(self.parts[0][1].batches) != 1:
             return None
-        variants, (batch,) = self.parts[0]
+        variants, ((batch,), *_) = self.parts[0]
         covers = (batch.rows, batch.columns) == self.sizes[2:4]
         if not (covers and batch.column_start.numel() == 1 and variants.all(int(batch.variant))):
             return None
         everywhere = _Box(slice(None), slice(None), slice(None))
-        return _viewed(batch, [0], everywhere, _Masks(self.dtype).of(batch))
+        return _viewed(batch, [0], everywhere, _Masks(self.dtype).of(batch), True)
 
     def chunks(self) -> Iterator[Chunk]:
         """All pieces; no row is twice in a chunk."""
         masks = _Masks(self.dtype)
-        for variants, batches in self.parts:
-            for batch in batches:
+        for variants, found in self.parts:
+            for index, batch in enumerate(found.batches):
+                first = index < found.first
                 mask = None if self.plain else masks.of(batch)
                 others: list[int] = []
                 by_variant: dict[int, list[int]] = {}
@@ -206,8 +226,9 @@ class Work:
                         continue
                     for box, at_once in boxes:
                         for together in _spaced(batch, pieces, at_once):
-                            yield _viewed(batch, together, box, mask)
-                yield from self._gathered(batch, torch.tensor(others).long(), variants, mask)
+                            yield _viewed(batch, together, box, mask, first)
+                some = torch.tensor(others).long()
+                yield from self._gathered(batch, some, variants, mask, first)
 
     def _boxes(
         self, variants: _Variants, batch: Batch, variant: int, pieces: int
@@ -225,7 +246,7 @@ class Work:
         return variants.boxes(variant, enough, at_once, pieces)
 
     def _gathered(
-        self, batch: Batch, some: Tensor, variants: _Variants, mask: Mask | None
+        self, batch: Batch, some: Tensor, variants: _Variants, mask: Mask | None, first: bool
     ) -> Iterator[Chunk]:
         turns, heads = variants.instances(batch.variant[some])
         if len(turns) == 0:
@@ -248,14 +269,16 @@ class Work:
         column_offsets = batch.column_stride * torch.arange(batch.columns // column_size)
         for part in torch.arange(len(pieces)).split(at_once):
             piece, head, kv_head = pieces[part], heads[part], kv_heads[part]
-            first = batch.column_start[piece] + (kv_head * num_columns).unsqueeze(1)
-            first = (first // column_size).unsqueeze(2)
-            columns = Index((first + column_offsets).flatten(1), column_size)
-            first = (head * num_rows + batch.row_start[piece]).unsqueeze(1) // row_size
+            start = batch.column_start[piece] + (kv_head * num_columns).unsqueeze(1)
+            start = (start // column_size).unsqueeze(2)
+            columns = Index((start + column_offsets).flatten(1), column_size)
+            start = (head * num_rows + batch.row_start[piece]).unsqueeze(1) // row_size
             for begin in range(0, batch.rows, height):
                 end = min(begin + height, batch.rows)
-                rows = first + batch.row_stride * torch.arange(begin, end // row_size)
-                yield Chunk(batch, Index(rows, row_size), columns, piece, head, begin, end, mask)
+                rows = Index(
+                    start + batch.row_stride * torch.arange(begin, end // row_size), row_size
+                )
+                yield Chunk(batch, rows, columns, piece, head, begin, end, mask, first)
 
 
 class _Masks:
@@ -310,6 +333,10 @@ class _Variants:
                     (range(begin, begin + step), part)
                     for part in _progressions(heads, heads_per_group)
                 )
+
+    def known(self) -> frozenset[int]:
+        """The variants that some head has."""
+        return frozenset(self._variants.unique().tolist()) - {-1}
 
     def all(self, variant: int) -> bool:
         """Whether there are heads and all have the variant."""
@@ -390,7 +417,7 @@ def _spaced(batch: Batch, pieces: list[int], at_once: int) -> Iterator[list[int]
         begin = end
 
 
-def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None) -> Chunk:
+def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None, first: bool) -> Chunk:
     """Pieces at equal distances in all heads of a box."""
     lead = pieces[0]
     bounds: list[list[int]] = []
@@ -399,9 +426,9 @@ def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None) -> Ch
             bounds[-1][1] += batch.columns
         else:
             bounds.append([start, batch.columns])
-    first = int(batch.row_start[lead])
-    spacing = int(batch.row_start[pieces[1]]) - first if len(pieces) > 1 else 0
-    rows = _progression(first, batch.rows, batch.row_stride)
+    start = int(batch.row_start[lead])
+    spacing = int(batch.row_start[pieces[1]]) - start if len(pieces) > 1 else 0
+    rows = _progression(start, batch.rows, batch.row_stride)
     columns = tuple(_progression(a, length, batch.column_stride) for a, length in bounds)
     some = torch.tensor(pieces)
     return Chunk(
@@ -413,6 +440,7 @@ def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None) -> Ch
         begin=0,
         end=batch.rows,
         mask=mask,
+        first=first,
     )
 
 

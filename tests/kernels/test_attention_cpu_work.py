@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.utils.deterministic
 
 from dpflash.kernels import attention_cpu, attention_cpu_plan, attention_cpu_work
 from dpflash.kernels import attention_reference as twin
@@ -20,6 +21,11 @@ LONG = {
     "window": SlidingWindow(window=1300, causal=True),
     "window-globals": SlidingWindow(window=1100, global_tokens=130),
     "dilated": Dilated(segment_lengths=(512, 1024, 2048), dilation_rates=(1, 2, 4)),
+    "dilated-causal": Dilated(
+        segment_lengths=(512, 1024, 2048), dilation_rates=(1, 2, 4), causal=True
+    ),
+    "dilated-long": Dilated(segment_lengths=(2300, 4600), dilation_rates=(1, 3), causal=True),
+    "diagonal-blocks": BlockSparse(block_size=64, local_blocks=2, causal=True),
     "dilated-set": Dilated(
         segment_lengths=(600, 1250), dilation_rates=(1, 3), causal=True, overlap="set"
     ),
@@ -32,6 +38,15 @@ def spread(request, monkeypatch):
     if products is not None:
         monkeypatch.setattr(attention_cpu_work, "_PRODUCTS", products)
     return request.param
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def make_tensors(graph, samples, heads, groups, dim):
@@ -70,9 +85,17 @@ def test_long_sequences(name, tokens, spread):
     assert_matches_the_twin(graph, make_tensors(graph, 1, 4, 2, 3))
 
 
+@pytest.mark.parametrize("key_range", [None, [[0, 1111], [700, 1000]]], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["blocks", "dilated-causal", "diagonal-blocks"])
+def test_what_memory_held_before_does_not_matter(name, key_range, spread, fresh_memory_is_nan):
+    graph = LONG[name].graph(1111, 4)
+    ranges = None if key_range is None else torch.tensor(key_range).int()
+    assert_matches_the_twin(graph, make_tensors(graph, 2, 4, 4, 3), ranges)
+
+
 def test_neighbouring_tiles_are_joined():
     graph = LONG["blocks"].graph(2304, 2)
-    full = [batch for batch in attention_cpu_plan.plan(graph) if batch.kind == 0]
+    full = [batch for batch in attention_cpu_plan.plan(graph).batches if batch.kind == 0]
     assert max(batch.rows for batch in full) >= 512
     assert min(batch.column_unit for batch in full) == 128
     pairs = sum(b.column_start.numel() * b.rows * b.columns for b in full)
@@ -133,7 +156,7 @@ def overlapping():
 def test_no_row_is_twice_in_a_batch(spread):
     graph = overlapping()
     sizes = []
-    for batch in attention_cpu_plan.plan(graph):
+    for batch in attention_cpu_plan.plan(graph).batches:
         rows = batch.row_start.unsqueeze(1) + batch.row_stride * torch.arange(batch.rows)
         assert rows.unique().numel() == rows.numel()
         sizes.append(batch.rows)
