@@ -323,9 +323,9 @@ def _blind(window: Window, parts: _Parts) -> bool:
 
 def _at(tiles: Sequence[_Tile], begin: Tensor, step: Tensor, variant: Tensor) -> Iterator[Batch]:
     """The tiles at each of the places where their interval is."""
-    for tile in tiles:
-        for some in members(numbered(step)[0]):
-            stride = int(step[some[0]])
+    for some in members(numbered(step)[0]):
+        stride = int(step[some[0]])
+        for tile in tiles:
             yield biased_batch(
                 *(tile.bias, tile.bias_first, tile.bias.window.rows, stride),
                 *(begin[some] + stride * tile.row, tile.columns, stride),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention_cpu_batch import (
     CAUSAL,
+    FULL,
     MASKED,
     Batch,
     Pieces,
@@ -30,7 +31,7 @@ _LOCK = threading.Lock()
 
 
 class Plan(NamedTuple):
-    """The pieces of a graph, and what its first batches touch exactly once.
+    """The pieces of a graph, and what its first batches have exactly once.
 
     Attributes:
         batches: of which the first `first` have no row of a variant twice.
@@ -40,9 +41,9 @@ class Plan(NamedTuple):
     """
 
     batches: list[Batch]
-    first: int
-    rows: frozenset[int]
-    columns: frozenset[int]
+    first: int = 0
+    rows: frozenset[int] = frozenset()
+    columns: frozenset[int] = frozenset()
 
 
 def plan(graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = True) -> Plan:
@@ -52,9 +53,10 @@ def plan(graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = T
     found = kept.get(key)
     if found is None:
         with real_cpu_tensors():
-            found = make_plan(graph.rows, clip, joined)
-            if found.first:
-                found = _with_once(found, graph.num_queries, graph.num_keys)
+            batches = make_plan(graph.rows, clip, joined)
+            found = Plan(batches)
+            if joined:
+                found = _first_ones(batches, graph.num_queries, graph.num_keys)
         with _LOCK:
             while len(kept) >= _PLANS_KEPT:
                 kept.pop(next(iter(kept)))
@@ -62,7 +64,7 @@ def plan(graph: TileGraph, clip: tuple[int, int] | None = None, joined: bool = T
     return found
 
 
-def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = True) -> Plan:
+def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = True) -> list[Batch]:
     """The pieces of a side. Each pair (row, column) of the side is in exactly one of them.
 
     Args:
@@ -87,33 +89,43 @@ def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = Tr
     dense = concatenated(dense, whole)
     if joined and len(dense.row):
         dense = cut_alike(join(dense))
-    first = cells + batch_banded(CAUSAL, diagonal)
-    batches = first + batch_full(dense) + mixed + batch_banded(MASKED, partial)
-    return Plan(batches, len(first) if joined else 0, frozenset(), frozenset())
+    banded = batch_banded(CAUSAL, diagonal) + batch_banded(MASKED, partial)
+    return cells + banded + mixed + batch_full(dense)
 
 
-def _with_once(found: Plan, num_rows: int, num_columns: int) -> Plan:
-    """With what the first batches touch once; not for so many tokens that counting takes long."""
-    first = found.batches[: found.first]
-    variants = 1 + max(int(batch.variant.max()) for batch in first)
-    if variants * max(num_rows, num_columns) > _COUNTED:
-        return found
-    rows = torch.zeros(variants, num_rows, dtype=torch.int32)
-    columns = torch.zeros(variants, num_columns, dtype=torch.int32)
-    for batch in first:
-        starts = (batch.row_start.unsqueeze(1), batch.column_start)
-        lines = (
-            (rows, batch.rows, batch.row_stride),
-            (columns, batch.columns, batch.column_stride),
-        )
-        for start, (count, length, stride) in zip(starts, lines, strict=True):
-            place = start.unsqueeze(2) + stride * torch.arange(length)
-            place = (place + (batch.variant * count.shape[1]).view(-1, 1, 1)).flatten()
-            count.view(-1).index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-    of_rows, of_columns = (
-        frozenset((count == 1).all(1).nonzero().flatten().tolist()) for count in (rows, columns)
-    )
-    return found._replace(rows=of_rows, columns=of_columns)
+def _first_ones(batches: list[Batch], num_rows: int, num_columns: int) -> Plan:
+    """Batches that share no row come first, if they have all rows of some variant."""
+    variants = 1 + max((int(batch.variant.max()) for batch in batches), default=-1)
+    # Counting takes long for very many tokens, whose first sums cost little.
+    if not 0 < variants * max(num_rows, num_columns) <= _COUNTED:
+        return Plan(batches)
+    rows = torch.zeros(variants, num_rows, dtype=torch.bool)
+    first: list[Batch] = []
+    others: list[Batch] = []
+    # Wide pieces of many rows leave least to sum; those on the diagonal may have columns once.
+    order = sorted(batches, key=lambda x: (x.kind == FULL, -x.columns * x.column_start.shape[1]))
+    for batch in order:
+        own = _places(batch, batch.row_start.unsqueeze(1), batch.rows, batch.row_stride, num_rows)
+        taken = bool(rows.view(-1)[own].any())
+        (others if taken else first).append(batch)
+        if not taken:
+            rows.view(-1)[own] = True
+    columns = torch.zeros(variants, num_columns, dtype=torch.bool)
+    # As many places as there are: all are had only if none is had twice.
+    if columns.numel() == sum(batch.columns * batch.column_start.numel() for batch in first):
+        for batch in first:
+            stride = batch.column_stride
+            own = _places(batch, batch.column_start, batch.columns, stride, num_columns)
+            columns.view(-1)[own] = True
+    of_rows = frozenset(rows.all(1).nonzero().flatten().tolist())
+    of_columns = frozenset(range(variants) if columns.all() else ())
+    return Plan(first + others, len(first), of_rows, of_columns)
+
+
+def _places(batch: Batch, start: Tensor, length: int, stride: int, line: int) -> Tensor:
+    """The progressions `[n, k]` of pieces, each variant on a line of its own."""
+    place = start.unsqueeze(2) + stride * torch.arange(length)
+    return (place + (line * batch.variant).view(-1, 1, 1)).flatten()
 
 
 def _seen(pairs: Pieces) -> Pieces:

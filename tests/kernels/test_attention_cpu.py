@@ -428,7 +428,7 @@ def test_each_pair_is_in_one_piece_and_no_row_twice_in_a_batch(seed):
     side = random_side(generator, queries, keys)
     clip = tuple(sorted(generator.choices(range(keys + 1), k=2))) if seed % 2 else None
     matrix = torch.zeros(queries, keys, dtype=torch.float64)
-    for batch in attention_cpu_plan.make_plan(side, clip).batches:
+    for batch in attention_cpu_plan.make_plan(side, clip):
         rows = batch.row_start.unsqueeze(1) + batch.row_stride * torch.arange(batch.rows)
         assert rows.unique().numel() == rows.numel()
         offsets = batch.column_stride * torch.arange(batch.columns)

@@ -15,7 +15,7 @@ def dilated(lengths, rates, **options):
 
 
 def batches_of(pattern, tokens, heads=4):
-    return attention_cpu_plan.make_plan(pattern.graph(tokens, heads).rows).batches
+    return attention_cpu_plan.make_plan(pattern.graph(tokens, heads).rows)
 
 
 def area(batches):
@@ -38,7 +38,7 @@ def test_tiles_of_a_cell_share_one_bias_with_each_other_and_with_other_plans():
     tiles = [b for b in batches_of(pattern, 4096) if b.kind == BIASED and b.bias.window.rows > 1]
     biases = {id(b.bias) for b in tiles}
     assert len(biases) == 4  # one for each offset of heads
-    clipped = attention_cpu_plan.make_plan(pattern.graph(4096, 4).rows, (0, 3000)).batches
+    clipped = attention_cpu_plan.make_plan(pattern.graph(4096, 4).rows, (0, 3000))
     own = {id(b.bias) for b in clipped if b.kind == BIASED and b.bias.window.rows > 1} - biases
     # Of the interval that the range cuts, each of its four tiles at most.
     assert len(own) <= 4 * 4
@@ -95,7 +95,8 @@ ONCE = {
     "diagonal-blocks": (BlockSparse(block_size=64, local_blocks=1, causal=True), True, True),
     "dilated": (dilated(*LONGNET, causal=True), True, False),
     "every-other-row": (dilated((512,), (2,), causal=True), False, False),
-    "not-causal": (BlockSparse(block_size=64, local_blocks=1), False, False),
+    "dilated-not-causal": (dilated(*LONGNET), True, False),
+    "window": (SlidingWindow(window=300, causal=True), True, False),
 }
 
 
