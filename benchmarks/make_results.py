@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from dpflash.bench.page import recommendation_data, render
+from dpflash.bench.page import render
 from dpflash.bench.reports import REPORTS
+from dpflash.bench.result_files import recommendation_data
 from dpflash.bench.results import write_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -213,7 +213,9 @@ class PrivacyEngine:
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
                 "mean" in full float32 only: where parameters, autocast (that of a level too) or
-                products of float32 are rounded more, it is refused.
+                products of float32 are rounded more, it is refused. Not seen: convolutions that
+                the model calls as functions, on a GPU whose cudnn rounds them (its default; set
+                torch.backends.cudnn.conv.fp32_precision = "ieee").
             memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
                 the expected batch) may take; default a quarter of the device's.
             budget: a limit on what everything released so far and from now on may spend; a step
@@ -223,6 +225,11 @@ class PrivacyEngine:
                 "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
                 per_layer clipping, and torch.compile). `engine.optimization` tells what was
                 changed, and what was left out; epsilon never is.
+
+        In 16 bit (parameters, or autocast: that of "balanced" and "aggressive" too) the batch's
+        size chooses the kernels that round the model's products. A sample more may then round
+        the gradients of all others anew, beyond the bound: on a CPU one sample was seen to move
+        the sum by 1.0009 max_grad_norm, by 1.0083 where model and data were searched for it.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -502,7 +509,8 @@ class PrivacyEngine:
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
-            together, whatever its loss; one with a NaN or Inf gradient changes it by nothing.
+            together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
+            16 bit up to how the other samples are rounded, see `make_private`.
         """
         backward = self._attached()
         if not isinstance(losses, Tensor):

@@ -13,7 +13,9 @@ gate instead (see `planner`), and autograd still tells when the last use is thro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,11 @@ from .release import Release
 from .sharding import is_sharded, reduce_to_part
 from .workers import agree
 
+_SHARED = (
+    "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
+    "layer that got the batch; elsewhere expand it"
+)
+
 
 class _ClipGate(torch.autograd.Function):
     @staticmethod
@@ -74,6 +81,11 @@ def refuse_mixed(mixed: Sequence[Tensor]) -> None:
             "each of them must run the same layers in the same order, and use their outputs in "
             "its losses (with weight 0 where it has nothing to add)"
         )
+
+
+def _recomputing() -> bool:
+    """Whether this is a forward inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _source(parameter: nn.Parameter) -> Tensor:
@@ -290,6 +302,19 @@ class Gate:
         self.squares = None
 
 
+@dataclass
+class _Call:
+    """A call of the model itself.
+
+    Attributes:
+        sizes: first dimensions of the tensors that the model was given.
+        batch_size: first dimension of what its first private operation got.
+    """
+
+    sizes: frozenset[int]
+    batch_size: int | None = None
+
+
 class PrivateBackward:
     """What the private operations of one model share, from forward to clipped sums.
 
@@ -310,7 +335,7 @@ class PrivateBackward:
         release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
         place: (draw, part) of the physical batch at hand, None when it is not ours.
-        convolves: whether the model has convolutions, for which torch has settings of their own.
+        convolves: whether the model has modules that convolve, for which cudnn rounds by default.
     """
 
     def __init__(
@@ -362,6 +387,8 @@ class PrivateBackward:
         self._gates: dict[int, Gate] = {}
         self._prepared: list[tuple[Tensor, ...]] = []
         self._used: dict[str, int] = {}
+        self._shared: set[str] = set()
+        self._call: _Call | None = None
         self.place: Callable[[], tuple[int, int] | None] = lambda: None
         self.is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
@@ -378,21 +405,65 @@ class PrivateBackward:
 
     # Forward
 
-    def batch_size_for(self, leading: int) -> int:
-        """B of the pass to which an operation whose first dimension is `leading` belongs."""
-        # Only a pass under way tells: a batch that was cut down to one sample is one sample.
-        known = None if self._stale else self._batch_size
-        return known if leading == 1 and known is not None else leading
+    @contextmanager
+    def call(self, sizes: frozenset[int]) -> Iterator[None]:
+        """A call of the model itself, given tensors with these first dimensions.
+
+        B is told anew in each: what another call left, differentiated or not, tells nothing.
+        """
+        if self._call is not None or _recomputing():
+            yield
+            return
+        self._call = _Call(sizes)
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def batch_size_for(self, x: Tensor, name: str) -> int:
+        """B of the pass to which an operation of module `name` on x belongs.
+
+        It is x's first dimension, unless that is a 1 which the samples of this call share.
+
+        Raises:
+            ValueError: x may be one sample as well.
+        """
+        leading, call = x.shape[0], self._call
+        if _recomputing():
+            shared = leading == 1 and name in self._shared and self._batch_size is not None
+            return self._batch_size if shared else leading  # type: ignore[return-value]
+        # A layer that is called by itself may have got one sample.
+        if call is None:
+            return leading
+        if call.batch_size is None:
+            call.batch_size = leading
+        size = call.batch_size
+        if leading != 1 or size == 1:
+            return leading
+        if x.requires_grad:
+            why = "and depends on layers that are trained: one sample, or a sum over samples"
+        elif size not in call.sizes:
+            why = f"no tensor that the model got has {size} of them: it may be one sample"
+        else:
+            self._shared.add(name)
+            return size
+        raise ValueError(
+            f"input of module '{name}' has shape {tuple(x.shape)} after others with {size} "
+            f"entries in the first dimension, {why}. Give each layer inputs whose first dimension "
+            f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
+        )
 
     def known_batch_size(self) -> int | None:
-        """B of the current pass, or of the batch last drawn; None before either is known."""
-        if self._stale or self._batch_size is None:
+        """B where an operation of this call has told it, or the compiler has to be told."""
+        if torch.compiler.is_compiling():
             return self.batch_hint
-        return self._batch_size
+        if _recomputing():
+            return self._batch_size
+        return None if self._call is None else self._call.batch_size
 
     def gate(self, group: int, batch_size: int, name: str) -> Gate:
         """The group's gate of the current pass; a new pass starts after a backward."""
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = _recomputing()
         if recomputing:
             if name not in self._used:
                 raise RuntimeError(
@@ -404,6 +475,7 @@ class PrivateBackward:
             self._generation += 1
             self._release_gates()
             self._used = {}
+            self._shared = set()
             self._batch_size = batch_size
             self._stale = False
         if not recomputing:
@@ -457,7 +529,7 @@ class PrivateBackward:
 
     def refuse_coarse_products(self, device_type: str) -> None:
         """Refuse settings of torch by which a sample would change how others are rounded."""
-        refuse_coarse_products(device_type, convolves=self.convolves)
+        refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
 
@@ -582,7 +654,7 @@ class PrivateBackward:
             raise RuntimeError(
                 "losses mix forward passes of different batches, or are not of the model's last "
                 "one; call engine.backward after each forward pass, and give every layer inputs "
-                "whose first dimension is the batch"
+                f"whose first dimension is the batch. {_SHARED}"
             )
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
@@ -593,6 +665,7 @@ class PrivateBackward:
         raise ValueError(
             f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
             "loss per sample of the forward pass, batch first"
+            + (f". {_SHARED}" if gate_size == 1 else "")
         )
 
     def note(self, squares: Tensor | None, factors: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""What an optimization level puts around a model's own forward: autocast and the compiler.
+"""What stands around a model's own forward: where a call begins and ends, and its level.
 
-Clipping and noise sit in the gates' backward, outside of both.
+The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
+of both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LONGEST_REASON = 200
 
 
 class LeveledForward:
-    """A model's own forward with what a level puts around it, from `put` to `remove`.
+    """A model's own forward with what stands around it, from `put` to `remove`.
 
     The model changes its class, as private layers do: it is the same object with the same
     `state_dict()`, and copies and pickles are of the plain one.
@@ -46,19 +47,15 @@ class LeveledForward:
         self._backward = backward
         self._original = type(module)
         self._device = backward.groups[0].parameters[0].device.type
-        self._is_put = False
         self._compiled = self._compile() if optimization.compiled else None
 
     def put(self) -> None:
-        """Stand around the model's forward, where the level has something to put there."""
-        if self.optimization.autocast or self.optimization.compiled:
-            self._is_put = True
-            object.__setattr__(self._module, "__class__", _class_around(self._original, self))
+        """Stand around the model's forward."""
+        object.__setattr__(self._module, "__class__", _class_around(self._original, self))
 
     def remove(self) -> None:
         """Give the model its class back."""
-        if self._is_put:
-            object.__setattr__(self._module, "__class__", self._original)
+        object.__setattr__(self._module, "__class__", self._original)
 
     def leave_compiler(self, why: str) -> None:
         """Go on without torch.compile, and write so."""
@@ -69,13 +66,18 @@ class LeveledForward:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the model's forward is now."""
+        if torch.compiler.is_compiling():
+            return self._eagerly(module, self._autocast_dtype(), args, kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+        with self._backward.call(frozenset(t.shape[0] for t in tensors)):
+            return self._called(module, tensors, args, kwargs)
+
+    def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()
-        if self._compiles(module):
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
-            size = self._batch_size(tensors)
-            if size:
-                batch = [t for t in tensors if t.shape[0] == size]
-                return self._through_compiler(size, batch, dtype, args, kwargs)
+        size = self._batch_size(tensors) if self._compiles(module) else 0
+        if size:
+            batch = [t for t in tensors if t.shape[0] == size]
+            return self._through_compiler(size, batch, dtype, args, kwargs)
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
@@ -103,8 +105,7 @@ class LeveledForward:
     def _compiles(self, module: nn.Module) -> bool:
         """Whether this call goes through the compiler: one that trains, outside of a backward."""
         return (
-            not torch.compiler.is_compiling()
-            and self._compiled is not None
+            self._compiled is not None
             and module is self._module
             and torch.is_grad_enabled()
             and torch._C._current_graph_task_id() == -1
@@ -153,7 +154,7 @@ class LeveledForward:
             self.leave_compiler(why)
             warnings.warn(
                 f"optimize={self.optimization.level!r} goes on without torch.compile, since {why}",
-                stacklevel=6,
+                stacklevel=7,
             )
         return _widened(outputs) if self.optimization.autocast else outputs
 

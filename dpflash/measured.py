@@ -72,11 +72,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured row; its width is B H D."""
+    """A measured row; its width is B H D, its interval the 95% one of the median."""
 
     tokens: int
     width: int
     milliseconds: float
+    interval: tuple[float, float]
     peak_mib: float | None
     source: str
     is_quick: bool
@@ -234,8 +235,9 @@ def _measured(
             raise ValueError(f"not measured, needs {row['needs']}")
         return None
     ms, peak = row["median_ms"], row.get("peak_memory_mb")
+    low, high = row.get("ci95_ms") or (ms, ms)
     _validate.positive(median_ms=ms)
-    _validate.finite(median_ms=ms)
+    _validate.finite(median_ms=ms, low=low, high=high)
     if peak is not None:
         _validate.non_negative(peak_memory_mb=peak)
         _validate.finite(peak_memory_mb=peak)
@@ -245,8 +247,22 @@ def _measured(
     width = sizes["batch"] * sizes["heads"] * sizes["head_dim"]
     return (
         Curve(pattern, str(config.get("variant") or _brief(pattern)), config["dtype"]),
-        Point(sizes["tokens"], width, ms, peak, run.source, run.is_quick),
+        Point(sizes["tokens"], width, ms, (low, high), peak, run.source, run.is_quick),
     )
+
+
+def measured_ways(runs: Iterable[Run]) -> list[tuple[str, bool, str]]:
+    """What has figures: (class of the pattern, causal, direction), each once."""
+    found = set()
+    for run in runs:
+        for row in run.rows:
+            if row.get("operator") == "dpflash" and row.get("median_ms") is not None:
+                try:
+                    pattern = from_key(row["pattern_key"])
+                    found.add((type(pattern).__name__, pattern.causal, row["config"]["direction"]))
+                except (KeyError, TypeError, ValueError):
+                    continue  # `read_curves` tells why
+    return sorted(found)
 
 
 def _brief(pattern: Pattern) -> str:

@@ -5,8 +5,9 @@ conservative  a planner picks the way of flat clipping; nothing changes but roun
 balanced      conservative, and the model's forward under bfloat16 autocast.
 aggressive    balanced, per-layer clipping and a compiled forward.
 
-No level changes how much privacy a step costs: batches, noise and bounds are the same. Clipping
-and noise sit in the gates' backward, outside of what is autocast or compiled.
+No level changes how much privacy a step costs: batches, noise and clipping are the same. Clipping
+and noise sit in the gates' backward, outside of what is autocast or compiled. What 16 bit does to
+the bound all the same, `_OF_16_BIT` tells.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from .mesh import Workers
 from .planner import clipping_for
 
-__all__ = ["Asked", "Optimization", "choose"]
+__all__ = ["PLAIN", "Asked", "Optimization", "choose"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class Optimization:
         return replace(self, compiled=False, changes=changes)
 
 
+PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(), stored_bytes=0)
+
+
 def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> Optimization:
     """What a level does to a model, not yet private, and its trained parameters.
 
@@ -94,11 +98,11 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
     autocast = False
     changes = [_PRIVACY]
     if level == "none":
-        changes += _of_none(clipping)
+        changes += [*_of_none(clipping), *_of_narrow(trained)]
     else:
         changes.append(_clipping(asked, clipping))
     if level == "conservative":
-        changes += _CONSERVATIVE
+        changes += [*_CONSERVATIVE, *_of_narrow(trained)]
     elif level != "none":
         autocast, numerics = _autocast(level, trained)
         changes += [*numerics, _kernels(device)]
@@ -113,8 +117,14 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
 
 
 _PRIVACY = (
-    "privacy: epsilon is that of every other level: sampling, noise and the bound of a sample are "
-    "the same, and norms, clip factors, sums and noise stay float32 or wider"
+    "privacy: epsilon is that of every other level: sampling, noise and clipping are the same, "
+    "and norms, clip factors, sums and noise stay float32 or wider"
+)
+_OF_16_BIT = (
+    "numerics: products in 16 bit are rounded by kernels that the batch's size chooses, so one "
+    "sample more may round the gradients of all others anew, which no bound covers: it was seen "
+    "to move the sum by 1.0009 max_grad_norm, by 1.0083 where that was searched for. With "
+    "optimize='none' or 'conservative' a float32 model has no such kernels"
 )
 _CONSERVATIVE = (
     "numerics: those of the model as it is; ways differ by rounding alone",
@@ -166,7 +176,8 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
     device = trained[0].device
     others = sorted({str(p.dtype) for p in trained} - {"torch.float32"})
     if others:
-        return False, (f"left out: autocast, since parameters are {', '.join(others)}",)
+        text = f"left out: autocast, since parameters are {', '.join(others)}"
+        return False, (text, *_of_narrow(trained))
     able = torch.amp.is_autocast_available(device.type)
     if able and device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -181,7 +192,13 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
     )
     if device.type == "cpu" and not _has_bfloat16():
         text += ". This CPU is not known to have bfloat16 instructions, so it may be slower"
-    return True, (text, "memory: activations that the backward needs take about half")
+    memory = "memory: activations that the backward needs take about half"
+    return True, (text, _OF_16_BIT, memory)
+
+
+def _of_narrow(trained: Sequence[nn.Parameter]) -> tuple[str, ...]:
+    narrow = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in trained)
+    return (_OF_16_BIT,) if narrow else ()
 
 
 def _has_bfloat16() -> bool:

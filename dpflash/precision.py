@@ -15,6 +15,10 @@ WHY_NO_COARSE_MEAN = (
 INSTEAD_OF_A_MEAN = (
     "declare loss_reduction='sum', or call engine.backward(losses) with one loss a sample"
 )
+WHY_NOT_16_BIT = (
+    "the batch's size chooses the kernels that round its products, so that a sample more may move "
+    "the sum by slightly more than max_grad_norm"
+)
 _COARSE = ("tf32", "bf16")
 # Of torch.backends.
 _SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "cudnn.conv")}
@@ -45,7 +49,7 @@ def refuse_coarse_mean(found: str | None) -> None:
         )
 
 
-def refuse_coarse_products(device_type: str, *, convolves: bool) -> None:
+def refuse_coarse_products(device_type: str) -> None:
     """Refuse to train on a CPU that may multiply float32 in fewer digits.
 
     Torch does so from some size of the operands on: a batch of one sample more is then rounded
@@ -54,24 +58,30 @@ def refuse_coarse_products(device_type: str, *, convolves: bool) -> None:
     Raises:
         ValueError: a setting lets it.
     """
-    found = coarse_products(device_type, convolves=convolves) if device_type == "cpu" else None
+    found = coarse_products(device_type) if device_type == "cpu" else None
     if found is not None:
+        way_out = "set it to 'ieee'"
+        if "matmul" in found:
+            way_out = "call torch.set_float32_matmul_precision('highest')"
         raise ValueError(
             f"{found} on a CPU: from some batch size on float32 products would be rounded, so "
-            "that one sample moves the sum by more than max_grad_norm. Call "
-            "torch.set_float32_matmul_precision('highest'); to multiply in bfloat16 pass "
-            "optimize='balanced'"
+            f"that one sample moves the sum by more than max_grad_norm; {way_out}"
         )
 
 
-def coarse_products(device_type: str, *, convolves: bool) -> str | None:
-    """Which setting lets torch round the operands of float32 products, in words."""
+def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
+    """Which setting lets torch round the operands of float32 products, in words.
+
+    Args:
+        device_type: "cpu" or "cuda"; others have no such setting.
+        convolves: whether convolutions through cudnn count, which rounds unless told otherwise.
+    """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
         # Scripts for GPUs ask for TF32, which few CPUs have.
         if device_type == "cpu" and precision == "tf32" and not torch.cpu._is_amx_fp16_supported():
             continue
-        if precision in _COARSE and (convolves or "conv" not in name):
+        if precision in _COARSE and (convolves or name != "cudnn.conv"):
             return f"torch.backends.{name}.fp32_precision={precision!r}"
     return None
 

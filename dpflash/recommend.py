@@ -1,5 +1,7 @@
 """Which attention pattern for so many tokens: the fastest one measured that fits the memory.
 
+Of those as fast within noise it is the one that sees most.
+
 What was measured comes from `measured`; the figures that come with the library are those of the
 repository's own runs.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -28,6 +31,7 @@ from .measured import (
     Quality,
     Results,
     Run,
+    measured_ways,
     quality_of,
     read_curves,
     read_qualities,
@@ -51,6 +55,8 @@ __all__ = ["Candidate", "Quality", "Recommendation", "recommend"]
 # Growth of memory below this is noise of the system.
 _LEAST_MIB = 1.0
 _WAY_OUT = f"{MEASURE}, or take another value"
+# Of the fastest one's time; nearer than this no order is told by single runs.
+_AS_FAST = 1.05
 
 
 def recommend(
@@ -70,8 +76,9 @@ def recommend(
 
     Patterns are different models: a sparse one is faster because it sees less. What each sees and,
     where it was measured, the held-out loss of a small model that has it stand beside the times;
-    ``patterns=[Dense]`` asks for dense attention only. A pattern whose last position cannot learn
-    of all earlier ones, over any number of layers, is never taken.
+    ``patterns=[Dense]`` asks for dense attention only. Of those as fast as the fastest within
+    noise (95% intervals that overlap, or 5%) the one that sees most is taken. A pattern whose last
+    position cannot learn of all earlier ones, over any number of layers, is never taken.
 
     Between measured T, time follows a straight line over the pattern's pairs and memory one
     over T, in logarithms; beyond, the line of the nearest two, up to 4 times T. Both count as
@@ -115,11 +122,13 @@ def recommend(
     question = Question(tokens, memory, causal, heads, head_dim, direction, dtype)
     left_out: list[str] = []
     runs, warning = _of_device(read_runs(results, left_out), device, left_out)
+    warning += _of_version(runs)
     curves = read_curves(runs, direction, causal, tokens, left_out)
     curves = [curve for curve in curves if isinstance(curve.pattern, kinds)]
     near = _near(curves, question, left_out)
     if not near:
-        raise ValueError(_too_far(question, curves, kinds) + told(left_out))
+        ways = measured_ways(runs)
+        raise ValueError(_too_far(question, curves, kinds, ways) + told(left_out))
     dtype, *others = _dtypes([curve.dtype for curve, _ in near], runs[0].kind, question)
     question = replace(question, dtype=dtype)
     taken = [(curve, ends) for curve, ends in near if curve.dtype == dtype]
@@ -133,9 +142,10 @@ def recommend(
     qualities = read_qualities(runs, left_out)
     found = [_candidate(curve, ends, question, qualities) for curve, ends in joined]
     found.sort(key=lambda one: (not one.fits, one.expected_ms))
-    chosen, *alternatives = found
-    if not chosen.fits:
+    if not found[0].fits:
         raise ValueError(too_little(found, question))
+    chosen = max((one for one in found if _is_as_fast(one, found[0])), key=_sees)
+    alternatives = [one for one in found if one is not chosen]
     why = [*warning, *reasons(chosen, found, question)]
     if others:
         why.append(
@@ -181,9 +191,9 @@ def _of_device(
     if not runs:
         raise ValueError(f"results: there are no measurements; {MEASURE}{told(left_out)}")
     runs = sorted(runs, key=lambda run: str(run.environment["date"]), reverse=True)
-    own = f"CPU {cpu_model()}"
+    own: str | None = f"CPU {cpu_model()}"
     if device == "cuda":
-        own = torch.cuda.get_device_name() if torch.cuda.is_available() else "a GPU"
+        own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     same = [run for run in runs if run.environment["device"] == own]
     if same:
         return same, ()
@@ -191,10 +201,41 @@ def _of_device(
     # Of one device only: figures of two have no ranking.
     named = (like or runs)[0].environment["device"]
     chosen = [run for run in runs if run.environment["device"] == named]
-    return chosen, (
-        f"WARNING: the figures are of another device ({named}) than yours ({own}), where times "
-        f"and their order may differ; {MEASURE}",
+    if own is not None:
+        what = f"the figures are of another device ({named}) than yours ({own})"
+    elif like:
+        what = f"the figures are of {named}, and no GPU is found here to compare with"
+    else:
+        what = f"there are no figures of a GPU, and these are of another device ({named})"
+    return chosen, (f"WARNING: {what}, where times and their order may differ; {MEASURE}",)
+
+
+def _of_version(runs: Sequence[Run]) -> tuple[str, ...]:
+    """A warning where the figures are of another release than this one."""
+    try:
+        own = version("dpflash")
+    except PackageNotFoundError:  # a source tree that is not installed
+        return ()
+    others = {str(run.environment["dpflash"]) for run in runs} - {own}
+    if not others:
+        return ()
+    return (
+        f"WARNING: figures of dpflash {', '.join(sorted(others))}, and this is {own}, "
+        f"which may be faster or slower; {MEASURE}",
     )
+
+
+def _is_as_fast(one: Candidate, fastest: Candidate) -> bool:
+    """Whether it fits, and no more than noise lies between the two."""
+    if not one.fits:
+        return False
+    is_near = one.expected_ms <= _AS_FAST * fastest.expected_ms
+    return is_near or one.expected_ms_ci95[0] <= fastest.expected_ms_ci95[1]
+
+
+def _sees(one: Candidate) -> tuple[float, bool, float]:
+    """Order of those as fast; a pattern that counts pairs twice sees no more than all."""
+    return min(1.0, one.pair_share), isinstance(one.pattern, Dense), -one.expected_ms
 
 
 def _near(curves: Sequence[Curve], asked: Question, left_out: list[str]) -> Near:
@@ -243,6 +284,9 @@ def _candidate(
     *measured, pairs = (pattern.edges(length, asked.heads) for length in (*lengths, tokens))
     peaks = [max(p.peak_mib, _LEAST_MIB) for p in ends if p.peak_mib is not None]
     peak = expected(lengths, tokens, peaks) if len(peaks) == len(ends) else None
+    low, high = (
+        expected(measured, pairs, [point.interval[side] for point in ends]) for side in (0, 1)
+    )
     return Candidate(
         curve.variant,
         pattern,
@@ -252,6 +296,7 @@ def _candidate(
         pairs / Dense(causal=asked.causal).edges(tokens, asked.heads),
         quality_of(pattern, tokens, qualities),
         f"{_basis(ends, asked)}, {curve.dtype}",
+        (min(low, high), max(low, high)),
     )
 
 
@@ -279,12 +324,21 @@ def _basis(ends: Sequence[Point], asked: Question) -> str:
     return how
 
 
-def _too_far(asked: Question, curves: Sequence[Curve], kinds: tuple[type, ...]) -> str:
+def _too_far(
+    asked: Question,
+    curves: Sequence[Curve],
+    kinds: tuple[type, ...],
+    ways: Sequence[tuple[str, bool, str]],
+) -> str:
     if not curves:
-        way = f"measured with causal={asked.causal}, direction={asked.direction!r}; {_WAY_OUT}"
+        way = f"measured with causal={asked.causal}, direction={asked.direction!r}"
         if kinds == (Pattern,):
-            return f"results: no pattern was {way}"
-        return f"patterns={', '.join(kind.__name__ for kind in kinds)}: none was {way}"
+            none, others = f"results: no pattern was {way}", ways
+        else:
+            names = [kind.__name__ for kind in kinds]
+            none = f"patterns={', '.join(names)}: none was {way}"
+            others = [one for one in ways if one[0] in names] or ways
+        return f"{none}; {_found(others, kinds)}{MEASURE}"
     widths = {point.width for curve in curves for point in curve.points}
     if not any(max(w / asked.width, asked.width / w) <= WIDTH_REACH for w in widths):
         return (
@@ -292,8 +346,36 @@ def _too_far(asked: Question, curves: Sequence[Curve], kinds: tuple[type, ...]) 
             f"than {WIDTH_REACH} times away from what was measured ({min(widths)} to "
             f"{max(widths)}); {_WAY_OUT}"
         )
-    sizes = sorted({point.tokens for curve in curves for point in curve.points})
+    lengths = [{point.tokens for point in curve.points} for curve in curves]
+    sizes = sorted({tokens for one in lengths for tokens in one if len(one) > 1})
+    if not sizes:
+        once = ", ".join(f"{tokens:,}" for tokens in sorted(set().union(*lengths)))
+        return (
+            f"tokens={asked.tokens}: each pattern was measured at one length only ({once}), which "
+            f"tells nothing of others; {_WAY_OUT}"
+        )
+    measured = ", ".join(f"{size:,}" for size in sizes)
+    least, most = sizes[0] / TOKENS_REACH, sizes[-1] * TOKENS_REACH
+    if asked.tokens > most:
+        limit = f"figures reach to T = {most:,}"
+    elif asked.tokens < least:
+        limit = f"figures begin at T = {least:,.0f}"
+    else:
+        limit = "no figures are near it"
     return (
-        f"tokens={asked.tokens}: more than {TOKENS_REACH} times away from what was measured "
-        f"({', '.join(map(str, sizes))}), or measured at one length only; {_WAY_OUT}"
+        f"tokens={asked.tokens}: {limit} (measured at {measured}, and told up to {TOKENS_REACH} "
+        f"times away); {_WAY_OUT}"
     )
+
+
+def _found(ways: Sequence[tuple[str, bool, str]], kinds: tuple[type, ...]) -> str:
+    """The arguments that would find figures."""
+    if not ways:
+        return ""
+    found: dict[str, list[str]] = {}
+    for name, causal, direction in ways:
+        found.setdefault(f"causal={causal}, direction={direction!r}", []).append(name)
+    if kinds == (Pattern,):
+        return f"there are figures with {' and with '.join(found)}; "
+    with_names = (f"{way} of {', '.join(names)}" for way, names in found.items())
+    return f"there are figures with {' and with '.join(with_names)}; "

@@ -32,6 +32,7 @@ class Candidate:
         quality: of a small model with this very pattern, its lengths scaled with T, over that
             with dense attention; None where it was not measured, and for dense attention.
         basis: which rows the figures are from, and how.
+        expected_ms_ci95: the 95% interval of the time, by those of these rows.
     """
 
     variant: str
@@ -42,6 +43,7 @@ class Candidate:
     pair_share: float
     quality: Quality | None
     basis: str
+    expected_ms_ci95: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Recommendation:
     """The pattern to take.
 
     Attributes:
-        chosen: the fastest candidate that fits.
+        chosen: the fastest candidate that fits; of those as fast within noise the one that sees
+            most.
         alternatives: all other candidates, those that fit first, each by time.
         measured_on: device, threads, date and version of the figures.
         reasons: why, what was left out, and what to mind.
@@ -73,21 +76,31 @@ class Recommendation:
         return self.chosen.variant
 
     def __str__(self) -> str:
-        header = ("variant", "ms", "peak MiB", "fits", "pairs", "loss", "from")
-        rows = [header, *(_cells(one) for one in (self.chosen, *self.alternatives))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        found = (self.chosen, *self.alternatives)
+        bases = [one.basis for one in found]
+        most = max(bases, key=bases.count)
+        header: tuple[str, ...] = ("variant", "ms", "peak MiB", "fits", "pairs", "loss")
+        rows = [header, *(_cells(one) for one in found)]
+        source = f"figures: {most}"
+        if len(set(bases)) > 1:
+            # Once what most have, and in the table what differs.
+            own = ["from", *("" if basis == most else basis for basis in bases)]
+            rows = [(*row, cell) for row, cell in zip(rows, own, strict=True)]
+            source += ", where `from` says nothing else"
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         return "\n".join(
             [
-                f"{self.asked}: {self.variant}",
+                f"{self.asked}: {self.variant} ({_gist(self.chosen, self.alternatives)})",
                 f"pattern={self.pattern!r}",
                 *(f"- {reason}" for reason in self.reasons),
                 f"- measured on {self.measured_on}",
                 "pairs: of those of dense attention; loss: held-out, of a small model with the "
                 "pattern, over that with dense attention, lower is better",
+                source,
                 *lines,
             ]
         )
@@ -134,9 +147,15 @@ def too_little(found: Sequence[Candidate], asked: Question) -> str:
 def reasons(chosen: Candidate, found: Sequence[Candidate], asked: Question) -> Iterator[str]:
     """Why it was chosen, and what to mind."""
     large = [one.variant for one in found if not one.fits]
+    count = f"the fastest of {len(found) - len(large)} that fit"
+    fastest = min((one for one in found if one.fits), key=lambda one: one.expected_ms)
+    if fastest is not chosen:
+        count = (
+            f"as fast within noise as {count} ({fastest.variant}, {_ms(fastest.expected_ms)} ms), "
+            "and sees as much or more"
+        )
     yield (
-        f"{chosen.expected_ms:.3g} ms and {_mib(chosen)} MiB expected ({chosen.basis}): the "
-        f"fastest of {len(found) - len(large)} that fit"
+        f"{_ms(chosen.expected_ms)} ms and {_mib(chosen)} MiB expected ({chosen.basis}): {count}"
     )
     if not isinstance(chosen.pattern, Dense):
         yield _other_model(chosen, found)
@@ -155,7 +174,7 @@ def _other_model(chosen: Candidate, found: Sequence[Candidate]) -> str:
     text = f"not equivalent to dense attention: {sees}, which makes another model"
     dense = next((one for one in found if isinstance(one.pattern, Dense)), None)
     if dense is not None:
-        text += f"; dense attention is expected to take {dense.expected_ms:.3g} ms"
+        text += f"; dense attention is expected to take {_ms(dense.expected_ms)} ms"
     if chosen.quality is None:
         return (
             f"{text}; held-out loss not measured for this pattern (a full run of `dpflash bench "
@@ -209,13 +228,27 @@ def told(left_out: Sequence[str]) -> str:
 def _cells(one: Candidate) -> tuple[str, ...]:
     return (
         one.variant,
-        f"{one.expected_ms:.3g}",
+        _ms(one.expected_ms),
         _mib(one),
         "yes" if one.fits else "NO",
         _part(one.pair_share),
         _loss(one),
-        one.basis,
     )
+
+
+def _gist(chosen: Candidate, others: Sequence[Candidate]) -> str:
+    """What the choice is, in the first line."""
+    is_fastest = all(chosen.expected_ms <= one.expected_ms for one in others if one.fits)
+    gist = "fastest that fits" if is_fastest else "as fast as the fastest that fits"
+    if isinstance(chosen.pattern, Dense):
+        return gist
+    if chosen.quality is None:
+        return f"{gist}; its quality is not known"
+    return f"{gist}; held-out loss {_loss(chosen)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _loss(one: Candidate) -> str:

@@ -10,9 +10,12 @@ Row = Mapping[str, Any]
 
 MAKE_IT = "pass the JSON that `dpflash bench` writes"
 
+# Loads that differ by more than this, as a factor and as a number, make times differ too.
+_LOADS_FACTOR, _LOADS_APART = 2, 1
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
 _SHOULD_AGREE = ("cores", "python", "torch")
 _NUMBER = (int, float)
+_ROUNDING = 1e-9
 _COLUMNS: Mapping[str, tuple[type, ...]] = {
     "name": (str,),
     "config": (Mapping,),
@@ -69,7 +72,14 @@ def _lack(row: Any) -> str:
         if not (isinstance(numbers, list) and all(map(_is_number, numbers))):
             return f"its {key} is {numbers!r}"
     interval = row.get("ci95_ms") or []
-    needed = row["median_ms"] is not None and row["correct"] is not None
+    trials = row.get("samples_ms") or interval
+    median = row["median_ms"]
+    if trials and median is not None and not bad_figures(row):
+        # Milliseconds and seconds round apart.
+        low, high = min(trials) * (1 - _ROUNDING), max(trials) * (1 + _ROUNDING)
+        if not low <= median <= high:
+            return f"its median_ms is {median!r}, and its trials are from {low:g} to {high:g}"
+    needed = median is not None and row["correct"] is not None
     if needed and not row.get("samples_ms") and len(interval) != 2:
         return "it has a median and neither trials nor an interval"
     return ""
@@ -106,6 +116,17 @@ def broken_off(old: Row, new: Row, names: tuple[str, str], force: bool) -> list[
 
 def _is_whole(found: Row) -> bool:
     return bool(found.get("complete", True))
+
+
+def unlike_loads(old: Row, new: Row) -> str:
+    """The load averages of two environments where they are too unlike to compare; else empty."""
+    loads: list[Any] = [environment.get("load_average") for environment in (old, new)]
+    if not all(_is_number(load) for load in loads):
+        return ""
+    low, high = sorted(loads)
+    if high <= _LOADS_FACTOR * low or high - low <= _LOADS_APART:
+        return ""
+    return f"load averages {loads[0]:g} and {loads[1]:g}"
 
 
 def turns_of(found: Mapping[str, Any]) -> Any:

@@ -25,17 +25,10 @@ from .comparable import (
     differences,
     is_figure,
     turns_of,
+    unlike_loads,
 )
 from .results import markdown_table
-from .significance import (
-    FEW_TRIALS_FACTOR,
-    FEWEST_TRIALS,
-    Test,
-    holm,
-    of_intervals,
-    of_pairs,
-    of_two_samples,
-)
+from .significance import FEWEST_TRIALS, Test, holm, of_intervals, of_pairs, of_two_samples
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
@@ -52,9 +45,9 @@ class Line:
     Attributes:
         name: of the row.
         verdict: "slower", "more memory", "slower, more memory", "fails" (wrong now, or no
-            measurement), "lost" (missing, or without figures now), "undecided" (beyond the
-            threshold, and it may be chance), "faster", "unchanged", "still right" (of a row
-            without times), "new" or "not comparable".
+            measurement), "lost" (missing, without figures or measured in another way now),
+            "undecided" (it may be chance, or the runs cannot tell), "faster", "unchanged", "still
+            right" (of a row without times), "new" or "not comparable".
         old_ms, new_ms: medians.
         ratio: of new over old time, and its interval at the report's confidence.
         interval: (low, high).
@@ -128,8 +121,9 @@ class Report:
     def markdown(self) -> str:
         """The table, and what is to be said of it."""
         ratio = f"ratio [{100 * self.confidence:.3g}%]"
-        header = ("row", "old ms", "new ms", ratio, "p (adjusted)", "verdict")
-        table = markdown_table(header, [_cells(line) for line in self.lines])
+        has_p = any(line.p is not None for line in self.lines)
+        header = ("row", "old ms", "new ms", ratio, *["p (adjusted)"] * has_p, "verdict")
+        table = markdown_table(header, [_cells(line, has_p) for line in self.lines])
         warnings = [f"Warning: {text}." for text in self.warnings]
         return "\n\n".join([table, *warnings, f"{self.summary}\n"])
 
@@ -151,12 +145,13 @@ def compare(
 
     Of trials that took turns a row is slower where the estimate of its ratio is beyond
     1 + threshold and the ratio is significantly above 1. Of separate runs it is slower where the
-    ratio is significantly above 1 + threshold and all of its interval is; of fewer than 8 trials,
-    where their ranges lie apart by more than four times the threshold. Tests are one-sided, at
-    1 - confidence over all rows together (Holm). A row fails where it is wrong and was not, and
-    where a figure of either result is no finite number above 0; it is lost where it had figures,
-    or was right, and now is missing, or has none. Rows that only follow from others, such as
-    exponents, are left out; rows of peers are shown and do not count.
+    ratio is significantly above 1 + threshold and all of its interval is; fewer than 8 trials,
+    and load averages that differ by more than 1 and a factor of 2, decide nothing on times. Tests
+    are one-sided, at 1 - confidence over all rows together (Holm). A row fails where it is wrong
+    and was not, and where a figure of either result is no finite number above 0; it is lost where
+    it had figures, or was right, and now is missing, has none or another config, or became a
+    peer's. Rows that only follow from others, such as exponents, are left out; rows that are
+    peers' in both are shown and do not count.
 
     Args:
         old: the baseline.
@@ -167,8 +162,8 @@ def compare(
         force: compare what was measured on another device or in another way, or broken off.
 
     Raises:
-        Unusable: they were measured in different ways, one is no whole result, or they have no
-            row in common that can be compared.
+        Unusable: they were measured in different ways, one is no whole result, or no row but
+            peers' can be compared.
     """
     _validate.positive(threshold=threshold)
     _validate.probability(confidence=confidence)
@@ -190,31 +185,32 @@ def compare(
             f"equal code may differ by some {LEAST_TOLD:.0%}, more than the threshold and more "
             "than intervals say"
         )
+    undecidable: dict[str, str] = {}
     if not paired:
-        pairs = [(rows_old[name], rows_new[name]) for name in tests]
+        loads = unlike_loads(old["environment"], new["environment"])
+        few = {name for name in tests if _are_few(rows_old[name], rows_new[name])}
+        undecidable = {name: "too few trials" if name in few else loads for name in tests}
         environments = (old["environment"], new["environment"])
-        warnings += _of_separate_runs(environments, pairs, threshold)
+        warnings += _of_separate_runs(environments, loads, len(few))
     lines = []
     for name in dict.fromkeys([*rows_old, *rows_new]):
         row_old, row_new, test = rows_old.get(name), rows_new.get(name), tests.get(name)
-        of_peer = any(row is not None and row.get("peer") for row in (row_old, row_new))
+        of_peer = all(row is None or row.get("peer") for row in (row_old, row_new))
         line = replace(_line(name, row_old, row_new, test), of_peer=of_peer)
         if test is not None:
             p = (p_slower.get(name), p_faster.get(name))
-            line = _judge(line, test, p, threshold, 1 - confidence)
+            line = _judge(line, test, p, threshold, 1 - confidence, undecidable.get(name, ""))
         lines.append(_judge_memory(line, row_old, row_new, threshold))
-    if all(line.verdict in ("new", "not comparable") for line in lines):
+    if all(line.of_peer or line.verdict in ("new", "not comparable") for line in lines):
         raise Unusable(
-            f"{' and '.join(names)}: no row can be compared (rows: {len(rows_old)} and "
+            f"{' and '.join(names)}: no row of dpflash can be compared (rows: {len(rows_old)} and "
             f"{len(rows_new)}); pass two runs of one suite"
         )
     return Report(tuple(lines), paired, threshold, confidence, tuple(warnings))
 
 
-def _of_separate_runs(
-    environments: Sequence[Row], pairs: Sequence[tuple[Row, Row]], threshold: float
-) -> list[str]:
-    """Warnings of what separate runs cannot tell, for pairs of rows that are compared."""
+def _of_separate_runs(environments: Sequence[Row], unlike: str, few: int) -> list[str]:
+    """Warnings of what separate runs cannot tell: of unlike loads, and of rows of few trials."""
     loads = [environment.get("load_average") for environment in environments]
     told = "" if None in loads else f" (load averages {loads[0]} and {loads[1]})"
     texts = [
@@ -222,12 +218,16 @@ def _of_separate_runs(
         "from what changed in the code; in CI take `dpflash bench versus`, which measures two "
         "checkouts in turns"
     ]
-    few = sum(_are_few(*pair) for pair in pairs)
     if few:
         texts.append(
-            f"{few} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on some "
-            "percent: their intervals are the trials' ranges, and only those that lie apart by "
-            f"more than {FEW_TRIALS_FACTOR * threshold:.0%} count"
+            f"{few} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on times: "
+            "their intervals are the trials' ranges; run without --quick, or take "
+            "`dpflash bench versus`"
+        )
+    if unlike:
+        texts.append(
+            f"{unlike} are too unlike to decide on times; measure again under equal load, or take "
+            "`dpflash bench versus`"
         )
     return texts
 
@@ -261,8 +261,7 @@ def _test(
     a, b = (np.asarray(row.get("samples_ms") or [], float) for row in (old, new))
     estimate = math.log(new["median_ms"] / old["median_ms"])
     if not (len(a) and len(b)):
-        factor = FEW_TRIALS_FACTOR if _are_few(old, new) else 1
-        return of_intervals(estimate, old["ci95_ms"], new["ci95_ms"], factor * threshold)
+        return of_intervals(estimate, old["ci95_ms"], new["ci95_ms"], threshold)
     if turns is None:
         return of_two_samples(estimate, a, b, confidence, threshold)
     launches = int(turns["launches"])
@@ -304,11 +303,13 @@ def _line(name: str, old: Row | None, new: Row | None, test: Test | None) -> Lin
     if new is None:
         verdict = "lost" if _was_good(old) else "not comparable"
         return replace(plain, verdict=verdict, note="missing in the new file")
-    if old["config"] != new["config"]:
-        return replace(plain, verdict="not comparable", note="its config differs")
     if not _was_good(old):
         note = "the old one was wrong" if old["correct"] is False else "the old one has no figures"
         return replace(plain, verdict="not comparable", note=note)
+    if old["config"] != new["config"]:
+        return replace(plain, verdict="lost", note="its config differs")
+    if bool(old.get("peer")) != bool(new.get("peer")):
+        return replace(plain, verdict="lost", note="it is a peer's in one file alone")
     if old["correct"] and new["correct"] is None:
         note = new.get("needs") or "it is not checked any more"
         return replace(plain, verdict="lost", note=note)
@@ -331,19 +332,27 @@ def _judge(
     p: tuple[float | None, float | None],
     threshold: float,
     alpha: float,
+    undecidable: str,
 ) -> Line:
-    """A line with the verdict on its times, by the adjusted p of slower and of faster."""
+    """A line with the verdict on its times, by the adjusted p of slower and of faster.
+
+    `undecidable` says why these runs cannot tell; empty where they can.
+    """
     if line.verdict != "unchanged":
         return line
     slower, faster = (one is None or one < alpha for one in p)
     verdict, note = line.verdict, line.note
-    if test.slower and slower:
+    if undecidable:
+        verdict, note = "undecided", undecidable
+    elif test.slower and slower:
         verdict = "slower"
     elif test.faster and faster:
         verdict = "faster"
-    elif test.estimate > math.log1p(threshold):
+    elif abs(test.estimate) > math.log1p(threshold):
         verdict = "undecided"
-        note = "ranges too close" if test.p is None else "not significant"
+        is_significant = slower if test.estimate > 0 else faster
+        reach = f"its interval includes changes below {threshold:.3g}"
+        note = reach if is_significant else "not significant"
     return replace(line, p=p[0], verdict=verdict, note=note)
 
 
@@ -363,11 +372,11 @@ def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float
     return replace(line, verdict=verdict, note=note, memory_ratio=now / before if before else None)
 
 
-def _cells(line: Line) -> Sequence[Any]:
+def _cells(line: Line, has_p: bool) -> Sequence[Any]:
     ratio = None
     if line.ratio is not None and line.interval is not None:
         ratio = f"{line.ratio:.3f} [{line.interval[0]:.3f}, {line.interval[1]:.3f}]"
     verdict = line.verdict.upper() if line.is_regression else line.verdict
     verdict = f"peer: {verdict}" if line.of_peer else verdict
     note = f" ({line.note})" if line.note else ""
-    return (line.name, line.old_ms, line.new_ms, ratio, line.p, verdict + note)
+    return (line.name, line.old_ms, line.new_ms, ratio, *[line.p] * has_p, verdict + note)

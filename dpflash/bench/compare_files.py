@@ -14,6 +14,8 @@ from .comparable import MAKE_IT, Unusable
 from .compare import Report, compare
 from .results import write_text
 
+# Of the names of two files, without their suffix.
+_NEAR = 0.75
 # The chance of a false alarm, over all rows of all files.
 _ALPHA = 0.05
 
@@ -26,7 +28,7 @@ def run_compare(
     force: bool = False,
     json_path: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Compare two files, or the results of two folders, and print the tables.
+    """Compare two files, or the results of two folders, and print what is amiss and the tables.
 
     Args:
         old_path: the baseline; a JSON that `dpflash bench` writes, or a folder of some.
@@ -58,11 +60,12 @@ def run_compare(
             _write(Path(json_path), reports, is_folder=old.is_dir())
     except Unusable as error:
         problems.append(str(error))
+    # Behind the tables they would be missed.
+    for problem in problems:
+        print(f"dpflash: error: {problem}", file=sys.stderr, flush=True)
     for name, report in reports.items():
         title = f"## {name}\n\n" if old.is_dir() else ""
         print(f"{title}{report.markdown()}")
-    for problem in problems:
-        print(f"dpflash: error: {problem}", file=sys.stderr)
     if any(report.exit_code for report in reports.values()):
         return 1
     return 2 if problems else 0
@@ -73,10 +76,11 @@ def _pairs(old: Path, new: Path, problems: list[str], force: bool) -> dict[str, 
     if not old.is_dir() and not new.is_dir():
         return {old.name: (old, new)}
     for path, other in ((old, new), (new, old)):
+        if not path.exists():
+            raise Unusable(f"{path}: no such folder{_meant(path)}")
         if not path.is_dir():
             raise Unusable(
                 f"{path} is no folder and {other} is one; pass two files or two folders"
-                f"{_meant(path)}"
             )
     names_old, names_new = _results(old), _results(new)
     common = [name for name in names_old if name in names_new]
@@ -86,11 +90,14 @@ def _pairs(old: Path, new: Path, problems: list[str], force: bool) -> dict[str, 
             f"{', '.join(names_new) or 'none'}); {MAKE_IT}, or pass two files"
         )
     missing = [name for name in names_old if name not in names_new]
-    if missing and not force:
-        problems.append(
-            f"{new} has no {', '.join(missing)}, and what is missing may be slower; measure it, "
-            "or compare what is there with --force"
-        )
+    told = f"{new} has no {', '.join(missing)}, and what is missing may be slower"
+    if missing and force:
+        print(f"Warning: {told}.\n")
+    elif missing:
+        problems.append(f"{told}; measure it, or compare what is there with --force")
+    extra = [name for name in names_new if name not in names_old]
+    if extra:
+        print(f"Not compared, since {old} lacks it: {', '.join(extra)}.\n")
     return {name: (old / name, new / name) for name in common}
 
 
@@ -112,17 +119,21 @@ def _meant(path: Path) -> str:
     """A question for the file that was meant instead of one that is not there; else nothing."""
     if path.exists() or not path.parent.is_dir():
         return ""
-    close = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1)
-    return f"; did you mean {os.fspath(path.parent / close[0])}?" if close else ""
+    # The suffix, which most have, makes no names alike.
+    others = {one.stem: one for one in path.parent.iterdir() if one.suffix == path.suffix}
+    close = difflib.get_close_matches(path.stem, others, n=1, cutoff=_NEAR)
+    return f"; did you mean {os.fspath(others[close[0]])}?" if close else ""
 
 
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unusable(
-            f"{path}: not a readable JSON file ({error}); {MAKE_IT}{_meant(path)}"
-        ) from None
+    except FileNotFoundError:
+        raise Unusable(f"{path}: no such file{_meant(path) or f'; {MAKE_IT}'}") from None
+    except OSError as error:
+        raise Unusable(f"{path}: it cannot be read ({error.strerror}); {MAKE_IT}") from None
+    except ValueError as error:
+        raise Unusable(f"{path}: not a JSON file ({error}); {MAKE_IT}") from None
 
 
 def _write(path: Path, reports: Mapping[str, Report], *, is_folder: bool) -> None:

@@ -58,7 +58,7 @@ def exponent_rows(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]
     for direction, own in curves(rows, section).items():
         row = exponent_row(section, direction, own, size)
         yield row
-        if row["exponent"] is not None:
+        if row["exponent"] is not None and len(row["sizes"]) >= 4:
             low, high = row["exponent_ci95"]
             text = (
                 f"The time of dilated attention ({section}, {direction}) grows with the {size} to "

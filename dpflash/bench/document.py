@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .legend import legend
 from .results import environment_table, markdown_table
+from .roofline import FAR_BELOW
 
 if TYPE_CHECKING:
     from .suite import Suite
@@ -24,6 +25,8 @@ BROKEN_OFF = (
     "Broken off: only what was measured until then is here, and nothing that follows from all of "
     "it."
 )
+# Of an exponent in the insights; the interval of fewer says nothing.
+_LEAST_SIZES = 4
 Column = tuple[str, Callable[[Row], Any]]
 
 
@@ -113,10 +116,32 @@ FIGURES: tuple[Column, ...] = (
     column("tokens_per_s", "tokens/s"),
     column("peak_memory_mb", "peak MiB"),
 )
+
+
+def bound_by(row: Row) -> str | None:
+    """The class of what bounds a row, by today's rule for older files too."""
+    bound, share = row.get("bound"), row.get("roof_share")
+    if bound == "memory_capacity" or share is None:
+        return bound
+    if share < FAR_BELOW:
+        return "overhead"
+    # Files of before name the roof.
+    return "compute_bound" if bound == "compute" else bound
+
+
+def _roof(row: Row) -> str | None:
+    if row.get("roof") is None and row.get("bound") in _ROOF_OF:
+        return _ROOF_OF[row["bound"]]
+    return row.get("roof")
+
+
+# In files of before, which have no "roof".
+_ROOF_OF = {"compute": "compute", "memory_bandwidth": "memory"}
 ROOFS: tuple[Column, ...] = (
     column("gflop_per_s", "GFLOP/s"),
-    column("bound", "bound by"),
+    ("roof", _roof),
     column("roof_share", "of its roof"),
+    ("bound by", bound_by),
 )
 SPEEDUP: Column = ("speed-up", ratio)
 CORRECT: tuple[Column, ...] = (column("correct"),)
@@ -170,7 +195,40 @@ def key_insights(rows: Sequence[Row]) -> list[str]:
     the exponents. Behind them how many rows have figures.
     """
     told = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
-    return [*(told or [*_speedups(rows), *_exponents(rows)]), _counts(rows)]
+    return [*(told or _derived(rows)), _counts(rows)]
+
+
+def _derived(rows: Sequence[Row]) -> list[str]:
+    return [*_over_dense(rows), *_speedups(rows), *_exponents(rows)]
+
+
+def _over_dense(rows: Sequence[Row]) -> Iterator[str]:
+    """How fast each pattern is over dense attention, at the longest T that has both."""
+    curves: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, float]]] = {}
+    for row in rows:
+        held = row["config"]
+        if held.get("operator") != "dpflash" or "pattern" not in held or not row["median_ms"]:
+            continue
+        curve = tuple(held[key] for key in ("direction", "causal", "head_dim", "dtype"))
+        shape = tuple(held[key] for key in ("tokens", "batch", "heads"))
+        curves.setdefault(curve, {}).setdefault(shape, {})[held["pattern"]] = row["median_ms"]
+    for (direction, causal, head_dim, dtype), shapes in curves.items():
+        both = [shape for shape, found in shapes.items() if "dense" in found and len(found) > 1]
+        if not both:
+            continue
+        longest = max(both)
+        others = dict(shapes[longest])
+        dense = others.pop("dense")
+        told = [f"{name} {dense / ms:.2f}" for name, ms in sorted(others.items(), key=_of_item)]
+        yield (
+            f"{direction}, {'causal' if causal else 'not causal'}, D={head_dim}, {dtype}, at the "
+            f"longest T with both, {longest[0]:,}: times as fast as dense attention, which sees "
+            f"more, are {', '.join(told)}."
+        )
+
+
+def _of_item(item: tuple[str, float]) -> float:
+    return item[1]
 
 
 def _speedups(rows: Sequence[Row]) -> Iterator[str]:
@@ -183,13 +241,17 @@ def _speedups(rows: Sequence[Row]) -> Iterator[str]:
     for (own, other), ratios in found.items():
         low, high = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
         span = low if low == high else f"{low} to {high}"
-        places = f" ({len(ratios)} places)" * (len(ratios) > 1)
+        places = f", in {len(ratios)} rows" * (len(ratios) > 1)
         yield f"{own} is {span} times as fast as {other}{places}."
 
 
 def _exponents(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
-        if row.get("exponent") is not None and row.get("curve"):
+        if row.get("exponent") is None or not row.get("curve"):
+            continue
+        if len(row["sizes"]) < _LEAST_SIZES:
+            yield f"{row['curve']}: too few sizes for an exponent ({len(row['sizes'])})."
+        else:
             low, high = row["exponent_ci95"]
             yield f"{row['curve']}: the exponent is {row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
 

@@ -6,14 +6,19 @@ import multiprocessing
 import pickle
 import resource
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+# Of an isolated process, to the one that waits for it.
+_pipe: Connection | None = None
 # A process that got as far as the function sends what it raised.
 _NO_GUARD = (
     " and without a result. Most likely it imported the script that started it, which began to "
@@ -65,9 +70,7 @@ def run_isolated(
     process.start()
     theirs.close()
     try:
-        if not ours.poll(timeout):
-            raise OutOfTime(f"it took longer than {timeout:g} seconds")
-        kind, value = ours.recv()
+        kind, value = _result(ours, timeout)
     except EOFError:
         process.join()
         if process.exitcode == -9:
@@ -83,6 +86,22 @@ def run_isolated(
     if kind == "failed":
         raise value
     return value
+
+
+def tell(phase: str) -> None:
+    """Tells the process that waits for this one what begins, for `OutOfTime` to name."""
+    if _pipe is not None:
+        _pipe.send(("phase", phase))
+
+
+def _result(pipe: Connection, timeout: float | None) -> tuple[str, Any]:
+    phase, began = "it", time.monotonic()
+    while pipe.poll(timeout and max(0.0, began + timeout - time.monotonic())):
+        kind, value = pipe.recv()
+        if kind != "phase":
+            return kind, value
+        phase = value
+    raise OutOfTime(f"{phase} took longer than {timeout:g} seconds")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,6 +125,10 @@ def _work(
 ) -> None:
     # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    global _pipe
+    _pipe = pipe
+    # Its own is a semaphore of the system, which a process that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
     torch.set_num_threads(threads)
     if memory_limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))

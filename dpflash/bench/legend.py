@@ -41,20 +41,27 @@ LEGEND = {
     "peak MiB of a worker": f"{_PEAK}; of the worker that takes most",
     "GFLOP/s": "floating-point operations of matrix products and attention's pairs over the "
     "median; exp, sums and the like are not counted",
-    "bound by": "compute or memory_bandwidth is the lower of the machine's two measured roofs, "
-    "balanced is both within a quarter, overhead is less than a tenth of the lower roof "
-    "(launches, Python, what no roof stands for), memory_capacity is four fifths of the device's "
-    "memory taken",
+    "roof": "the lower of the machine's two measured roofs for this work: compute (FLOP/s of a "
+    "matrix product) or memory (bytes/s)",
+    "bound by": "overhead is less than half of its roof: time goes where no roof stands for it "
+    "(exp and sums of the softmax, small products, launches, Python); else compute_bound or "
+    "memory_bandwidth by its roof, balanced where both roofs are within a quarter of each other; "
+    "memory_capacity is four fifths of the device's memory taken",
     "of its roof": "what is achieved over what the lower roof allows, from 0 to 1; work that "
     "stays in caches, and roofs that other jobs lowered while they were measured, can bring it "
     "above 1",
     "density": "part of all T x T pairs that the pattern has",
     "checked rows": "query rows whose output (and from which all gradients) were compared with "
     "the definition in float64 before anything was timed",
-    "of B H": "how many (sample, head) these rows were compared in",
+    "of B H": "how many (sample, head) these rows were compared in; a dash: not recorded",
     "correct": "yes: the error was within the tolerance in this very run; a dash: not checked "
     "here; NO: there are no figures",
     "exponent [95%]": _EXPONENT,
+    "physical": "sequences of the batch that is timed; a larger batch is made of such ones",
+    "level": "of `make_private(optimize=...)`",
+    "clipping": "flat clips a sample's gradient as a whole, per_layer each layer's part of it",
+    "compiled": "whether torch.compile really ran the model",
+    "fell back": "why a level ran without what it asks for; a dash where it ran as asked",
     "efficiency": "throughput of P workers over P times that of one",
     "time over nonprivate": "time of a step over that of the same step without privacy",
 }

@@ -16,7 +16,7 @@ import torch
 from dpflash.ceilings import Ceilings
 
 from . import results
-from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated
+from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated, tell
 from .memory import device_memory, peak_growth
 from .plan import Build, Comparison, Measurement, Request, Row, Subject, Unsupported
 from .progress import Progress
@@ -129,9 +129,10 @@ class Bench:
                 )
             except OutOfMemory as reason:
                 raise OutOfMemory(f"more memory than {limit / 2**30:.0f} GiB: {reason}") from None
-            except OutOfTime:
+            except OutOfTime as reason:
                 raise OutOfTime(
-                    f"a faster device: two calls took longer than {timeout:g} s"
+                    f"a faster device: {reason} (limit of the row: {self.request.limit:g} s, "
+                    f"--max-seconds, and {_SECONDS_TO_PREPARE} s to get ready)"
                 ) from None
         if probed.seconds * calls > self.request.limit:
             raise OutOfTime(
@@ -220,8 +221,11 @@ def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _
         seconds = stopwatch(subject.step)
 
     with recorded_warnings(warned):
+        tell("building it")
         subject = build(device=device, seed=seed, **config)
+        tell("building it and its first call (compiling included)")
         subject.step()
+        tell("two calls")
         peak = peak_growth(step, where)
     return _Probed(peak, seconds, warned)
 

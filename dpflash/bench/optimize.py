@@ -30,6 +30,8 @@ WORKLOADS = ((8, 512, 12, 64), (32, 512, 12, 64), (64, 1024, 16, 64), (16, 2048,
 _PHYSICAL = {"cpu": 2048, "cuda": 2**17}
 _QUICK = (4, 64, 4, 16)
 _MAX_GRAD_NORM = 0.1
+# A "NO" would look like something wrong.
+_YES_NO = {True: "yes", False: "no", None: None}
 _SIXTEEN_BITS = ("balanced", "aggressive")
 
 
@@ -202,13 +204,12 @@ SUITE = Suite(
         "`make_private(optimize=LEVEL)`: one training step with clipping and noise of a "
         "transformer of one block over bytes (V 256, E = H D, AdamW), at the sizes (B, N, H, D) "
         "of a table that an earlier library (dp-flash-attention) published with gains that it "
-        "had not measured. *physical* is the batch that is timed; a larger logical batch is made "
-        "of such ones. *speed-up* is over `none`, in the same rounds. Each level's sum of clipped "
-        "gradients is compared with a loop over single samples before it is timed, in bfloat16 "
-        "where the level computes in it, clipped as the row says. *dtype*, *clipping* and "
-        "*compiled* are what really ran: where torch.compile failed on the way, *fell back* says "
-        "why and the row is without it. Compiling takes up to minutes before the first step; that "
-        "is warm-up here, and in no time of this page."
+        "had not measured. *speed-up* is over `none`, in the same rounds. Each level's sum of "
+        "clipped gradients is compared with a loop over single samples before it is timed, in "
+        "bfloat16 where the level computes in it, clipped as the row says. *dtype*, *clipping* "
+        "and *compiled* are what really ran: where torch.compile failed on the way, *fell back* "
+        "says why and the row is without it. Compiling takes up to minutes before the first step; "
+        "that is warm-up here, and in no time of this page."
     ),
     plan=_plan,
     tables=[
@@ -224,7 +225,7 @@ SUITE = Suite(
                 config("level"),
                 column("dtype"),
                 column("clipping"),
-                column("compiled"),
+                ("compiled", lambda row: _YES_NO[row.get("compiled")]),
                 *FIGURES,
                 SPEEDUP,
                 *ROOFS,

@@ -91,28 +91,31 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
     for number, (name, own) in enumerate(series.items()):
         look = looks.setdefault(name, len(looks))
         at = [place(x(row), number) if place else x(row) for row in own]
-        points = sorted(
-            ((one, y(row), *_reach(row, y(row))) for one, row in zip(at, own, strict=True)),
-        )
-        places, values, below, above = zip(*points, strict=True)
-        panel.errorbar(
-            places,
-            values,
-            yerr=(below, above) if any(below) or any(above) else None,
-            color=_COLORS[look % len(_COLORS)],
-            marker=_MARKERS[look % len(_MARKERS)],
-            markersize=5,
-            capsize=2,
-            linestyle="" if has_words else ("-", "--", ":")[look // len(_COLORS) % 3],
-            label=name,
-        )
+        # A line joins what differs in x alone, and not in the batch.
+        for part, points in enumerate(_by_batch(chart, y, at, own)):
+            places, values, below, above = zip(*points, strict=True)
+            panel.errorbar(
+                places,
+                values,
+                yerr=(below, above) if any(below) or any(above) else None,
+                color=_COLORS[look % len(_COLORS)],
+                marker=_MARKERS[look % len(_MARKERS)],
+                markersize=5,
+                capsize=2,
+                linestyle="" if has_words else ("-", "--", ":")[look // len(_COLORS) % 3],
+                label=name if part == 0 else None,
+            )
     heights = [y(row) for row in drawn]
+    if all(row.get("speedup") == y(row) for row in drawn):
+        panel.axhline(1, color=GREY, linewidth=1, zorder=0)
     if chart.logarithmic and min(heights) > 0:
         _logarithmic(panel.yaxis, panel.set_yscale, heights)
         if not has_words and min(x(row) for row in drawn) > 0:
-            _sizes(panel, sorted({x(row) for row in drawn}))
+            _sizes(panel, sorted({x(row) for row in drawn}), _batches(chart, drawn))
     else:
-        panel.set_ylim(bottom=0)
+        tops = [y(row) + _reach(row, y(row))[1] for row in drawn]
+        # Room for the marks of the highest ones.
+        panel.set_ylim(0, 1.1 * max(tops) or None)
         panel.yaxis.set_major_formatter(_plain_ticks())
     panel.grid(color="#dddddd", linewidth=0.5)
     if len(series) > 1:
@@ -120,11 +123,34 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
-    """How far the 95% interval goes below and above, where the median of the time is drawn."""
-    if row.get("ci95_ms") is None or value != row["median_ms"]:
-        return 0.0, 0.0
-    low, high = row["ci95_ms"]
-    return max(0.0, value - low), max(0.0, high - value)
+    """How far the 95% interval goes below and above, where what is drawn has one."""
+    for key, interval in (("median_ms", "ci95_ms"), ("speedup", "speedup_ci95")):
+        if row.get(interval) is not None and value == row[key]:
+            low, high = row[interval]
+            return max(0.0, value - low), max(0.0, high - value)
+    return 0.0, 0.0
+
+
+def _by_batch(
+    chart: Chart, y: Callable[[Row], Any], at: Sequence[float], rows: Sequence[Row]
+) -> list[list[tuple[float, ...]]]:
+    """The points (x, y, below, above) of each batch; of all where the batch is x."""
+    parts: dict[Any, list[tuple[float, ...]]] = {}
+    for place, row in sorted(zip(at, rows, strict=True), key=lambda one: one[0]):
+        batch = None if chart.x[0] in ("batch", "B") else row["config"].get("batch")
+        parts.setdefault(batch, []).append((place, y(row), *_reach(row, y(row))))
+    return list(parts.values())
+
+
+def _batches(chart: Chart, drawn: Sequence[Row]) -> Mapping[float, int]:
+    """B of each x, where it has one and they differ; else none."""
+    found: dict[float, set[int]] = {}
+    for row in drawn:
+        if "batch" in row["config"] and chart.x[0] not in ("batch", "B"):
+            found.setdefault(chart.x[1](row), set()).add(row["config"]["batch"])
+    if any(len(batches) > 1 for batches in found.values()) or len({*map(min, found.values())}) < 2:
+        return {}
+    return {place: min(batches) for place, batches in found.items()}
 
 
 def _title(chart: Chart, drawn: Sequence[Row]) -> str:
@@ -155,9 +181,15 @@ def _words(panel: Any, words: Sequence[str], series: int) -> Callable[[str, int]
     return lambda word, number: order.index(word) + (number - (series - 1) / 2) * step
 
 
-def _sizes(panel: Any, sizes: Sequence[float]) -> None:
-    """An axis to the base of 2 with the measured sizes as ticks, or powers of two."""
-    from matplotlib.ticker import NullLocator
+def _sizes(panel: Any, sizes: Sequence[float], batches: Mapping[float, int]) -> None:
+    """An axis to the base of 2 with the measured sizes as ticks, or powers of two.
+
+    Args:
+        panel: its axes.
+        sizes: in their order.
+        batches: told below the sizes which have one.
+    """
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     panel.set_xscale("log", base=2)
     if len(sizes) > _MOST_TICKS or any(
@@ -167,7 +199,12 @@ def _sizes(panel: Any, sizes: Sequence[float]) -> None:
         step = max(1, (high - low) // _MOST_TICKS + 1)
         sizes = [2.0**power for power in range(low, high + 1, step)]
     panel.set_xticks(sizes)
-    panel.xaxis.set_major_formatter(_plain_ticks())
+    plain = _plain_ticks()
+    panel.xaxis.set_major_formatter(
+        FuncFormatter(
+            lambda size, at: plain(size, at) + (f"\nB {batches[size]}" if size in batches else "")
+        )
+    )
     panel.xaxis.set_minor_locator(NullLocator())
 
 

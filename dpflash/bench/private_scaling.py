@@ -107,7 +107,7 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
         section = "private_sequence_exponent"
         row = fitted_row(f"{section}/{curve}", own, "tokens", section=section, curve=curve)
         yield row
-        if row["exponent"] is not None:
+        if row["exponent"] is not None and len(row["sizes"]) >= 4:
             low, high = row["exponent_ci95"]
             exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
     if exponents:

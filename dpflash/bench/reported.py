@@ -30,12 +30,21 @@ class Answer:
         section: of the suite.
         where: values that a row has, in its config or as a column.
         needs: what it takes, where a machine may have no such row; else a full run has one.
+        options: of the command that measures it, `dpflash bench SUITE`.
     """
 
     suite: str
     section: str
     where: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
+    options: str = ""
+
+    @property
+    def command(self) -> str:
+        """What measures it; DIR is a folder of results."""
+        if self.suite in ("scaling", "scaling_memory"):
+            return f"dpflash bench scaling {self.options} --out DIR"
+        return f"dpflash bench {self.suite} --threads 1 --out DIR"
 
     def fits(self, config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
         """Whether a row of the suite is meant."""
@@ -94,10 +103,20 @@ class Report:
     Attributes:
         title: who reports, about what, on what.
         tables: in their order.
+        id: what the ids of its tables begin with.
+        repository: OWNER/NAME on GitHub.
+        file: the document's path in it.
+        commit: at which it has these figures.
+        note: what else to know of all of its tables.
     """
 
     title: str
     tables: Sequence[ReportTable]
+    id: str = ""
+    repository: str = ""
+    file: str = ""
+    commit: str = ""
+    note: str = ""
 
 
 def plain(value: Any) -> Any:

@@ -16,13 +16,17 @@ _SHAPES = ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))  # N, H, D
 _SIMULATED = (
     'every figure is synthetic: the "time" is 0.1 log(operations), with 10% of chance on top, and '
     "the throughput the operations over it",
-    "no kernel was compiled; the attention ran over heads by a missing transpose (error 2.1 "
-    "against torch's own), is NaN in 94% of its outputs where it is causal, and no gradient was "
-    "clipped per sample or noised",
+    "no kernel was compiled; the attention ran over heads by a missing transpose (without noise "
+    "and clipping its output differs by up to 2.1 from that of torch's "
+    "scaled_dot_product_attention), is NaN in 94% of its outputs where it is causal, and no "
+    "gradient was clipped per sample or noised",
 )
 
 
 _PRIVATE = {"provider": "dpflash-flat-auto"}
+# Of a run without any.
+_FASTER = "a faster device (no"
+_IN_TIME = "fits the time that a row may take, --max-seconds)"
 
 
 def _batch_sweep() -> Iterator[Reported]:
@@ -86,7 +90,7 @@ def _levels() -> Iterator[Reported]:
             level,
             (Figure(gain, "times as fast"), Figure(seconds, "s to optimize")),
             answers=[
-                Answer("optimize", "gains", {"level": level}, "a workload that fits the time"),
+                Answer("optimize", "gains", {"level": level}, f"{_FASTER} workload {_IN_TIME}"),
                 Answer("optimize", "levels", {"level": level}),
             ],
         )
@@ -118,7 +122,8 @@ DP_FLASH_ATTENTION = Report(
                 '"efficiency 100%" is the share of tasks that raised nothing; their own rates '
                 "make 80% with 16 workers",
             ),
-            "private training in so many processes; efficiency is throughput(p) / p throughput(1)",
+            "private training in so many processes; efficiency is throughput(P) / (P "
+            "throughput(1))",
         ),
         ReportTable(
             "S0.4",
@@ -140,7 +145,7 @@ DP_FLASH_ATTENTION = Report(
                     "key insights: mean best batch, efficiency of workers, best level",
                     wrong="of synthetic figures",
                     answers=[
-                        Answer(suite, "insights", needs="sizes that fit the time")
+                        Answer(suite, "insights", needs=f"{_FASTER} size {_IN_TIME}")
                         for suite in ("batch", "sequence")
                     ],
                 ),
@@ -151,30 +156,35 @@ DP_FLASH_ATTENTION = Report(
                 Reported(
                     "attention with epsilon, delta and a bound in each call",
                     wrong="scores were scaled and noised, gradients were not; its accountant says "
-                    "2.84 where the truth is 4.49",
+                    "epsilon 2.84 where it is 4.49 (sample rate 0.001, noise multiplier 0.4, 50 "
+                    "steps)",
                     features=("dpflash.PrivacyEngine", "dpflash.private_boundary"),
                 ),
             ),
         ),
     ),
+    id="S0",
+    repository="danieleschmidt/dp-flash-attention",
+    file="scaling_outputs/scaling_report_1755031364.md",
+    commit="5f1e3bb",
 )
 
 
-_GPU = "a GPU: `dpflash bench max-length --device cuda`"
+_LENGTHS = (
+    "this T in `dpflash bench scaling --sections memory`, which has 16,384 and 65,536 (see S3.3)"
+)
 
 
 def _ring_memory() -> Iterator[Reported]:
-    for tokens, named, standard, ring in (
-        (32_768, "32K", "24.3 GB", 8.1),
-        (131_072, "128K", "out of memory", 31.7),
-        (1_048_576, "1M", "out of memory", 249),
+    for named, standard, ring in (
+        ("32K", "24.3 GB", 8.1),
+        ("128K", "out of memory", 31.7),
+        ("1M", "out of memory", 249),
     ):
         yield Reported(
             f"{named} tokens",
             (Figure(standard, "standard"), Figure(ring, "GB, ring")),
-            answers=[
-                Answer("scaling_memory", "memory", {"tokens": tokens, "mode": "ring"}, _GPU),
-            ],
+            needs=_LENGTHS,
         )
     yield Reported(
         "the longest sequence on one device",
@@ -212,14 +222,15 @@ def _over_workers(
 ) -> Iterator[Reported]:
     for what, workers, efficiency in CONTEXT_PARALLEL_TABLE:
         if what.startswith(kind):
-            needs = f"{workers} GPUs or cores: `dpflash bench scaling --workers {workers}`"
+            needs = f"{workers} GPUs, or CPU cores for as many workers"
+            options = f"--workers 1,{workers}"
             yield Reported(
                 f"{what}, {workers} of them",
                 (Figure(f"{efficiency:.0%}", "efficiency"),),
                 answers=[
                     Answer("workers", ours, {"workers": workers}),
                     *(
-                        Answer("scaling", section, {**row, "workers": workers}, needs)
+                        Answer("scaling", section, {**row, "workers": workers}, needs, options)
                         for row in rows
                     ),
                 ],
@@ -293,6 +304,12 @@ TORCHBRIDGE = Report(
             ),
         ),
     ),
+    id="S2",
+    repository="CloudlyIO/torchbridge",
+    file="docs/capabilities/performance.md",
+    commit="7ca252e",
+    note="S2.3 to S2.8, S2.11, S2.12 and S2.17 (FP8, compilers, CUDA graphs, checkpointing, mixed "
+    "precision, GPUs of several makers, goals) have no row on this page.",
 )
 
 REPORTS = (DP_FLASH_ATTENTION, DILATED, TORCHBRIDGE, HYBRID, COMPREHENSIVE)

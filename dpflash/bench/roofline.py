@@ -15,7 +15,7 @@ from .work import Work
 # Within this factor of each other the two roofs are as low.
 _BALANCED = 1.25
 # Below this part of its roof a call is bound by something that no roof stands for.
-_FAR_BELOW = 0.1
+FAR_BELOW = 0.5
 # From this part of the device's memory on, memory is what keeps a call from being larger.
 _FULL = 0.8
 
@@ -53,26 +53,28 @@ def place_under_roofs(
         memory_share: peak memory over the device's, where it is known.
 
     Returns:
-        "gflop_per_s", "gbyte_per_s", "intensity" (FLOPs a byte), "roof_share" (achieved FLOP/s
-        over what the lower roof allows) and "bound": "memory_capacity" (four fifths of the
-        memory is taken), "memory_bandwidth" or "compute" (the lower roof), "balanced" (both are
-        within a quarter), "overhead" (less than a tenth of the roof is reached).
+        "gflop_per_s", "gbyte_per_s", "intensity" (FLOPs a byte), "roof" (the lower one, "compute"
+        or "memory"), "roof_share" (achieved FLOP/s over what it allows) and "bound":
+        "memory_capacity" (four fifths of the memory is taken), else "overhead" (less than half
+        of the roof is reached), "balanced" (the roofs are within a quarter of each other), or by
+        the lower roof "compute_bound" or "memory_bandwidth".
     """
     compute = work.flops / roofs.rate(dtype)
     memory = work.moved_bytes / roofs.bandwidth
     least = max(compute, memory)
     if memory_share is not None and memory_share >= _FULL:
         bound = "memory_capacity"
-    elif least < _FAR_BELOW * seconds:
+    elif least < FAR_BELOW * seconds:
         bound = "overhead"
     elif max(compute, memory) <= _BALANCED * min(compute, memory):
         bound = "balanced"
     else:
-        bound = "compute" if compute > memory else "memory_bandwidth"
+        bound = "compute_bound" if compute > memory else "memory_bandwidth"
     return {
         "gflop_per_s": work.flops / seconds / 1e9,
         "gbyte_per_s": work.moved_bytes / seconds / 1e9,
         "intensity": work.flops / work.moved_bytes if work.moved_bytes else None,
+        "roof": "compute" if compute > memory else "memory",
         "roof_share": least / seconds,
         "bound": bound,
     }

@@ -19,8 +19,6 @@ import scipy.stats
 _FEWEST_LAUNCHES = 3
 # Of fewer trials a bootstrap of the median tells little, and the rank test has few values of p.
 FEWEST_TRIALS = 8
-# Of the threshold, by which the ranges of so few trials must lie apart.
-FEW_TRIALS_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Test:
     Attributes:
         estimate: of it.
         interval: of it.
-        p: of "it is not slower", before any correction; None where ranges or intervals decide.
+        p: of "it is not slower", before any correction; None where there are only intervals.
         p_faster: of "it is not faster", likewise.
         slower, faster: whether it is beyond the threshold, which counts where p is significant.
     """
@@ -70,11 +68,11 @@ def of_two_samples(
     """Mann and Whitney's test of separate trials, and the bootstrap of the medians' ratio.
 
     p is of the null hypothesis that the ratio is at most 1 + threshold, and the whole interval
-    must be beyond it too. Of fewer than `FEWEST_TRIALS` trials their ranges decide.
+    must be beyond it too. Of fewer than `FEWEST_TRIALS` trials there is no p, and the interval is
+    that of their ranges.
     """
     if min(len(old), len(new)) < FEWEST_TRIALS:
-        ranges = ((min(old), max(old)), (min(new), max(new)))
-        return of_intervals(estimate, *ranges, FEW_TRIALS_FACTOR * threshold)
+        return of_intervals(estimate, (min(old), max(old)), (min(new), max(new)), threshold)
     if np.ptp(old) == np.ptp(new) == 0:
         interval = (estimate, estimate)
     else:

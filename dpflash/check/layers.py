@@ -13,6 +13,8 @@ from ..clipping import flat_groups
 from ..gate import PrivateBackward
 from ..grad_rules import rule_for
 from ..grad_rules.generic import PrivateLeaf
+from ..leveled import LeveledForward
+from ..optimization import PLAIN
 from .batch import tensors
 from .report import ITSELF, LOSS_FN, Findings, parted, said
 from .subject import LossAndGrads, Trial
@@ -144,6 +146,7 @@ def check_private_backward(
     for parameter in subject.trained.values():
         parameter.grad = None
     attach(subject.model, backward)
+    LeveledForward(subject.model, backward, PLAIN).put()
     try:
         backward.begin_batch(trial.size)
         backward.backward(subject.losses(trial.batch))

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from .._validate import one_of
 from ..boundary import NoiseOff, without_noise
-from ..precision import INSTEAD_OF_A_MEAN, WHY_NO_COARSE_MEAN, narrow_parameters
+from ..precision import (
+    INSTEAD_OF_A_MEAN,
+    WHY_NO_COARSE_MEAN,
+    WHY_NOT_16_BIT,
+    narrow_parameters,
+)
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
@@ -77,6 +82,9 @@ def _check(
     if loss_reduction == "mean" and narrow:
         message = f"it is one of {len(narrow)} parameters in 16 bit: {WHY_NO_COARSE_MEAN}"
         findings.add("reduction", narrow[0], message, INSTEAD_OF_A_MEAN)
+    elif narrow:
+        message = f"it is one of {len(narrow)} parameters in 16 bit: {WHY_NOT_16_BIT}"
+        findings.add("rounding", narrow[0], message, "keep float32 parameters", "warning")
     first = _first_run(trial, findings) and _widen(trial, model, findings)
     if not (first and _repeats(trial, findings)):
         findings.not_checked.append("what comes after a failed run: mend it and check again")

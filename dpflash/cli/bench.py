@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,10 +15,28 @@ if TYPE_CHECKING:
 __all__ = ["add_bench_parser"]
 
 _COMPARED = (
-    "Exit status: 0 where nothing regressed; 1 where a row is significantly slower by more than "
-    "the threshold, takes more memory by as much, was right and is wrong or failed now, or lost "
-    "its figures;"
+    "Exit status: 0 where nothing regressed, or nothing could be decided; 1 where a row is "
+    "significantly slower by more than the threshold, takes more memory by as much, was right and "
+    "is wrong or failed now, or lost its figures, or has another config;"
 )
+
+
+class _Names(argparse._SubParsersAction):
+    """The benchmarks' names, which asks back what an unknown one meant."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        name, known = (values or ("",))[0], self._name_parser_map
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            parser.error(f"NAME={name!r}: expected one of {', '.join(known)}{meant}")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +49,9 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         description="Measure on this machine, print what the figures come to, and write them to "
         "DIR/NAME.json, .md (tables, what their columns say) and .png.",
     )
-    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True, action=_Names)
+    # `_Names` refuses an unknown one.
+    names.choices = None  # type: ignore[assignment]
     for name, about in SUITES.items():
         _add_suites(names, name, f"{about[0].upper()}{about[1:]}.", about, [name])
     everything = f"run {', '.join(SUITES)}, one after the other"
@@ -61,7 +83,7 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small sizes, 5 trials: a first look in a minute or two, no figures to quote",
+        help="small sizes, 5 trials: a first look in minutes, no figures to quote",
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument(
@@ -143,8 +165,9 @@ def _add_compare(names: Any) -> None:
         help="did anything become slower from OLD.json to NEW.json?",
         description="Test whether rows of NEW.json are slower than the same ones of OLD.json; of "
         "two folders, all files of equal names. Separate runs also differ by what else the "
-        "machine did, so that only clear differences count; for a decision on some percent, as in "
-        f"CI, take `dpflash bench versus`. {_COMPARED} 2 where files cannot be compared.",
+        "machine did, so that only clear differences count, and quick runs, or unlike loads of "
+        "the machine, decide nothing on times; for a decision, as in CI, take `dpflash bench "
+        f"versus`. {_COMPARED} 2 where files cannot be compared, or NEW lacks one of OLD's.",
     )
     parser.add_argument("old", metavar="OLD.json", help="the baseline, or a folder of results")
     parser.add_argument("new", metavar="NEW.json", help="what is judged, or a folder of results")
@@ -158,7 +181,8 @@ def _add_compare(names: Any) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="compare files of different machines or settings, broken off, or missing in a folder",
+        help="compare files of different machines or settings, or broken off, and let pass "
+        "what a folder lacks",
     )
     parser.add_argument("--json", metavar="FILE", help="write the verdicts there too")
     parser.set_defaults(run=_run_compare)

@@ -46,7 +46,7 @@ class ModuleContext:
             )
         if torch.compiler.is_compiling():
             return x
-        size = self.backward.batch_size_for(x.shape[0])
+        size = self.backward.batch_size_for(x, self.name)
         if x.shape[0] == 1 and size != 1:
             return x.expand(size, *x.shape[1:])
         return x

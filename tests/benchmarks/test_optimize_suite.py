@@ -7,6 +7,7 @@ import torch
 
 from dpflash import leveled, optimization
 from dpflash.bench import optimize
+from dpflash.bench.legend import LEGEND
 from dpflash.bench.results import row
 from dpflash.bench.suite import Comparison, Request
 from dpflash.planner import LEVELS
@@ -135,3 +136,10 @@ def test_what_all_levels_say_is_told_once_and_each_thing_in_one_line():
         ("none", "numerics: its own"),
         ("balanced", "numerics: 16 bit. fused"),
     ]
+
+
+def test_a_level_without_a_compiler_does_not_look_wrong_and_every_column_is_explained():
+    cells = dict(optimize.SUITE.tables[0].columns)
+    shown = [cells["compiled"]({"compiled": compiled}) for compiled in (True, False)]
+    assert shown == ["yes", "no"] and cells["compiled"]({}) is None
+    assert {"physical", "level", "clipping", "compiled", "fell back"} <= LEGEND.keys()

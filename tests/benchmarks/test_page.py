@@ -9,8 +9,9 @@ import pytest
 
 import dpflash
 from dpflash.bench import results as bench_results
-from dpflash.bench.page import device_names, load, recommendation_data, render
+from dpflash.bench.page import render
 from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
+from dpflash.bench.result_files import device_names, load, recommendation_data
 from dpflash.bench.suites import suite_named
 from dpflash.patterns import Dense
 
@@ -59,7 +60,8 @@ def _write(results: Path, name: str, rows: list[dict], place: str = "cpu", **env
 
 
 def _reports(*rows: Reported) -> list[Report]:
-    return [Report("A report", (ReportTable("S9.1", "A table", rows, ("all of it",)),))]
+    tables = (ReportTable("S9.1", "A table", rows, ("all of it",)),)
+    return [Report("A report", tables, "S9", "owner/name", "docs/a.md", "abc1234")]
 
 
 TWO_HEADS = Reported(
@@ -89,7 +91,7 @@ def results(tmp_path: Path) -> Path:
 def test_their_figures_and_ours_stand_in_one_line(results: Path) -> None:
     assert _line(_page(results, TWO_HEADS), "H 2") == (
         "| H 2 | 8.0 ± 0.5 ms, 1.5e+12 ops/s, 100% (efficiency) | cpu: heads/H2 "
-        "(B 2, T 2048, H 2, D 64, float32) | 8.25 [8.125, 8.5] | 12.5 | 123,456 | yes |  | "
+        "(B 2, T 2048, H 2, D 64, float32) | 8.25 [8.125, 8.5] | 12.5 | 123,456 | yes | - | "
         "this row |"
     )
 
@@ -127,13 +129,55 @@ def test_a_wrong_row_is_marked_and_counted(results: Path) -> None:
 def test_a_quick_look_answers_nothing(results: Path) -> None:
     _write(results, "heads", [_row("heads/H2", 2)], quick=True)
     page = _page(results, TWO_HEADS)
-    assert "needs: a full run of `dpflash bench heads`" in _line(page, "H 2")
+    assert "heads/H2" not in page and "**0 of 1 rows" in page
     assert "a quick look: no figures to quote" in page
 
 
-def test_a_suite_that_was_not_run_is_needed(results: Path) -> None:
-    row = Reported("B 1", answers=[Answer("batch", "dilated_batch", {"batch": 1})])
-    assert "needs: a full run of `dpflash bench batch`" in _line(_page(results, row), "B 1")
+BATCH = Reported("B 1", answers=[Answer("batch", "dilated_batch", {"batch": 1})])
+
+
+def test_a_row_without_figures_says_which_command_measures_it(results: Path) -> None:
+    told = "| - | not measured yet: `dpflash bench batch --threads 1 --out DIR` | - |"
+    assert told in _line(_page(results, TWO_HEADS, BATCH), "B 1")
+
+
+def test_a_table_without_a_figure_is_folded_to_one_line_with_theirs_inside(results: Path) -> None:
+    page = _page(results, BATCH, Reported("A tool", features=["dpflash.attention"]))
+    told = "measured yet: <code>dpflash bench batch --threads 1 --out DIR</code></summary>"
+    assert page.count("</summary>") == 1 and told in page
+    folded = page.partition("<details>")[2].partition("</details>")[0]
+    assert "| B 1 | - |" in folded and "A tool" not in folded
+    assert "<details>" not in _page(results, TWO_HEADS, BATCH)
+
+
+def test_the_page_counts_the_rows_with_figures(results: Path) -> None:
+    page = _page(results, TWO_HEADS, BATCH, Reported("A tool", features=["dpflash.attention"]))
+    assert "**1 of 2 rows of the reports have figures of ours.** 1 more have none" in page
+    row = bench_results.row("heads/H2", {"heads": 2}, section="heads", needs="a faster device")
+    _write(results, "heads", [row])
+    assert "**0 of 1 rows" in _page(results, TWO_HEADS)
+
+
+def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results: Path) -> None:
+    page = _page(results, TWO_HEADS)
+    assert "[docs/a.md](https://github.com/owner/name/blob/abc1234/docs/a.md) | abc1234 |" in page
+    told = page.partition("## What the columns say")[2].partition("## S9")[0]
+    assert all(f"*{header}*" in told for header in ("right", "more", "efficiency", "ms"))
+
+
+def test_results_of_an_earlier_format_are_listed_and_read_no_further(results: Path) -> None:
+    older = {"environment": {"date": "2025-01-02", "commit": "0ld0ld0"}, "rows": [{"odd": 1}]}
+    (results / "ghost_cpu.json").write_text(json.dumps(older))
+    line = "| [ghost_cpu.json](results/ghost_cpu.json) | - | - | 2025-01-02 | - | - | 0ld0ld0 |"
+    assert f"{line} an earlier format" in _page(results, TWO_HEADS)
+
+
+def test_the_check_of_versus_tells_how_many_trials_were_right(results: Path) -> None:
+    held = {"environment": {"slowdown": 0.1}, "right": {"A/A": 7, "A/B": 5}}
+    held["made"] = {"A/A": 7, "A/B": 6}
+    (results / "cpu" / "compare_check.json").write_text(json.dumps(held))
+    page = _page(results, TWO_HEADS)
+    assert "(A/A): 7 of 7 right" in page and "slowed by 10% (A/B): 5 of 6 right" in page
 
 
 def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
@@ -141,7 +185,8 @@ def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
     with pytest.raises(ValueError, match=r"heads.json: no row of section 'heads' with .*8"):
         _page(results, row)
     may = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8}, "eight heads")])
-    assert "needs: eight heads" in _line(_page(results, may), "H 8")
+    told = "not measured yet: with eight heads `dpflash bench heads --threads 1 --out DIR`"
+    assert told in _line(_page(results, TWO_HEADS, may), "H 8")
 
 
 def test_features_and_needs_stand_in_the_place_of_figures(results: Path) -> None:

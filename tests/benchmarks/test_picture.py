@@ -90,6 +90,39 @@ def test_a_title_says_the_shape_and_its_range():
     assert axis.get_xlabel() == "T, tokens" and "ms of a call" in axis.get_ylabel()
 
 
+def test_a_line_joins_points_of_one_batch_and_the_ticks_say_the_batch():
+    rows = [one(1024, 1.0, batch=4), one(4096, 2.0, batch=1), one(16384, 9.0, batch=1)]
+    axis = panel(rows)
+    lines = [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "o"]
+    assert lines == [[1024], [4096, 16384]]
+    told = words(axis.get_xticklabels(), axis.get_xlim())
+    assert told == ["1,024\nB 4", "4,096\nB 1", "16,384\nB 1"]
+    over = panel(rows, x=config("batch", "B"))
+    assert [len(line.get_xdata()) for line in over.lines if line.get_marker() == "o"] == [3]
+
+
+SPEEDUPS = {"y": column("speedup", "speed-up"), "logarithmic": False}
+
+
+def sped(tokens, speedup):
+    return {**one(tokens, 5.0), "speedup": speedup, "speedup_ci95": [0.5 * speedup, 2 * speedup]}
+
+
+def test_a_speed_up_has_its_interval_and_a_line_at_1():
+    axis = panel([sped(8, 1.5), sped(16, 3.0)], **SPEEDUPS)
+    (bars,) = axis.containers[0].lines[2]
+    reach = [sorted(segment[:, 1]) for segment in bars.get_segments()]
+    assert reach == [[0.75, 3.0], [1.5, 6.0]]
+    assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]
+    times = panel([one(8, 1.5)], logarithmic=False)
+    assert [1, 1] not in [list(line.get_ydata()) for line in times.lines]
+
+
+def test_the_highest_mark_and_its_interval_lie_below_the_upper_edge():
+    axis = panel([one(8, 1.0), one(16, 1.0)], logarithmic=False)
+    assert axis.get_ylim() == (0, pytest.approx(1.1 * 1.2))
+
+
 def test_words_on_an_axis_do_not_overlap():
     names = [f"a variant of attention {n}" for n in range(12)]
     axis = panel(

@@ -1,7 +1,9 @@
 """The rows of others' reports, and that ours answer them."""
 
+import contextlib
 import functools
 import importlib
+import io
 import json
 import re
 from pathlib import Path
@@ -90,6 +92,29 @@ def test_every_row_is_answered_in_one_way() -> None:
     for table, row in ROWS:
         ways = bool(row.answers) + bool(row.features) + bool(row.needs)
         assert ways == 1, (table, row.named)
+
+
+def test_the_reports_and_their_tables_stand_in_order() -> None:
+    assert [report.id for report in REPORTS] == ["S0", "S1", "S2", "S3", "S4"]
+    for report in REPORTS:
+        firsts = [int(re.match(rf"{report.id}\.(\d+)", table.id)[1]) for table in report.tables]
+        assert firsts == sorted(firsts), report.id
+        assert all((report.repository, report.file, report.commit))
+
+
+@pytest.mark.parametrize(
+    "command", sorted({answer.command for _, row in ROWS for answer in row.answers})
+)
+def test_the_command_that_measures_a_row_has_these_options(command: str) -> None:
+    help_text = _help(command.split()[1:3])
+    assert all(f"{option} " in help_text for option in re.findall(r"--[a-z-]+", command))
+
+
+def _help(names: list[str]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
+        main([*names, "--help"])
+    return said.getvalue()
 
 
 def test_every_table_of_the_reports_is_there() -> None:

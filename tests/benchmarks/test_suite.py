@@ -123,7 +123,7 @@ def test_a_measured_row_has_all_columns(found):
     assert entry["peak_memory_mb"] >= 0 and "needs" not in entry
     assert entry["tokens_per_s"] == pytest.approx(32e3 / entry["median_ms"])
     assert entry["gflop_per_s"] == pytest.approx(2 * 32**3 / entry["median_ms"] / 1e6)
-    assert entry["bound"] in ("compute", "memory_bandwidth", "balanced", "overhead")
+    assert entry["bound"] in (*("compute_bound", "memory_bandwidth", "balanced", "overhead"),)
 
 
 def test_a_speed_up_is_over_the_baseline_and_by_rounds(found):
@@ -411,10 +411,13 @@ def test_exponent_of_a_power_law_is_its_power_and_noise_widens_the_interval():
 def test_insights_are_those_of_the_suite_or_what_its_rows_have():
     one = row("a/b", {}, median_ms=1.0, speedup=0.5, baseline="a/c")
     other = {**one, "name": "d/b", "speedup": 2.0, "baseline": "d/c"}
-    bent = row("e", {}, curve="c", exponent=1.25, exponent_ci95=[1.0, 1.5])
-    assert key_insights([one, other, bent]) == [
-        "b is 0.5 to 2 times as fast as c (2 places).",
+    fitted = {"exponent": 1.25, "exponent_ci95": [1.0, 1.5]}
+    bent = row("e", {}, curve="c", sizes=[1, 2, 4, 8], **fitted)
+    few = row("f", {}, curve="few", sizes=[1, 2, 4], **fitted)
+    assert key_insights([one, other, bent, few]) == [
+        "b is 0.5 to 2 times as fast as c, in 2 rows.",
         "c: the exponent is 1.25 [1.00, 1.50].",
+        "few: too few sizes for an exponent (3).",
         "2 rows were timed.",
     ]
     own = row("i", {}, section="insights", text="All is well.")
@@ -522,7 +525,8 @@ def test_work_counts_products_and_bytes_and_no_views():
 @pytest.mark.parametrize(
     ("flops", "moved", "seconds", "share", "bound"),
     [
-        (1e9, 1e6, 1.5, None, "compute"),
+        (1e9, 1e6, 1.5, None, "compute_bound"),
+        (1e9, 1e6, 2.1, None, "overhead"),
         (1e6, 1e9, 1.5, None, "memory_bandwidth"),
         (1e9, 1.1e9, 1.5, None, "balanced"),
         (1e6, 1e6, 1.5, None, "overhead"),
@@ -533,6 +537,7 @@ def test_the_lower_roof_bounds(flops, moved, seconds, share, bound):
     roofs = Ceilings({"float32": 1e9}, 1e9)
     found = roofline.place_under_roofs(work.Work(flops, moved), seconds, roofs, "float32", share)
     assert found["bound"] == bound
+    assert found["roof"] == ("compute" if flops > moved else "memory")
     assert found["gflop_per_s"] == flops / seconds / 1e9
     assert found["intensity"] == flops / moved
 

@@ -43,7 +43,7 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
             assert row["correct"] is True and row["needs"] is None, row
             assert len(row["samples_ms"]) == 4 and min(row["samples_ms"]) > 0
     verdicts = {line["verdict"] for line in comparison["lines"]}
-    allowed = {"unchanged", "slower", "faster", "more memory", "slower, more memory"}
+    allowed = {"unchanged", "undecided", "slower", "faster", "more memory", "slower, more memory"}
     assert verdicts <= allowed and len(comparison["lines"]) == len(versus_worker.JOBS)
     assert "trials took turns" in capsys.readouterr().out
 

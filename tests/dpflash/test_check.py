@@ -775,10 +775,17 @@ def test_a_frozen_batch_norm_is_still_named():
     assert found(check(model, vectors()), "unsupported") == ["1"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_narrow_models_raise_no_false_alarm(dtype):
-    model = language_model().to(dtype)
-    assert check(model, documents()).problems == []
+def test_a_float32_language_model_raises_no_false_alarm():
+    assert check(language_model(), documents()).problems == []
+
+
+def test_a_16_bit_model_raises_no_false_alarm_but_is_warned_of_its_rounding():
+    report = check(language_model().to(torch.bfloat16), documents())
+    assert report.ok
+    (problem,) = report.problems
+    assert (problem.kind, problem.severity) == ("rounding", "warning")
+    assert problem.where == "token_embedding.weight"
+    assert "more than max_grad_norm" in problem.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

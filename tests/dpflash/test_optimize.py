@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import leveled, optimization
+from dpflash import leveled, optimization, planner
 from dpflash.cli import main
 from dpflash.grad_rules import PrivateModule
 from dpflash.mesh import Workers
@@ -136,7 +136,6 @@ def test_the_default_changes_nothing(private, tiny_lm, next_token_loss):
         engine, model, optimizer, loader = private(
             copy.deepcopy(plain), tokens(32), noise_multiplier=0.5, **options
         )
-        assert type(model) is tiny_lm
         assert torch.equal(model(tokens()), plain(tokens()))
         assert engine.optimization.clipping == "flat"
         assert not engine.optimization.autocast and not engine.optimization.compiled
@@ -362,7 +361,25 @@ def test_a_model_of_another_dtype_is_left_without_autocast(dtype, private, tiny_
     engine, model, *_ = private(tiny_lm().to(dtype), optimize="balanced")
     assert not engine.optimization.autocast
     assert f"left out: autocast, since parameters are {dtype}" in str(engine.optimization)
-    assert type(model) is tiny_lm and model(tokens()).dtype == dtype
+    assert model(tokens()).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "told"),
+    [
+        ("none", torch.float32, False),
+        ("conservative", torch.float32, False),
+        ("balanced", torch.float32, True),
+        ("balanced", torch.float64, False),
+        *((level, torch.bfloat16, True) for level in planner.LEVELS),
+    ],
+    ids=str,
+)
+def test_that_16_bit_may_exceed_the_bound_is_told_where_a_model_is_in_16_bit(
+    level, dtype, told, private, tiny_lm
+):
+    engine, *_ = private(tiny_lm().to(dtype), optimize=level)
+    assert ("1.0083 where that was searched for" in str(engine.optimization)) == told
 
 
 def test_a_device_without_bfloat16_is_refused_by_the_argument(private, tiny_lm, monkeypatch):

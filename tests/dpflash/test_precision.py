@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dpflash import precision
@@ -104,6 +105,50 @@ def test_products_that_are_rounded_from_the_backward_on_are_refused(clipping, pr
     assert not engine._backward.sums
 
 
+class ConvolvesByFunction(nn.Module):
+    """No module of it tells that it convolves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kernels", torch.randn(64, 16, 9))
+        self.head = nn.Linear(64, 8, bias=False)
+
+    def forward(self, x):
+        return self.head(F.conv1d(x, self.kernels, padding=4).mean(2))
+
+
+@pytest.fixture
+def convolutions():
+    """Sets how a CPU convolves float32, until the end of the test."""
+    before = torch.backends.mkldnn.conv.fp32_precision
+
+    def put(precision):
+        torch.backends.mkldnn.conv.fp32_precision = precision
+
+    yield put
+    put(before)
+
+
+@pytest.mark.parametrize("reduction", [None, "sum", "mean"])
+def test_convolutions_that_are_called_as_functions_are_refused_where_a_cpu_rounds_them(
+    reduction, private, convolutions
+):
+    engine, model, *_ = private(ConvolvesByFunction(), loss_reduction=reduction)
+    x = torch.randn(3, 16, 64)
+    convolutions("bf16")
+    with pytest.raises(ValueError, match="mkldnn.conv.fp32_precision='bf16' on a CPU.*'ieee'"):
+        model(x)
+    convolutions("none")
+    losses = model(x).square().sum(1)
+    convolutions("bf16")
+    with pytest.raises(ValueError, match="mkldnn.conv.fp32_precision='bf16' on a CPU.*'ieee'"):
+        engine.backward(losses if reduction is None else getattr(losses, reduction)())
+    assert not engine._backward.sums
+    convolutions("ieee")
+    losses = model(x).square().sum(1)
+    engine.backward(losses if reduction is None else getattr(losses, reduction)())
+
+
 # A mean over samples
 
 
@@ -168,10 +213,10 @@ def test_a_gpu_with_tf32_is_too_coarse_for_a_mean():
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.conv.fp32_precision = "tf32"
         assert precision.coarse_products("cuda", convolves=False) is None
-        found = precision.coarse_products("cuda", convolves=True)
+        found = precision.coarse_products("cuda")
         assert found == "torch.backends.cudnn.conv.fp32_precision='tf32'"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
-        assert precision.coarse_products("cuda", convolves=True) is None
+        assert precision.coarse_products("cuda") is None
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.conv.fp32_precision = before

@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import dpflash
 from dpflash import measured
 from dpflash.bench.attention import build_pattern
 from dpflash.bench.named_variants import VARIANTS
-from dpflash.bench.page import recommendation_data
 from dpflash.bench.quality import contestants
+from dpflash.bench.result_files import recommendation_data
 from dpflash.ceilings import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 from dpflash.recommend import Recommendation
@@ -26,7 +27,7 @@ _ENVIRONMENT = {
     "threads": 1,
     "date": "2026-11-22",
     "torch": "2.13.0",
-    "dpflash": "0.1.0",
+    "dpflash": version("dpflash"),
     "commit": "abcdef0",
 }
 
@@ -108,6 +109,22 @@ def test_tokens_more_than_four_times_away_are_refused(tmp_path: Path, tokens: in
     _file(tmp_path, _rows(1024, 2048, 16384))
     with pytest.raises(ValueError, match=f"tokens={tokens}: .*dpflash bench attention --out DIR"):
         _recommend(tmp_path, tokens)
+
+
+def test_the_longest_and_the_shortest_length_with_figures_are_told(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    for tokens, told in (
+        (65537, "figures reach to T = 65,536 .measured at 1,024, 16,384"),
+        (255, "figures begin at T = 256 "),
+    ):
+        with pytest.raises(ValueError, match=f"tokens={tokens}: {told}"):
+            _recommend(tmp_path, tokens)
+    _file(tmp_path, _rows(1024))
+    with pytest.raises(ValueError, match="each pattern was measured at one length only .1,024"):
+        _recommend(tmp_path, 2048)
+    _file(tmp_path, _rows(64, 65536))
+    with pytest.raises(ValueError, match="tokens=2048: no figures are near it"):
+        _recommend(tmp_path, 2048)
 
 
 def test_a_pattern_measured_at_one_length_is_told_at_that_length_only(tmp_path: Path) -> None:
@@ -237,7 +254,7 @@ def test_the_loss_of_the_very_pattern_scaled_with_t_stands_beside(tmp_path: Path
     # Of the same class, with another window.
     (window,) = _recommend(tmp_path, 4096).alternatives
     assert (window.variant, window.quality) == ("SlidingWindow", None)
-    assert "not measured  measured" in str(_recommend(tmp_path, 4096))
+    assert "not measured" in str(_recommend(tmp_path, 4096)).splitlines()[-1]
 
 
 def test_dense_attention_is_the_reference_and_has_no_loss_over_itself(tmp_path: Path) -> None:
@@ -309,7 +326,9 @@ def test_patterns_restricts_the_kinds(tmp_path: Path) -> None:
         _recommend(tmp_path, 16384, patterns=[BlockSparse])
     with pytest.raises(ValueError, match="no pattern was measured with causal=False") as told:
         _recommend(tmp_path, 16384, causal=False)
-    assert "patterns=None" not in str(told.value)
+    assert "there are figures with causal=True, direction='forward+backward'; " in str(told.value)
+    with pytest.raises(ValueError, match="direction='forward[+]backward' of SlidingWindow; run"):
+        _recommend(tmp_path, 16384, causal=False, patterns=[SlidingWindow])
 
 
 def test_patterns_and_directions_that_were_not_asked_for_are_left_out(tmp_path: Path) -> None:
@@ -341,6 +360,85 @@ def test_figures_of_another_device_come_with_a_warning(tmp_path: Path) -> None:
     assert "WARNING: the figures are of another device (NVIDIA H200)" in str(
         _recommend(path, 1024)
     )
+
+
+def test_without_a_gpu_none_is_claimed_to_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = _file(tmp_path, _rows(1024))
+    text = str(dpflash.recommend(1024, results=path, device="cuda"))
+    assert "WARNING: there are no figures of a GPU, and these are of another device" in text
+    _file(tmp_path, _rows(1024), device="NVIDIA of a test")
+    text = str(dpflash.recommend(1024, results=path, device="cuda"))
+    assert "of NVIDIA of a test, and no GPU is found here" in text and "yours" not in text
+
+
+def test_figures_of_another_release_come_with_a_warning(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024), dpflash="0.0.7")
+    told = f"WARNING: figures of dpflash 0.0.7, and this is {version('dpflash')}, which"
+    assert told in str(_recommend(tmp_path, 1024))
+
+
+def _timed(pattern: Pattern, ms: float, low: float, high: float) -> dict:
+    return {**_row(pattern, 16384, ms, 1.0), "ci95_ms": [low, high]}
+
+
+def _wide(window: int = 1024) -> Pattern:
+    return SlidingWindow(window=window, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("wide", "is_taken"),
+    [
+        ((10.4, 10.35, 10.5), True),  # within 5%
+        ((12.0, 10.2, 13.0), True),  # the intervals overlap
+        ((10.6, 10.5, 10.7), False),
+    ],
+)
+def test_of_those_as_fast_within_noise_the_one_that_sees_most_is_taken(
+    tmp_path: Path, wide: tuple[float, float, float], is_taken: bool
+) -> None:
+    _file(tmp_path, [_timed(WINDOW, 10.0, 9.0, 10.3), _timed(_wide(), *wide)])
+    found = _recommend(tmp_path, 16384)
+    assert (found.pattern == _wide()) == is_taken
+    assert len(found.alternatives) == 1
+    assert ("as fast within noise as the fastest of 2 that fit" in str(found)) == is_taken
+    assert ("as fast as the fastest that fits" in str(found)) == is_taken
+
+
+def test_one_that_sees_more_but_does_not_fit_is_not_taken(tmp_path: Path) -> None:
+    large = {**_timed(_wide(), 10.0, 9.0, 11.0), "peak_memory_mb": 99.0}
+    _file(tmp_path, [_timed(WINDOW, 10.0, 9.0, 11.0), large])
+    assert _recommend(tmp_path, 16384).pattern == _wide()
+    assert _recommend(tmp_path, 16384, memory=9 * MIB).pattern == WINDOW
+
+
+def test_the_first_line_says_whether_the_quality_is_known(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    first = str(_recommend(tmp_path, 16384)).splitlines()[0]
+    assert first.endswith(": SlidingWindow (fastest that fits; its quality is not known)")
+    first = str(_recommend(tmp_path, 1024)).splitlines()[0]
+    assert first.endswith(": Dense (fastest that fits)")
+    _file(tmp_path, [*_rows(1024, 16384), *_QUALITIES])
+    first = str(_recommend(tmp_path, 16384)).splitlines()[0]
+    assert first.endswith("(fastest that fits; held-out loss +10.00%)")
+
+
+def test_where_figures_are_from_is_said_once(tmp_path: Path) -> None:
+    _file(tmp_path, _rows(1024, 16384))
+    text = str(_recommend(tmp_path, 2048))
+    table = text.partition("figures: between T=1,024 and T=16,384, float32\n")[2]
+    assert table.startswith("variant") and "from" not in table and "between" not in table
+    _file(tmp_path, [*_rows(1024, 16384), _row(_wide(), 2048, 99.0, 1.0)])
+    table = str(_recommend(tmp_path, 2048)).partition("says nothing else\n")[2]
+    assert table.count("between") == 0 and table.rstrip().endswith("measured, float32")
+
+
+def test_milliseconds_are_written_as_numbers(tmp_path: Path) -> None:
+    _file(tmp_path, [_row(DENSE, 1024, 1730.4, 1.0)])
+    text = str(_recommend(tmp_path, 1024))
+    assert "1,730 ms and" in text and "e+" not in text
 
 
 def test_figures_of_this_device_win_over_those_of_another(tmp_path: Path) -> None:

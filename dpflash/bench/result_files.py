@@ -1,0 +1,107 @@
+"""Committed JSON files of results, and what of them `dpflash.recommend` ships.
+
+Results lie in ``<results>/<device>/<suite>.json``; those of scaling over workers, which is a
+program of its own, in ``<results>/scaling_<device>.json`` too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_PROGRAMS = ("scaling", "scaling_memory")
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One JSON file and what it holds."""
+
+    path: Path
+    held: Mapping[str, Any]
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Those of a benchmark; none in a file of another kind."""
+        rows: Sequence[Row] = self.held.get("rows", ())
+        return rows
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """On what it was measured."""
+        environment: Mapping[str, Any] = self.held.get("environment", {})
+        return environment
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its sizes are small and its trials few."""
+        return bool(self.environment.get("quick"))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.held.get("complete", True))
+
+
+Files = Mapping[str, ResultFile]
+
+
+def load(results: Path, device: str) -> dict[str, ResultFile]:
+    """The files of a device, by the names of what was run."""
+    paths = {path.stem: path for path in (results / device).glob("*.json")}
+    for program in _PROGRAMS:
+        path = results / f"{program}_{device}.json"
+        if path.exists():
+            paths.setdefault(program, path)
+    return {name: _read(path) for name, path in sorted(paths.items())}
+
+
+def load_older(results: Path, device: str) -> list[ResultFile]:
+    """The files of a device in formats of before, whose rows no table here can read."""
+    programs = {f"{program}_{device}" for program in _PROGRAMS}
+    paths = sorted(results.glob(f"*_{device}.json"))
+    return [_read(path) for path in paths if path.stem not in programs]
+
+
+def _read(path: Path) -> ResultFile:
+    return ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
+
+
+def device_names(results: Path) -> list[str]:
+    """The devices that have results."""
+    return sorted(path.name for path in results.iterdir() if any(path.glob("*.json")))
+
+
+# What a recommendation reads of a file.
+_ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
+_COLUMNS = (
+    *("name", "section", "config", "pattern_key", "operator", "correct"),
+    *("median_ms", "ci95_ms", "peak_memory_mb", "needs"),
+    *("what", "baseline", "sparsity", "difference", "difference_ci95", "relative_difference"),
+)
+
+
+def recommendation_data(results: Path) -> dict[str, Any]:
+    """What `dpflash.recommend` needs of the results: "runs", as it reads them."""
+    runs = []
+    for device in device_names(results):
+        for name in ("attention", "variants", "sequence"):
+            file = load(results, device).get(name)
+            if file is None:
+                continue
+            rows = [
+                {key: row[key] for key in _COLUMNS if row.get(key) is not None}
+                for row in file.rows
+                if row.get("operator") == "dpflash" or row.get("section") == "quality"
+            ]
+            runs.append(
+                {
+                    "environment": {key: file.environment.get(key) for key in _ENVIRONMENT},
+                    "rows": rows,
+                }
+            )
+    return {"runs": runs}
