@@ -64,14 +64,20 @@ def rows_of(section, times):
 
 def test_lengths_below_the_longest_segment_are_not_in_the_fit():
     # A short sequence costs less for each token, which would look like a larger exponent.
-    rows = rows_of(sequence.FIXED, {512: 0.3, 1024: 1.0, 2048: 2.0, 4096: 4.0})
+    rows = rows_of(sequence.FIXED, {512: 0.3, 1024: 1.0, 2048: 2.0, 4096: 4.0, 8192: 8.0})
     found = {one["name"]: one for one in sequence.SUITE.derive(rows)}
     exponent = found["exponents/dilated_fixed/forward+backward"]
-    assert exponent["sizes"] == [1024, 2048, 4096]
+    assert exponent["sizes"] == [1024, 2048, 4096, 8192]
     assert exponent["exponent"] == pytest.approx(1)
     assert exponent["exponent_ci95"] == pytest.approx([1, 1])
     text = found["insights/dilated_fixed/forward+backward"]["text"]
     assert "grows with the tokens to the power 1.00 [1.00, 1.00]" in text
+
+
+def test_three_lengths_are_told_as_a_row_and_not_as_an_insight():
+    rows = rows_of(sequence.LONG, {2048: 1.0, 4096: 2.0, 8192: 4.0})
+    (exponent,) = sequence.SUITE.derive(rows)
+    assert exponent["exponent"] == pytest.approx(1)
 
 
 def test_two_lengths_have_no_exponent_but_a_need():
