@@ -70,8 +70,6 @@ class Bias:
         """`[L, C]`, -inf for what is not seen."""
         row, rows, column, columns = self.window
         found = torch.full((rows, columns), -math.inf, dtype=dtype)
-        i = torch.arange(row, row + rows).unsqueeze(1)
-        j = torch.arange(column, column + columns)
         for lo in {part.lo for part in self.parts}:
             all_seen = row - (column + columns - 1) >= lo
             of_lo = found if all_seen else torch.full_like(found, -math.inf)
@@ -79,7 +77,8 @@ class Bias:
                 if part.lo == lo:
                     of_lo[self.window.of(part)] = part.weight
             if not all_seen:
-                found = found.maximum(of_lo.masked_fill_(i - j < lo, -math.inf))
+                hidden = torch.ones_like(found, dtype=torch.bool).triu_(row - column - lo + 1)
+                found = found.maximum(of_lo.masked_fill_(hidden, -math.inf))
         return found
 
 

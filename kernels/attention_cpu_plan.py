@@ -103,8 +103,8 @@ def _first_ones(batches: list[Batch], num_rows: int, num_columns: int) -> Plan:
     first: list[Batch] = []
     others: list[Batch] = []
     # Wide pieces of many rows leave least to sum; those on the diagonal may have columns once.
-    order = sorted(batches, key=lambda x: (x.kind == FULL, -x.columns * x.column_start.shape[1]))
-    for batch in order:
+    # Tiles stay in their order, in which those of one bias follow each other.
+    for batch in sorted(batches, key=_rank):
         own = _places(batch, batch.row_start.unsqueeze(1), batch.rows, batch.row_stride, num_rows)
         taken = bool(rows.view(-1)[own].any())
         (others if taken else first).append(batch)
@@ -120,6 +120,12 @@ def _first_ones(batches: list[Batch], num_rows: int, num_columns: int) -> Plan:
     of_rows = frozenset(rows.all(1).nonzero().flatten().tolist())
     of_columns = frozenset(range(variants) if columns.all() else ())
     return Plan(first + others, len(first), of_rows, of_columns)
+
+
+def _rank(batch: Batch) -> tuple[bool, int]:
+    is_tile = batch.bias is not None and batch.bias.window.rows > 1
+    width = 0 if is_tile else batch.columns * batch.column_start.shape[1]
+    return (batch.kind == FULL, -width)
 
 
 def _places(batch: Batch, start: Tensor, length: int, stride: int, line: int) -> Tensor:
