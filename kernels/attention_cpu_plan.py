@@ -122,10 +122,10 @@ def _first_ones(batches: list[Batch], num_rows: int, num_columns: int) -> Plan:
     return Plan(first + others, len(first), of_rows, of_columns)
 
 
-def _rank(batch: Batch) -> tuple[bool, int]:
+def _rank(batch: Batch) -> tuple[bool, bool, int]:
     is_tile = batch.bias is not None and batch.bias.window.rows > 1
     width = 0 if is_tile else batch.columns * batch.column_start.shape[1]
-    return (batch.kind == FULL, -width)
+    return (batch.kind == FULL, not is_tile, -width)
 
 
 def _places(batch: Batch, start: Tensor, length: int, stride: int, line: int) -> Tensor:
