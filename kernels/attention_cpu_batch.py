@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,6 +92,15 @@ def _within(start: int, stride: int, count: int, begin: int, length: int) -> sli
     return slice(start + first * stride - begin, start + (end - 1) * stride - begin + 1, stride)
 
 
+class Run(NamedTuple):
+    """Pieces of a variant that repeat the first one, each `spacing` tokens on, without overlap."""
+
+    pieces: list[int]
+    spacing: int
+    row: int  # first row of the first piece
+    columns: list[tuple[int, int]]  # of the first piece: first ones, and how many touch
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """n pieces of one shape; no row of a variant is in two of them.
@@ -99,8 +109,8 @@ class Batch:
     piece's first ones.
 
     Attributes:
-        kind: FULL (all see all), CAUSAL (row i sees columns up to i), MASKED (by the band) or
-            BIASED.
+        kind: FULL (all see all), CAUSAL (row i sees columns up to i of the last progression, and
+            all others), MASKED (by the band) or BIASED.
         rows: L.
         row_stride: stride of the rows.
         columns: C.
@@ -135,14 +145,61 @@ class Batch:
     bias: Bias | None = None
     bias_first: int = 0
 
+    @functools.cached_property
+    def weighted(self) -> bool:
+        """Some piece has a multiplicity other than 1."""
+        return bool(self.log_multiplicity.any())
+
+    @functools.cached_property
+    def runs(self) -> dict[int, list[Run]]:
+        """All pieces, by their variants."""
+        runs: dict[int, list[Run]] = {}
+        offsets = self.column_start - self.row_start.unsqueeze(1)
+        alike, _ = numbered(self.variant, *offsets.unbind(1))
+        for some in members(alike):
+            columns = self._touching(int(some[0]))
+            longest = max(length for _, length in columns)
+            extent = 1 + max(self.row_stride * (self.rows - 1), self.column_stride * (longest - 1))
+            steps = self.row_start[some].diff().tolist()
+            pieces, rows = some.tolist(), self.row_start[some].tolist()
+            begin = 0
+            while begin < len(pieces):
+                end = begin + 1
+                while end < len(pieces) and steps[end - 1] == steps[begin] >= extent:
+                    end += 1
+                spacing = steps[begin] if end - begin > 1 else 0
+                moved = rows[begin] - rows[0]
+                own = [(start + moved, length) for start, length in columns]
+                run = Run(pieces[begin:end], spacing, rows[begin], own)
+                runs.setdefault(int(self.variant[some[0]]), []).append(run)
+                begin = end
+        return runs
+
+    def _touching(self, piece: int) -> list[tuple[int, int]]:
+        """First column and number of columns of a piece's progressions, touching ones as one."""
+        found: list[tuple[int, int]] = []
+        for start in self.column_start[piece].tolist():
+            last, length = found[-1] if found else (0, -1)
+            if start == last + length * self.column_stride and found:
+                found[-1] = (last, length + self.columns)
+            else:
+                found.append((start, self.columns))
+        return found
+
     def seen(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """`[end - begin, C]`, bool: which columns each row from `begin` to `end` sees."""
+        """`[end - begin, k * C]`, bool: which columns each row from `begin` to `end` sees.
+
+        Of BIASED pieces what the bias does not hide.
+        """
         rows = torch.arange(begin, self.rows if end is None else end).unsqueeze(1)
         columns = torch.arange(self.columns)
-        if self.kind != MASKED:
-            return (columns <= rows) | (self.kind == FULL)
-        distance = self.first + self.row_stride * rows - self.column_stride * columns
-        return (distance >= self.band[0]) & (distance <= self.band[1])
+        if self.kind == MASKED:
+            distance = self.first + self.row_stride * rows - self.column_stride * columns
+            return (distance >= self.band[0]) & (distance <= self.band[1])
+        seen = torch.ones(len(rows), self.column_start.shape[1] * self.columns, dtype=torch.bool)
+        if self.kind == CAUSAL:
+            seen[:, -self.columns :] = columns <= rows
+        return seen
 
 
 class Pieces(NamedTuple):
@@ -199,6 +256,31 @@ def batch_full(pieces: Pieces) -> list[Batch]:
         begin = (k.cumsum(0) - k)[some]
         entries = order[begin.unsqueeze(1) + torch.arange(count)]
         batches.append(_make_batch(FULL, pieces, entries))
+    return batches
+
+
+def batch_stepped(full: Pieces, diagonal: Pieces) -> list[Batch]:
+    """Each piece of `diagonal` with all of `full` that have its rows, stride and weight.
+
+    All are as wide as high.
+    """
+    # Columns come in their order and the diagonal last.
+    pieces = concatenated(full.pick(torch.argsort(full.column)), diagonal)
+    tile, _ = numbered(
+        *(pieces.variant, pieces.row, pieces.row_stride, pieces.rows),
+        *(pieces.column_stride, codes(pieces.weight)),
+    )
+    order = torch.argsort(tile, stable=True)
+    k = torch.bincount(tile)
+    end = k.cumsum(0)
+    last = order[end - 1]
+    shape = (x[last] for x in (pieces.rows, pieces.row_stride, pieces.column_stride))
+    alike, _ = numbered(*shape, k, (pieces.row - pieces.column)[last])
+    batches = []
+    for some in members(alike):
+        count = int(k[some[0]])
+        entries = order[end[some].unsqueeze(1) + torch.arange(-count, 0)]
+        batches.append(_make_batch(CAUSAL, pieces, entries))
     return batches
 
 

@@ -38,13 +38,14 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 def flash_forward(tokens: Tokens, chunk: Chunk, scale: float) -> tuple[Tensor, Tensor]:
     """The chunk's o, and lse `[n, 1, L]` (first dimensions b, h for views)."""
-    causal = chunk.batch.kind == CAUSAL
+    causal = chunk.batch.kind == CAUSAL and chunk.mask is None
     q = take(tokens.q, chunk.rows)
     k, v = take(tokens.k, chunk.columns), take(tokens.v, chunk.columns)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=chunk.bias, scale=scale
     )
-    lse = lse + chunk.log_multiplicity.to(lse.dtype)
+    if chunk.batch.weighted:
+        lse = lse + chunk.log_multiplicity.to(lse.dtype)
     if chunk.mask is not None and chunk.mask.blind is not None:
         # The operation gives a row that sees nothing an lse of 0.
         lse = lse.masked_fill(chunk.mask.blind, -math.inf)
@@ -55,9 +56,11 @@ def flash_backward(tokens: Tokens, upstream: Upstream, chunk: Chunk, scale: floa
     """What the chunk adds to dq, dk and dv."""
     q, do, o, lse = (take(x, chunk.rows) for x in (tokens.q, *upstream))
     k, v = take(tokens.k, chunk.columns), take(tokens.v, chunk.columns)
-    # p = m e^s / e^lse
-    lse = lse.squeeze(3) - chunk.log_multiplicity.to(lse.dtype)
-    causal = chunk.batch.kind == CAUSAL
+    lse = lse.squeeze(3)
+    if chunk.batch.weighted:
+        # p = m e^s / e^lse
+        lse = lse - chunk.log_multiplicity.to(lse.dtype)
+    causal = chunk.batch.kind == CAUSAL and chunk.mask is None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse.contiguous(), 0.0, causal, attn_mask=chunk.bias, scale=scale
     )

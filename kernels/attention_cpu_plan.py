@@ -16,10 +16,11 @@ from .attention_cpu_batch import (
     Pieces,
     batch_banded,
     batch_full,
+    batch_stepped,
     concatenated,
 )
 from .attention_cpu_bias import cut_cells, cut_mixed
-from .attention_cpu_join import cut_alike, join
+from .attention_cpu_join import cut_alike, join, step
 from .tile_graph import Side, TileGraph, real_cpu_tensors
 
 _TILE_ROWS = 256
@@ -87,10 +88,13 @@ def make_plan(side: Side, clip: tuple[int, int] | None = None, joined: bool = Tr
     if joined:
         mixed, dense = cut_mixed(dense)
     dense = concatenated(dense, whole)
+    stepped: list[Batch] = []
     if joined and len(dense.row):
-        dense = cut_alike(join(dense))
+        steps = step(join(dense, diagonal), diagonal)
+        stepped = batch_stepped(steps.full, steps.diagonal)
+        dense, diagonal = cut_alike(steps.other_full), steps.other_diagonal
     banded = batch_banded(CAUSAL, diagonal) + batch_banded(MASKED, partial)
-    return cells + banded + mixed + batch_full(dense)
+    return cells + stepped + banded + mixed + batch_full(dense)
 
 
 def _first_ones(batches: list[Batch], num_rows: int, num_columns: int) -> Plan:

@@ -7,6 +7,7 @@ of pieces n, L, k and C as in `attention_cpu_plan.Batch`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_cpu_batch import MASKED, Batch, Bias
+from .attention_cpu_batch import CAUSAL, MASKED, Batch, Bias, Run
 from .attention_cpu_plan import Plan, plan
 from .tile_graph import TileGraph
 
@@ -22,35 +23,49 @@ from .tile_graph import TileGraph
 # few that memory is used again: to take it anew from the system costs more than the copy.
 _GATHERED = 2**18
 # Most elements that are viewed at a time, likewise.
-_VIEWED = 2**19
+_VIEWED = 2**18
 # How many products of a score's dim take as long as one operation on a view.
 _PRODUCTS = 2**20
 # Most scores at a time in plain PyTorch, unless a single row has more.
 _SCORES = 2**20
+_NONE = torch.empty(0, dtype=torch.long)
+
+
+class Heads(NamedTuple):
+    """Some heads of some samples; heads `step` apart."""
+
+    sample: int
+    samples: int
+    head: int
+    heads: int
+    step: int
 
 
 class View(NamedTuple):
-    """Tokens of some samples and heads of x, `[B, H, T, ...]`, as slices of x.
+    """Tokens of some samples and heads of x, `[B, H, T, ...]`, as views of x.
 
     Several pieces, each `spacing` tokens after the one before, take the place of samples, of
     which there is one then.
     """
 
-    samples: slice
-    heads: slice
-    tokens: tuple[slice, ...]  # of the first piece
+    heads: Heads
+    tokens: tuple[tuple[int, int], ...]  # first ones of the first piece, and how many
+    stride: int
     pieces: int = 1
     spacing: int = 0
 
     def of(self, x: Tensor) -> list[Tensor]:
-        """A view `[b or n, h, L, ...]` for each slice of tokens."""
-        if self.pieces == 1:
-            return [x[self.samples, self.heads, tokens] for tokens in self.tokens]
-        first = (x[self.samples, self.heads, tokens].squeeze(0) for tokens in self.tokens)
-        step = self.spacing * x.stride(2)
+        """A view `[b or n, h, L, ...]` for each progression of tokens."""
+        sample, samples, head, heads, step = self.heads
+        of_sample, of_head, of_token, *inner = x.stride()
+        begin = x.storage_offset() + sample * of_sample + head * of_head
+        lead, of_lead = samples, of_sample
+        if self.pieces > 1:
+            lead, of_lead = self.pieces, self.spacing * of_token
+        strides = (of_lead, step * of_head, self.stride * of_token, *inner)
         return [
-            y.as_strided((self.pieces, *y.shape), (step, *y.stride()), y.storage_offset())
-            for y in first
+            x.as_strided((lead, heads, n, *x.shape[3:]), strides, begin + first * of_token)
+            for first, n in self.tokens
         ]
 
 
@@ -137,7 +152,7 @@ class Chunk:
 
     @property
     def log_multiplicity(self) -> Tensor:
-        """`[n, 1, 1]`."""
+        """`[n, 1, 1]`; of views only where the batch is weighted."""
         return self.batch.log_multiplicity[self.pieces].view(-1, 1, 1)
 
 
@@ -180,7 +195,7 @@ class Work:
     def gathers(self) -> bool:
         """Some batch indexes tokens flattened over samples and heads."""
         return any(
-            self._boxes(variants, batch, variant, 1) is None
+            not self._views(variants, batch, variant)
             for variants, found in self.parts
             for batch in found.batches
             for variant in set(batch.variant.tolist())
@@ -205,8 +220,8 @@ class Work:
         covers = (batch.rows, batch.columns) == self.sizes[2:4]
         if not (covers and batch.column_start.numel() == 1 and variants.all(int(batch.variant))):
             return None
-        everywhere = _Box(slice(None), slice(None), slice(None))
-        return _viewed(batch, [0], everywhere, _Masks(self.dtype).of(batch), True)
+        ((run,),) = batch.runs.values()
+        return _viewed(batch, run, 0, 1, variants.everywhere(), _Masks(self.dtype).of(batch), True)
 
     def chunks(self) -> Iterator[Chunk]:
         """All pieces; no row is twice in a chunk."""
@@ -215,35 +230,35 @@ class Work:
             for index, batch in enumerate(found.batches):
                 first = index < found.first
                 mask = None if self.plain else masks.of(batch)
-                others: list[int] = []
-                by_variant: dict[int, list[int]] = {}
-                for piece, variant in enumerate(batch.variant.tolist()):
-                    by_variant.setdefault(variant, []).append(piece)
-                for variant, pieces in by_variant.items():
-                    boxes = self._boxes(variants, batch, variant, len(pieces))
-                    if boxes is None:
-                        others += pieces
+                others = torch.zeros(len(batch.variant), dtype=torch.bool)
+                for variant in batch.variant.unique().tolist():
+                    if not self._views(variants, batch, variant):
+                        others |= batch.variant == variant
                         continue
-                    for box, at_once in boxes:
-                        for together in _spaced(batch, pieces, at_once):
-                            yield _viewed(batch, together, box, mask, first)
-                some = torch.tensor(others).long()
+                    for run in batch.runs[variant]:
+                        for box, at_once in self._boxes(variants, batch, variant, len(run.pieces)):
+                            for begin in range(0, len(run.pieces), at_once):
+                                end = min(begin + at_once, len(run.pieces))
+                                yield _viewed(batch, run, begin, end, box, mask, first)
+                some = others.nonzero().flatten()
                 yield from self._gathered(batch, some, variants, mask, first)
+
+    def _views(self, variants: _Variants, batch: Batch, variant: int) -> bool:
+        """Whether the variant's heads are views: pieces are large enough for operations each."""
+        if self.plain:
+            return False
+        seen = batch.column_start.shape[1] * batch.columns
+        operations = 4 + 2 * batch.progressions
+        enough = _PRODUCTS * operations // (batch.rows * seen * self.sizes[4])
+        return variants.fewest(variant) >= enough
 
     def _boxes(
         self, variants: _Variants, batch: Batch, variant: int, pieces: int
-    ) -> list[tuple[_Box, int]] | None:
-        """The variant's heads, each box with how many pieces it may take at once.
-
-        None where pieces are too small for operations of their own.
-        """
-        if self.plain:
-            return None
-        seen, dim = batch.column_start.shape[1] * batch.columns, self.sizes[4]
-        operations = 4 + 2 * batch.progressions
-        enough = _PRODUCTS * operations // (batch.rows * seen * dim)
-        at_once = max(_VIEWED // ((batch.rows + seen) * dim), torch.get_num_threads())
-        return variants.boxes(variant, enough, at_once, pieces)
+    ) -> list[tuple[_Box, int]]:
+        """The variant's heads, each box with how many pieces it may take at once."""
+        seen = batch.column_start.shape[1] * batch.columns
+        at_once = _VIEWED // ((batch.rows + seen) * self.sizes[4])
+        return variants.boxes(variant, at_once, pieces)
 
     def _gathered(
         self, batch: Batch, some: Tensor, variants: _Variants, mask: Mask | None, first: bool
@@ -291,10 +306,11 @@ class _Masks:
 
     def of(self, batch: Batch) -> Mask | None:
         """None if all is seen, or what the operation can do by itself."""
+        if batch.kind == CAUSAL and batch.column_start.shape[1] > 1:
+            return Mask(self._hide(batch.seen()), None)
         if batch.kind == MASKED:
             seen = batch.seen()
-            bias = torch.zeros((), dtype=self._dtype).where(seen, -math.inf)
-            return Mask(bias, ~seen.any(1))
+            return Mask(self._hide(seen), ~seen.any(1))
         if batch.bias is None:
             return None
         if batch.bias is not self._bias:
@@ -304,13 +320,15 @@ class _Masks:
         blind = (bias == -math.inf).all(1) if batch.bias.blind else None
         return Mask(bias.expand(batch.rows, -1), blind)
 
+    def _hide(self, seen: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self._dtype).where(seen, -math.inf)
+
 
 class _Box(NamedTuple):
     """Query heads of some samples, and the key heads that they read."""
 
-    samples: slice
-    heads: slice
-    kv_heads: slice
+    heads: Heads
+    kv_heads: Heads
 
 
 class _Variants:
@@ -351,35 +369,45 @@ class _Variants:
         turn = torch.arange(len(pieces)) - (counts.cumsum(0) - counts)[pieces]
         return pieces, self._heads[self._begin[variants[pieces]] + turn]
 
-    def boxes(
-        self, variant: int, enough: int, at_once: int, pieces: int
-    ) -> list[tuple[_Box, int]] | None:
-        """The variant's heads, about `at_once` in a box; None where it has not `enough` alike.
+    def fewest(self, variant: int) -> int:
+        """Fewest heads of the variant that are alike."""
+        found = self._alike.get(variant, [])
+        return min((len(samples) * len(heads) for samples, heads in found), default=sys.maxsize)
 
-        Boxes have several samples, or one and come with how many pieces go into `at_once`.
+    def boxes(self, variant: int, at_once: int, pieces: int) -> list[tuple[_Box, int]]:
+        """The variant's heads, about `at_once` in a box, or pieces of heads.
+
+        Boxes have several samples, or one and come with how many pieces go into `at_once`: pieces
+        first, since those of one head lie closer together than those of several.
         """
         boxes = []
+        threads = torch.get_num_threads()
         for samples, heads in self._alike.get(variant, []):
-            if len(samples) * len(heads) < enough:
-                return None
             aligned = heads.step == 1 and len(heads) % self._heads_per_group == 0
             least = self._heads_per_group if aligned else 1
-            height = max(at_once // least, 1) * least
-            step = max(at_once // len(heads), 1) if pieces < len(samples) else 1
+            times = min(max(at_once // least, 1), pieces)
+            some_heads = max(at_once // times, threads)
+            height = max(some_heads // least, 1) * least
+            step = max(some_heads // len(heads), 1) if times == 1 else 1
             for first in range(0, len(heads), height):
                 own = heads[first : first + height]
                 for begin in range(0, len(samples), step):
                     some = samples[begin : begin + step]
-                    times = max(at_once // len(own), 1) if len(some) == 1 else 1
                     boxes.append((self._box(some, own), times))
         return boxes
 
+    def everywhere(self) -> _Box:
+        """All heads of all samples."""
+        samples, heads = self._variants.shape
+        return self._box(range(samples), range(heads))
+
     def _box(self, samples: range, heads: range) -> _Box:
-        first, last = heads[0] // self._heads_per_group, heads[-1] // self._heads_per_group
+        of_group = self._heads_per_group
+        first, last = heads[0] // of_group, heads[-1] // of_group
+        step = max(heads.step // of_group, 1)
         return _Box(
-            slice(samples.start, samples.stop),
-            slice(heads.start, heads.stop, heads.step),
-            slice(first, last + 1, max(heads.step // self._heads_per_group, 1)),
+            Heads(samples.start, len(samples), heads.start, len(heads), heads.step),
+            Heads(samples.start, len(samples), first, (last - first) // step + 1, step),
         )
 
 
@@ -393,48 +421,19 @@ def _progressions(heads: list[int], heads_per_group: int) -> list[range]:
     return [range(head, head + 1) for head in heads]
 
 
-def _spaced(batch: Batch, pieces: list[int], at_once: int) -> Iterator[list[int]]:
-    """Up to `at_once` pieces that repeat the first one at equal distances, without overlap."""
-    some = torch.tensor(pieces)
-    row, columns = batch.row_start[some], batch.column_start[some]
-    reach = int((columns.max(1).values - columns.min(1).values).max())
-    extent = 1 + max(
-        batch.row_stride * (batch.rows - 1), batch.column_stride * (batch.columns - 1) + reach
-    )
-    spacing = row.diff()
-    alike = (columns.diff(dim=0) == spacing.unsqueeze(1)).all(1) & (spacing >= extent)
-    begin = 0
-    steps = list(zip(spacing.tolist(), alike.tolist(), strict=True))
-    while begin < len(pieces):
-        end = begin + 1
-        while (
-            end < min(begin + at_once, len(pieces))
-            and steps[end - 1][1]
-            and steps[end - 1][0] == steps[begin][0]
-        ):
-            end += 1
-        yield pieces[begin:end]
-        begin = end
-
-
-def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None, first: bool) -> Chunk:
-    """Pieces at equal distances in all heads of a box."""
-    lead = pieces[0]
-    bounds: list[list[int]] = []
-    for start in batch.column_start[lead].tolist():
-        if bounds and start == bounds[-1][0] + bounds[-1][1] * batch.column_stride:
-            bounds[-1][1] += batch.columns
-        else:
-            bounds.append([start, batch.columns])
-    start = int(batch.row_start[lead])
-    spacing = int(batch.row_start[pieces[1]]) - start if len(pieces) > 1 else 0
-    rows = _progression(start, batch.rows, batch.row_stride)
-    columns = tuple(_progression(a, length, batch.column_stride) for a, length in bounds)
-    some = torch.tensor(pieces)
+def _viewed(
+    batch: Batch, run: Run, begin: int, end: int, box: _Box, mask: Mask | None, first: bool
+) -> Chunk:
+    """Some pieces of a run, in all heads of a box."""
+    moved = begin * run.spacing
+    columns = tuple((start + moved, length) for start, length in run.columns)
+    pieces = end - begin
+    rows = ((run.row + moved, batch.rows),)
+    some = torch.tensor(run.pieces[begin:end]) if batch.weighted else _NONE
     return Chunk(
         batch,
-        View(box.samples, box.heads, (rows,), len(pieces), spacing),
-        View(box.samples, box.kv_heads, columns, len(pieces), spacing),
+        View(box.heads, rows, batch.row_stride, pieces, run.spacing),
+        View(box.kv_heads, columns, batch.column_stride, pieces, run.spacing),
         pieces=some,
         heads=some,
         begin=0,
@@ -442,7 +441,3 @@ def _viewed(batch: Batch, pieces: list[int], box: _Box, mask: Mask | None, first
         mask=mask,
         first=first,
     )
-
-
-def _progression(start: int, length: int, stride: int) -> slice:
-    return slice(start, start + stride * (length - 1) + 1, stride)

@@ -433,9 +433,10 @@ def test_each_pair_is_in_one_piece_and_no_row_twice_in_a_batch(seed):
         assert rows.unique().numel() == rows.numel()
         offsets = batch.column_stride * torch.arange(batch.columns)
         for piece, of_piece in enumerate(rows):
-            for start in batch.column_start[piece]:
+            for run, start in enumerate(batch.column_start[piece]):
                 if batch.bias is None:
                     weights = batch.seen() * batch.log_multiplicity[piece].exp()
+                    weights = weights[:, run * batch.columns : (run + 1) * batch.columns]
                 else:
                     begin = batch.bias_first
                     bias = batch.bias.dense(torch.float64)[:, begin : begin + batch.columns]

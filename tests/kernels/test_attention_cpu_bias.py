@@ -86,8 +86,9 @@ def test_a_bias_is_the_log_of_the_multiplicity(causal):
             bias = bias[:, batch.bias_first : batch.bias_first + batch.columns]
             weights = bias.exp().expand(len(batch.row_start), batch.rows, -1)
         for piece, variant in enumerate(batch.variant.tolist()):
-            for start in batch.column_start[piece].tolist():
-                seen[variant, batch.row_start[piece] + rows, start + columns] += weights[piece]
+            for run, start in enumerate(batch.column_start[piece].tolist()):
+                of_run = weights[piece][:, run * batch.columns : (run + 1) * batch.columns]
+                seen[variant, batch.row_start[piece] + rows, start + columns] += of_run
     torch.testing.assert_close(seen, graph.multiplicity().double(), rtol=1e-12, atol=1e-12)
 
 

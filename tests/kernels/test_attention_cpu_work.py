@@ -1,6 +1,7 @@
 """How the CPU executor joins and spreads its pieces, against the plain twin in float64."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.utils.deterministic
 
 from dpflash.kernels import attention_cpu, attention_cpu_plan, attention_cpu_work
 from dpflash.kernels import attention_reference as twin
+from dpflash.kernels.attention_cpu_batch import CAUSAL, FULL, Pieces, batch_stepped
+from dpflash.kernels.attention_cpu_join import step
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
 from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import BlockSparse, Dilated, SlidingWindow
@@ -95,11 +98,53 @@ def test_what_memory_held_before_does_not_matter(name, key_range, spread, fresh_
 
 def test_neighbouring_tiles_are_joined():
     graph = LONG["blocks"].graph(2304, 2)
-    full = [batch for batch in attention_cpu_plan.plan(graph).batches if batch.kind == 0]
+    batches = attention_cpu_plan.plan(graph).batches
+    full = [batch for batch in batches if batch.kind == FULL]
     assert max(batch.rows for batch in full) >= 512
     assert min(batch.column_unit for batch in full) == 128
-    pairs = sum(b.column_start.numel() * b.rows * b.columns for b in full)
-    assert pairs > 0.9 * graph.edges() / 2
+    # Long intervals of columns, and at each end of a row's window what tiles do not share.
+    assert sum(batch.rows * len(batch.row_start) for batch in batches) <= 2 * 2304
+    scores = sum(b.column_start.numel() * b.rows * b.columns for b in batches)
+    assert scores <= 1.1 * graph.edges() / 2
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
+def test_a_diagonal_goes_with_the_columns_before_it(size):
+    pattern = BlockSparse(block_size=size, local_blocks=2, causal=True)
+    graph = pattern.graph(8 * size, 2)
+    batches = attention_cpu_plan.plan(graph).batches
+    assert {batch.kind for batch in batches} == {CAUSAL}
+    rows = torch.cat([batch.row_start for batch in batches])
+    assert sorted(rows.tolist()) == list(range(0, 8 * size, size))
+    assert {batch.column_start.shape[1] for batch in batches} == {1, 2, 3}
+    assert_matches_the_twin(graph, make_tensors(graph, 1, 2, 1, 8))
+
+
+def test_diagonals_of_another_weight_or_width_stay_alone():
+    """The columns before them count twice, or are no multiple of their rows."""
+    twice = [(0, 1, 128, *ALL), (128, 1, 128, 0, UNBOUNDED)]
+    groups = [(128, 1, 128, 0, 2)]
+    for runs, log in (twice, math.log(2)), ([(28, 1, 100, *ALL), twice[1]], 0.0):
+        logs = torch.tensor([log, 0.0])
+        borders = torch.tensor([0, 1]).int()
+        side = Side(torch.tensor(groups).int(), torch.tensor(runs).int(), logs, borders, 1, 128)
+        kinds = [(b.kind, b.column_start.shape[1]) for b in attention_cpu_plan.make_plan(side)]
+        assert sorted(kinds) == [(FULL, 1), (CAUSAL, 1)]
+
+
+def test_two_diagonals_of_the_same_rows_keep_their_weights():
+    """Columns 128, 130, ... count once and columns 127, 129, ... twice."""
+
+    def pieces(*columns):
+        numbers = torch.tensor([(0, 0, 256, 2, 64, start, 2, 64, 0, 0) for start in columns])
+        return Pieces(*numbers.unbind(1), torch.tensor([0.0, 2.0]).log1p())
+
+    steps = step(pieces(128, 127), pieces(256, 255))
+    batches = batch_stepped(steps.full, steps.diagonal)
+    found = {tuple(batch.column_start[0].tolist()): batch for batch in batches}
+    assert set(found) == {(128, 256), (127, 255)}
+    for columns, batch in found.items():
+        assert float(batch.log_multiplicity) == pytest.approx(math.log1p(2 * (columns[0] % 2)))
 
 
 @pytest.mark.parametrize("begin", [700, 1300])
