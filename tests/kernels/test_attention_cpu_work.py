@@ -28,7 +28,8 @@ LONG = {
         segment_lengths=(512, 1024, 2048), dilation_rates=(1, 2, 4), causal=True
     ),
     "dilated-long": Dilated(segment_lengths=(2300, 4600), dilation_rates=(1, 3), causal=True),
-    "diagonal-blocks": BlockSparse(block_size=64, local_blocks=2, causal=True),
+    "diagonal-blocks": BlockSparse(block_size=64, local_blocks=0, causal=True),
+    "neighbouring-blocks": BlockSparse(block_size=64, local_blocks=2, causal=True),
     "dilated-set": Dilated(
         segment_lengths=(600, 1250), dilation_rates=(1, 3), causal=True, overlap="set"
     ),
@@ -89,7 +90,9 @@ def test_long_sequences(name, tokens, spread):
 
 
 @pytest.mark.parametrize("key_range", [None, [[0, 1111], [700, 1000]]], ids=["all", "some"])
-@pytest.mark.parametrize("name", ["blocks", "dilated-causal", "diagonal-blocks"])
+@pytest.mark.parametrize(
+    "name", ["blocks", "dilated-causal", "diagonal-blocks", "neighbouring-blocks"]
+)
 def test_what_memory_held_before_does_not_matter(name, key_range, spread, fresh_memory_is_nan):
     graph = LONG[name].graph(1111, 4)
     ranges = None if key_range is None else torch.tensor(key_range).int()
