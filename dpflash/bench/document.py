@@ -232,10 +232,10 @@ def _of_item(item: tuple[str, float]) -> float:
 
 
 def _speedups(rows: Sequence[Row]) -> Iterator[str]:
-    """Rows are named PLACE/OPERATOR, in the place of their baseline."""
+    """Rows are named PLACE/OPERATOR, in the place of their baseline, if they have one."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row.get("speedup") is not None:
+        if row.get("speedup") is not None and row.get("baseline"):
             pair = row["name"].rsplit("/")[-1], row["baseline"].rsplit("/")[-1]
             found.setdefault(pair, []).append(row["speedup"])
     for (own, other), ratios in found.items():

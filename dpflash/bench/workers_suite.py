@@ -5,7 +5,7 @@ Letters: B samples of a step, T tokens of each, P workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from . import results
 from .document import Chart, Column, Table, column, config, milliseconds
 from .environment import usable_cores
+from .private_scaling import insight
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, needs, worst
 from .timing import Effort, speedup, summarize
@@ -185,6 +186,22 @@ def node_rows(request: Request) -> Iterator[Row]:
         )
 
 
+def throughput_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """What further workers add, as sentences."""
+    for row in rows:
+        if row.get("efficiency_ci95") is None:
+            continue
+        workers, case = row["workers"], row["config"]
+        low, high = row["speedup_ci95"]
+        yield insight(
+            row["name"],
+            f"{workers} workers with B = {case['batch']}, T = {case['tokens']:,} train "
+            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}] times the tokens/s of one, "
+            f"{row['efficiency']:.0%} of {workers} times.",
+            efficiency=row["efficiency"],
+        )
+
+
 def _efficiency(row: Mapping[str, Any]) -> str | None:
     if row.get("efficiency") is None:
         return None
@@ -221,6 +238,7 @@ SUITE = Suite(
         "scaling`."
     ),
     plan=lambda request: [sample_rows, context_rows, node_rows],
+    derive=throughput_rows,
     tables=(
         Table(
             SAMPLES,

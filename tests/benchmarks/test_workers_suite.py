@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dpflash.bench import results, workers_suite
+from dpflash.bench.document import key_insights
 from dpflash.bench.reported import reported_rows
 from dpflash.bench.reports import DP_FLASH_ATTENTION, TORCHBRIDGE
 from dpflash.bench.scaling_tasks import TrainingCase
@@ -42,6 +43,20 @@ def test_weak_scaling_counts_the_tokens_of_all_workers():
 def test_one_worker_is_what_the_others_are_compared_with():
     row = task_row(Task("private_training", CASE, CASE), 1, [said([1.0, 1.0])])
     assert row["efficiency"] == 1.0 and row["efficiency_ci95"] is None
+
+
+def test_further_workers_are_told_of_in_the_document():
+    task = Task("private_training", CASE, CASE)
+    rows = [
+        task_row(task, 1, [said([6.0, 6.0])]),
+        task_row(task, 4, [said([2.0, 2.0], [6.0, 6.0]), *[said([2.0, 1.5])] * 3]),
+    ]
+    # Neither has a baseline, and only their own insights may follow from them.
+    assert key_insights(rows) == ["2 rows were timed."]
+    assert key_insights([*rows, *SUITE.derive(rows)])[0] == (
+        "4 workers with B = 4, T = 64 train 3.00 [3.00, 3.00] times the tokens/s of one, "
+        "75% of 4 times."
+    )
 
 
 def test_workers_whose_sum_is_wrong_have_no_figures():
