@@ -70,8 +70,12 @@ def _count(reports: Sequence[Report], devices: Mapping[str, Files]) -> str:
     rows = [row for _, row in reported_rows(reports)]
     asked = [row for row in rows if row.answers]
     found = sum(has_figures(row, devices) for row in asked)
-    text = f"**{found} of {len(asked)} rows of the reports have figures of ours.**"
-    others = f" {len(rows) - len(asked)} more have none, and name what does it here or is lacking."
+    text = (
+        f"**{found} of {len(asked)} rows of the reports that a suite can measure have figures.**"
+    )
+    others = (
+        f" {len(rows) - len(asked)} more have no suite: they name what does it here or is lacking."
+    )
     return text + others * (len(rows) > len(asked))
 
 

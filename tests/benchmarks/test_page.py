@@ -152,7 +152,10 @@ def test_a_table_without_a_figure_is_folded_to_one_line_with_theirs_inside(resul
 
 def test_the_page_counts_the_rows_with_figures(results: Path) -> None:
     page = _page(results, TWO_HEADS, BATCH, Reported("A tool", features=["dpflash.attention"]))
-    assert "**1 of 2 rows of the reports have figures of ours.** 1 more have none" in page
+    assert (
+        "**1 of 2 rows of the reports that a suite can measure have figures.** 1 more have no"
+        in page
+    )
     row = bench_results.row("heads/H2", {"heads": 2}, section="heads", needs="a faster device")
     _write(results, "heads", [row])
     assert "**0 of 1 rows" in _page(results, TWO_HEADS)
