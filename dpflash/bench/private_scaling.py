@@ -85,7 +85,7 @@ def derive_batch(rows: Sequence[Row]) -> Iterator[Row]:
             optimal.append(best)
     if optimal:
         mean = sum(row["batch"] for row in optimal) / len(optimal)
-        each = ", ".join(f"{row['batch']} ({row['curve']})" for row in optimal)
+        each = ", ".join(f"{row['batch']} ({row['curve']}{_untried(row)})" for row in optimal)
         text = (
             f"The optimal batch is {mean:.1f} on average: {each}; the smallest within 5% of the "
             f"most tokens/s in {optimal[0]['memory_limit_mb'] / 1024:.0f} GiB."
@@ -219,6 +219,10 @@ def shown_overhead(row: Mapping[str, Any]) -> str | None:
         return None
     low, high = row["speedup_ci95"]
     return f"{1 / row['speedup']:.2f} [{1 / high:.2f}, {1 / low:.2f}]"
+
+
+def _untried(row: Mapping[str, Any]) -> str:
+    return f"; not measured: {_not_measured(row)}" * bool(row["not_measured"])
 
 
 def _not_measured(row: Mapping[str, Any]) -> str:

@@ -21,7 +21,8 @@ LEGEND = (
     "*more*: what else a row has, each with its name. *efficiency*: tokens/s of P workers over P "
     "times those of one; *efficiency for the work done*: the same of pairs (query, key) a second. "
     "They differ where T grows with P: a token of dense attention at twice the T has twice the "
-    "pairs, so that 0.48 by tokens can be 0.96 by work.",
+    "pairs, so that 0.48 by tokens can be 0.96 by work. A held-out loss *over dense* says nothing "
+    "where other seeds of dense itself differ as much: see the table of quality.",
 )
 # What else a row may have to say: header and key.
 _MORE = (
@@ -183,6 +184,8 @@ def _cells(device: str, row: Row) -> list[Any]:
 def _shape(config: Mapping[str, Any]) -> str:
     letters = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
     told = [f"{letter} {config[key]}" for key, letter in letters.items() if key in config]
+    if config.get("physical_batch") is not None:
+        told.append(f"a physical batch of {config['physical_batch']} was timed")
     if "dtype" in config:
         told.append(config["dtype"])
     return f" ({', '.join(told)})" * bool(told)
@@ -193,7 +196,9 @@ def _more(row: Row) -> str:
         return str(row["text"])
     told = [f"{header} {shown(row[key])}" for header, key in _MORE if row.get(key) is not None]
     if row.get("bound") is not None:
-        told.append(f"bound by {bound_by(row)}")
+        told.append(f"bound by {str(bound_by(row)).removesuffix('_bound').replace('_', ' ')}")
+    if row.get("not_measured"):
+        told.append(f"not measured: {', '.join(map(str, row['not_measured']))}")
     if row.get("least") is not None and row.get("most") is not None:
         told.append(f"{row['least']:.2f} to {row['most']:.2f} times as fast as none")
     if row.get("max_tokens") is not None:

@@ -65,6 +65,7 @@ class Suite:
             measured.
         derive: further rows, from those measured (exponents, insights).
         tables, charts: of its page and its picture.
+        wall: its parts take the wall's clock, since processes wait for each other in them.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Suite:
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
     derive: Callable[[Sequence[Row]], Iterable[Row]] = _nothing
+    wall: bool = False
 
 
 def run_suite(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _run(suite: Suite, request: Request, folder: Path, progress: Progress) -> di
     )
     progress.say("measuring the machine's roofs: bytes/s of its memory, FLOP/s of its products")
     roofs = measured_roofs(device, quick=request.quick)
-    stopwatch = Stopwatch(device)
+    stopwatch = Stopwatch(device, wall=suite.wall)
     rows: list[Row] = []
     found: dict[str, Any] = {
         "environment": {

@@ -59,7 +59,7 @@ _ON_CPU: Mapping[tuple[str, str], Sequence[str]] = {
     ("large", "forward+backward"): (OURS, FORMULA, "BranchByBranchDetached"),
 }
 _PATIENT = 150.0  # seconds of a row, beyond which a CPU tries the others too
-_NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: it takes minutes on a CPU"
+_NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: not tried on a CPU, to keep the run short"
 
 SEGMENTS = {
     "Standard": ((1024, 2048), (1, 2)),

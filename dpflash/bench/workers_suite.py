@@ -239,6 +239,7 @@ SUITE = Suite(
     ),
     plan=lambda request: [sample_rows, context_rows, node_rows],
     derive=throughput_rows,
+    wall=True,
     tables=(
         Table(
             SAMPLES,

@@ -165,5 +165,5 @@ def test_the_page_shows_the_insights_and_what_is_needed():
     roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
     found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
     page = markdown(suite, found)
-    assert "The optimal batch is 1.0 on average" in page
+    assert "The optimal batch is 1.0 on average" in page and "; not measured: 3)" in page
     assert "needs: a faster device: so slow" in page

@@ -4,14 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from dpflash.bench import results, workers_suite
+from dpflash.bench import results, scaling_tasks, workers_suite
 from dpflash.bench.document import key_insights
 from dpflash.bench.reported import reported_rows
 from dpflash.bench.reports import DP_FLASH_ATTENTION, TORCHBRIDGE
 from dpflash.bench.scaling_tasks import TrainingCase
 from dpflash.bench.suite import Request
 from dpflash.bench.timing import Effort
+from dpflash.bench.workers import Place
 from dpflash.bench.workers_suite import SUITE, Task, sample_rows, sample_tasks, task_row
 
 CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
@@ -57,6 +59,30 @@ def test_further_workers_are_told_of_in_the_document():
         "4 workers with B = 4, T = 64 train 3.00 [3.00, 3.00] times the tokens/s of one, "
         "75% of 4 times."
     )
+
+
+def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
+    """Weights that grew made each step slower than the one before, by half in 7 steps."""
+    trained = []
+
+    def timed(steps, **_):
+        trained.append(steps["step"].__self__)
+        for _ in range(25):
+            steps["step"]()
+        return {name: [1.0] for name in steps}
+
+    monkeypatch.setattr(scaling_tasks, "time_steps", timed)
+    torch.manual_seed(0)
+    monkeypatch.setattr(Place, "all_say", lambda self, said: said)
+    monkeypatch.setattr(Place, "barrier", lambda self: None)
+    place = Place(0, 1, torch.device("cpu"))
+    assert scaling_tasks.measure_training(place, CASE, CASE, Effort(1, 2))["correct"]
+    before = scaling_tasks.build_model(CASE).parameters()
+    moved = [
+        float((x - y).detach().abs().max())
+        for x, y in zip(before, trained[0].model.parameters(), strict=True)
+    ]
+    assert 0 < max(moved) < 0.1
 
 
 def test_workers_whose_sum_is_wrong_have_no_figures():
