@@ -266,10 +266,7 @@ def batch_stepped(full: Pieces, diagonal: Pieces) -> list[Batch]:
     """
     # Columns come in their order and the diagonal last.
     pieces = concatenated(full.pick(torch.argsort(full.column)), diagonal)
-    tile, _ = numbered(
-        *(pieces.variant, pieces.row, pieces.row_stride, pieces.rows),
-        *(pieces.column_stride, codes(pieces.weight)),
-    )
+    tile, _ = of_one_tile(pieces)
     order = torch.argsort(tile, stable=True)
     k = torch.bincount(tile)
     end = k.cumsum(0)
@@ -368,6 +365,14 @@ def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
     values, ids = torch.unique(ids, return_inverse=True)
     one = torch.empty_like(values).scatter_(0, ids, torch.arange(len(ids)))
     return ids, one
+
+
+def of_one_tile(pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Numbers for what may be one piece: of equal rows, stride and weight; one piece of each."""
+    return numbered(
+        *(pieces.variant, pieces.row, pieces.row_stride, pieces.rows),
+        *(pieces.column_stride, codes(pieces.weight)),
+    )
 
 
 def occurrence(ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_cpu_batch import LINE, Pieces, codes, concatenated, numbered
+from .attention_cpu_batch import LINE, Pieces, codes, concatenated, numbered, of_one_tile
 
 # Tiles are joined up to about so many rows, where they share columns in runs of at least so many.
 _JOINED_ROWS = 1024
@@ -129,10 +129,7 @@ class Stepped(NamedTuple):
 def step(full: Pieces, diagonal: Pieces) -> Stepped:
     """Takes together diagonals and full pieces of their rows that can be cut into squares."""
     both = concatenated(full, diagonal)
-    tile, _ = numbered(
-        *(both.variant, both.row, both.row_stride, both.rows),
-        *(both.column_stride, codes(both.weight)),
-    )
+    tile, _ = of_one_tile(both)
     is_diagonal = torch.arange(len(tile)) >= len(full.row)
     fits = both.columns % both.rows == 0
     square = is_diagonal & (both.columns == both.rows)
@@ -180,10 +177,7 @@ def _pieces_of(spans: _Spans, tiles: Pieces, kinds: Pieces) -> Pieces:
 
 def cut_alike(pieces: Pieces) -> Pieces:
     """Cuts pieces of the same rows into equal numbers of columns, so that they can be batched."""
-    tile, first = numbered(
-        *(pieces.variant, pieces.row, pieces.row_stride, pieces.rows),
-        *(pieces.column_stride, codes(pieces.weight)),
-    )
+    tile, first = of_one_tile(pieces)
     divisors = [0] * len(first)
     for of, columns in zip(tile.tolist(), pieces.columns.tolist(), strict=True):
         divisors[of] = math.gcd(divisors[of], columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from .attention import SHAPE, default_dtype, dilated_subject, exponent_row
-from .document import CORRECT, FIGURES, ROOFS, Chart, Column, column, config
+from .document import CORRECT, FIGURES, LEAST_SIZES, ROOFS, Chart, Column, column, config
 from .exponents import exponent_table
 from .private_scaling import insight
 from .suite import Measurement, Request, Row, of_section
@@ -58,7 +58,7 @@ def exponent_rows(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]
     for direction, own in curves(rows, section).items():
         row = exponent_row(section, direction, own, size)
         yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= 4:
+        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
             low, high = row["exponent_ci95"]
             text = (
                 f"The time of dilated attention ({section}, {direction}) grows with the {size} to "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from .legend import legend
 from .results import environment_table, markdown_table
-from .roofline import FAR_BELOW
 
 if TYPE_CHECKING:
     from .suite import Suite
@@ -26,7 +25,7 @@ BROKEN_OFF = (
     "it."
 )
 # Of an exponent in the insights; the interval of fewer says nothing.
-_LEAST_SIZES = 4
+LEAST_SIZES = 4
 Column = tuple[str, Callable[[Row], Any]]
 
 
@@ -116,32 +115,11 @@ FIGURES: tuple[Column, ...] = (
     column("tokens_per_s", "tokens/s"),
     column("peak_memory_mb", "peak MiB"),
 )
-
-
-def bound_by(row: Row) -> str | None:
-    """The class of what bounds a row, by today's rule for older files too."""
-    bound, share = row.get("bound"), row.get("roof_share")
-    if bound == "memory_capacity" or share is None:
-        return bound
-    if share < FAR_BELOW:
-        return "overhead"
-    # Files of before name the roof.
-    return "compute_bound" if bound == "compute" else bound
-
-
-def _roof(row: Row) -> str | None:
-    if row.get("roof") is None and row.get("bound") in _ROOF_OF:
-        return _ROOF_OF[row["bound"]]
-    return row.get("roof")
-
-
-# In files of before, which have no "roof".
-_ROOF_OF = {"compute": "compute", "memory_bandwidth": "memory"}
 ROOFS: tuple[Column, ...] = (
     column("gflop_per_s", "GFLOP/s"),
-    ("roof", _roof),
+    column("roof"),
     column("roof_share", "of its roof"),
-    ("bound by", bound_by),
+    column("bound", "bound by"),
 )
 SPEEDUP: Column = ("speed-up", ratio)
 CORRECT: tuple[Column, ...] = (column("correct"),)
@@ -249,7 +227,7 @@ def _exponents(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.get("exponent") is None or not row.get("curve"):
             continue
-        if len(row["sizes"]) < _LEAST_SIZES:
+        if len(row["sizes"]) < LEAST_SIZES:
             yield f"{row['curve']}: too few sizes for an exponent ({len(row['sizes'])})."
         else:
             low, high = row["exponent_ci95"]

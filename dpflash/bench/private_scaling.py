@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import results
-from .document import FIGURES, ROOFS, Chart, Table, column, config
+from .document import FIGURES, LEAST_SIZES, ROOFS, Chart, Table, column, config
 from .exponents import exponent_table, fitted_row
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
@@ -107,7 +107,7 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
         section = "private_sequence_exponent"
         row = fitted_row(f"{section}/{curve}", own, "tokens", section=section, curve=curve)
         yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= 4:
+        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
             low, high = row["exponent_ci95"]
             exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
     if exponents:

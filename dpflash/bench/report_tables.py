@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import bound_by, bullets, milliseconds, ratio
+from .document import bullets, milliseconds, ratio
 from .reported import Answer, Figure, Report, Reported, ReportTable
 from .result_files import Files, Row
 from .results import markdown_table, shown
@@ -196,7 +196,7 @@ def _more(row: Row) -> str:
         return str(row["text"])
     told = [f"{header} {shown(row[key])}" for header, key in _MORE if row.get(key) is not None]
     if row.get("bound") is not None:
-        told.append(f"bound by {str(bound_by(row)).removesuffix('_bound').replace('_', ' ')}")
+        told.append(f"bound by {row['bound'].removesuffix('_bound').replace('_', ' ')}")
     if row.get("not_measured"):
         told.append(f"not measured: {', '.join(map(str, row['not_measured']))}")
     if row.get("least") is not None and row.get("most") is not None:

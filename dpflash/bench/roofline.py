@@ -15,7 +15,7 @@ from .work import Work
 # Within this factor of each other the two roofs are as low.
 _BALANCED = 1.25
 # Below this part of its roof a call is bound by something that no roof stands for.
-FAR_BELOW = 0.5
+_FAR_BELOW = 0.5
 # From this part of the device's memory on, memory is what keeps a call from being larger.
 _FULL = 0.8
 
@@ -64,7 +64,7 @@ def place_under_roofs(
     least = max(compute, memory)
     if memory_share is not None and memory_share >= _FULL:
         bound = "memory_capacity"
-    elif least < FAR_BELOW * seconds:
+    elif least < _FAR_BELOW * seconds:
         bound = "overhead"
     elif max(compute, memory) <= _BALANCED * min(compute, memory):
         bound = "balanced"

@@ -1,8 +1,6 @@
 """What a page says of rows made up here."""
 
-import pytest
-
-from dpflash.bench.document import ROOFS, bound_by, key_insights
+from dpflash.bench.document import key_insights
 from dpflash.bench.results import row
 
 
@@ -25,31 +23,3 @@ def test_patterns_are_told_over_dense_attention_at_the_longest_length_that_has_b
     assert "forward, causal, D=64, float32, at the longest T with both, 16: " in first
     assert first.endswith(" are blocks 4.00, window 2.00.")
     assert count == "8 rows were timed."
-
-
-@pytest.mark.parametrize(
-    ("bound", "share", "told"),
-    [
-        ("compute", 0.13, "overhead"),
-        ("compute", 0.5, "compute_bound"),
-        ("memory_bandwidth", 0.6, "memory_bandwidth"),
-        ("balanced", 0.1, "overhead"),
-        ("memory_capacity", 0.1, "memory_capacity"),
-        (None, None, None),
-    ],
-)
-def test_rows_of_older_files_are_bound_by_the_rule_of_today(bound, share, told):
-    assert bound_by({"bound": bound, "roof_share": share}) == told
-
-
-@pytest.mark.parametrize(
-    ("held", "roof"),
-    [
-        ({"bound": "overhead", "roof": "memory"}, "memory"),
-        ({"bound": "compute"}, "compute"),
-        ({"bound": "memory_bandwidth"}, "memory"),
-        ({"bound": "overhead"}, None),
-    ],
-)
-def test_the_lower_roof_is_told_where_a_file_has_it(held, roof):
-    assert dict(ROOFS)["roof"](held) == roof

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpflash.bench import isolated, memory, roofline, timing, trace, versus_worker, work
+from dpflash.bench import (
+    isolated,
+    memory,
+    roofline,
+    timing,
+    trace,
+    versus_worker,
+    work,
+    workers_suite,
+)
 from dpflash.bench.document import (
     FIGURES,
     SPEEDUP,
@@ -104,6 +113,13 @@ def by_name(found):
     return {entry["name"]: entry for entry in found[0]["rows"]}
 
 
+def test_a_suite_whose_processes_wait_for_each_other_names_the_clock_of_the_wall(tmp_path):
+    held = run(
+        toy(lambda request: [needs("alone", {}, "a friend", section="a")], wall=True), tmp_path
+    )
+    assert held["environment"]["clock"] == "wall" and workers_suite.SUITE.wall
+
+
 def test_the_three_files_hold_what_was_found(found):
     held, folder, _ = found
     assert json.loads((folder / "toy.json").read_text()) == json.loads(json.dumps(held))
@@ -123,7 +139,7 @@ def test_a_measured_row_has_all_columns(found):
     assert entry["peak_memory_mb"] >= 0 and "needs" not in entry
     assert entry["tokens_per_s"] == pytest.approx(32e3 / entry["median_ms"])
     assert entry["gflop_per_s"] == pytest.approx(2 * 32**3 / entry["median_ms"] / 1e6)
-    assert entry["bound"] in (*("compute_bound", "memory_bandwidth", "balanced", "overhead"),)
+    assert entry["bound"] in ("compute_bound", "memory_bandwidth", "balanced", "overhead")
 
 
 def test_a_speed_up_is_over_the_baseline_and_by_rounds(found):
