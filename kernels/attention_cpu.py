@@ -1,36 +1,24 @@
-"""Attention over tile graphs on the CPU: torch's flash operation on pieces of the graph.
+"""Attention over tile graphs on the CPU, by the C++ kernels of attention_cpu.cpp.
 
-Pieces are merged by their log-sum-exp, so memory is linear in T. The backward of a piece is the
-flash backward with the o and lse of the whole row. For slopes and gradients of multiplicities,
-which torch's operation does not have, plain PyTorch runs the pieces, a bounded part at a time.
+Memory is linear in T. Where there is no compiler, the plain twin runs (`native.library` warns).
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_cpu_pieces import (
-    Grads,
-    PlainGrads,
-    Slopes,
-    Tokens,
-    Upstream,
-    flash_backward,
-    flash_forward,
-    plain_backward,
-    plain_forward,
-)
-from .attention_cpu_work import Chunk, Index, View, Work, add, put, take
+from . import attention_reference, native
 from .attention_reference import AttentionGrads, squared_norms
-from .merge import merge_
 from .tile_graph import TileGraph
+
+# Products of numbers that are worth another thread.
+_WORK_OF_A_THREAD = 2**22
 
 
 def attention_forward(
@@ -45,54 +33,20 @@ def attention_forward(
     key_range: Tensor | None = None,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
+    """See `attention_reference.attention_forward`.
 
-    Computes in float32 (float64 for float64) and gives the same bits each time.
-
-    Args:
-        q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
-        k: `[B, G, S, D]`.
-        v: `[B, G, S, D]`.
-        graph: whose runs give m, the multiplicity of key j for query i in head h.
-        scale: factor of q k.
-        sinks: `[B, H]`, the score of one more key whose value is 0.
-        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
-            ``|i - j + graph.distance_shift|``.
-        key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
-            including, ``key_range[b, 1]``.
-        wide: give o in the dtype of lse, before it is rounded.
-
-    Returns:
-        o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
-        (float64 for float64). A query without key (and sink) has o = 0 and lse = -inf.
+    Computes in float32 (float64 for float64). The same bits each time, whatever the threads.
     """
+    library = native.library()
+    if library is None:
+        return attention_reference.attention_forward(
+            q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
+        )
     dtype = torch.promote_types(q.dtype, torch.float32)
-    work = Work.of(q, k, graph, key_range, plain=slopes is not None)
-    tokens = Tokens(*_widen((q, k, v), dtype, work))
-    biases = None if slopes is None else Slopes(slopes.to(dtype).flatten(), graph.distance_shift)
-
-    def run(chunk: Chunk) -> tuple[Tensor, Tensor]:
-        if work.plain:
-            return plain_forward(tokens, chunk, scale, biases)
-        return flash_forward(tokens, chunk, scale)
-
-    whole = work.whole()
-    if whole is not None:
-        o, lse = run(whole)
-    else:
-        once = work.rows_once()
-        o = q.new_empty(q.shape, dtype=dtype)
-        lse = q.new_empty(q.shape[:3], dtype=dtype)
-        if not once:
-            o.zero_()
-            lse.fill_(-math.inf)
-        for chunk in work.chunks():
-            if once and chunk.first:
-                of_rows, lse_of_rows = run(chunk)
-                put(o, chunk.rows, of_rows)
-                put(lse.unsqueeze(3), chunk.rows, lse_of_rows.unsqueeze(3))
-            else:
-                _merge(o, lse, chunk.rows, *run(chunk))
+    o = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
+    call.run("forward", o=o, lse=lse)
     if sinks is not None:
         before, lse = lse, torch.logaddexp(lse, sinks.to(dtype).unsqueeze(2))
         pivot = lse.masked_fill(lse == -math.inf, 0.0)
@@ -119,101 +73,181 @@ def attention_backward(
     squares: bool = False,
     wide: bool = False,
 ) -> AttentionGrads:
-    """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
+    """See `attention_reference.attention_backward`.
 
-    Args:
-        do: gradient of o, shape of o; may be wider than q, as o may.
-        dlse: gradient of lse, shape of lse; None means 0.
-        q, k, v, graph, scale, sinks, slopes, key_range: as they went into `attention_forward`.
-        o, lse: as they came out of it; or those over more keys than the graph has, of which the
-            gradients are then the part that goes through the graph's keys.
-        token_sums: also return the sums of dq, dk and dv over tokens.
-        run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
-        squares: also return the squared norms of (dq, dk, dv).
-        wide: give dq, dk and dv in the dtype of lse, before they are rounded.
-
-    Returns:
-        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
-        norms in float64 after.
+    The same bits each time with as many threads. dk and dv are summed by one thread for each
+    sample and key head; threads beyond these take parts of the queries, and memory for dk and dv.
     """
+    library = native.library()
+    if library is None:
+        return attention_reference.attention_backward(
+            *(do, dlse, q, k, v, o, lse, graph, scale),
+            sinks=sinks,
+            slopes=slopes,
+            key_range=key_range,
+            token_sums=token_sums,
+            run_grads=run_grads,
+            squares=squares,
+            wide=wide,
+        )
     dtype = lse.dtype
-    work = Work.of(q, k, graph, key_range, plain=slopes is not None or run_grads)
-    wide_q, wide_k, wide_v, wide_do, wide_o = _widen((q, k, v, do, o), dtype, work, dlse)
-    tokens = Tokens(wide_q, wide_k, wide_v)
-    blind = (lse == -math.inf).unsqueeze(3)
-    upstream = Upstream(
-        wide_do, wide_o, lse.unsqueeze(3).masked_fill(blind, math.inf).contiguous()
+    call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
+    parts = call.parts(q.shape[0] * k.shape[1])
+    dq = q.new_zeros(q.shape, dtype=dtype)
+    dk, dv = (x.new_zeros(parts, *x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
+    dslopes = dweights = None
+    if slopes is not None:
+        dslopes = q.new_zeros(parts, *q.shape[:2], dtype=torch.float64)
+    if run_grads:
+        num_runs = graph.rows.runs.shape[0]
+        dweights = q.new_zeros(parts, *k.shape[:2], num_runs, dtype=torch.float64)
+    call.run(
+        "backward",
+        o_in=_aligned(o, dtype),
+        dout=_aligned(do, dtype),
+        lse_in=lse.contiguous(),
+        dlse=None if dlse is None else dlse.to(dtype).contiguous(),
+        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dweights": dweights},
     )
-    biases = None if slopes is None else Slopes(slopes.to(dtype).flatten(), graph.distance_shift)
-    sums = PlainGrads.zeros(q.shape[0] * q.shape[1], graph, dtype)
-
-    def run(chunk: Chunk) -> Grads:
-        if work.plain:
-            return plain_backward(tokens, upstream, chunk, scale, biases, sums)
-        return flash_backward(tokens, upstream, chunk, scale)
-
-    dq, dk, dv = (x[..., : q.shape[3]] for x in _over_pieces(work, tokens, run))
-    dsinks = None
-    if sinks is not None:
-        p = (sinks.to(dtype)[:, :, None, None] - upstream.lse).exp()
-        dsinks = -(p * (wide_do * wide_o).sum(3, keepdim=True)).sum((2, 3))
+    dk, dv = (x.sum(0) if parts > 1 else x[0] for x in (dk, dv))
+    dk, dv = dk[..., : q.shape[3]], dv[..., : q.shape[3]]
+    grads = AttentionGrads(
+        dq,
+        dk,
+        dv,
+        dsinks=None if sinks is None else _sinks_grad(sinks, lse, do, o, dlse),
+        dslopes=None if dslopes is None else dslopes.sum(0).to(dtype),
+        dlog_multiplicity=None if dweights is None else dweights.sum((0, 1, 2)).to(dtype),
+    )
+    if token_sums:
+        grads = grads._replace(q_sum=dq.sum(2), k_sum=dk.sum(2), v_sum=dv.sum(2))
     if not wide:
-        results = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    else:
-        results = dq, dk, dv
-    return AttentionGrads(
-        *results,
-        dsinks,
-        None if slopes is None else sums.slopes.view(slopes.shape),
-        sums.log_multiplicity if run_grads else None,
-        dq.sum(2) if token_sums else None,
-        dk.sum(2) if token_sums else None,
-        dv.sum(2) if token_sums else None,
-        squared_norms(*results) if squares else None,
-    )
+        dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    grads = grads._replace(dq=dq, dk=dk.contiguous(), dv=dv.contiguous())
+    return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
 
 
-def _over_pieces(work: Work, tokens: Tokens, run: Callable[[Chunk], Grads]) -> Grads:
-    """dq, dk and dv, summed over all pieces."""
-    whole = work.whole()
-    if whole is not None:
-        return run(whole)
-    once = work.rows_once(), work.columns_once(), work.columns_once()
-    grads = [
-        x.new_empty(x.shape) if of_x else x.new_zeros(x.shape)
-        for x, of_x in zip(tokens, once, strict=True)
-    ]
-    for chunk in work.chunks():
-        places = chunk.rows, chunk.columns, chunk.columns
-        for grad, place, part, of_x in zip(grads, places, run(chunk), once, strict=True):
-            (put if of_x and chunk.first else add)(grad, place, part)
-    dq, dk, dv = grads
-    return dq, dk, dv
-
-
-def _widen(
-    inputs: Sequence[Tensor], dtype: torch.dtype, work: Work, dlse: Tensor | None = None
-) -> list[Tensor]:
-    """In the dtype of the computation, and contiguous as far as the operations need it."""
-    wide = [x.to(dtype) for x in inputs]
+def _sinks_grad(sinks: Tensor, lse: Tensor, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
+    """`[B, H]`: a sink is a key whose value is 0, so that its ds is -p delta."""
+    dtype = lse.dtype
+    delta = (do.to(dtype) * o.to(dtype)).sum(3)
     if dlse is not None:
-        # One more column turns rowsum(do o) into rowsum(do o) - dlse and nothing else; the
-        # others up to a multiple of 8 are for speed.
-        wide = [F.pad(x, (0, 8 - x.shape[3] % 8)) for x in wide]
-        wide[-2][..., -1] = dlse
-        wide[-1][..., -1] = -1.0
-    if work.gathers():
-        return [x.contiguous() for x in wide]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in wide]
+        delta -= dlse.to(dtype)
+    blind = lse == -math.inf
+    p = (sinks.to(dtype).unsqueeze(2) - lse.masked_fill(blind, math.inf)).exp()
+    return -(p * delta).sum(2)
 
 
-def _merge(o: Tensor, lse: Tensor, where: View | Index, o_new: Tensor, lse_new: Tensor) -> None:
-    """Takes a piece's result into o and lse."""
-    if isinstance(where, View):
-        (o_old,), (lse_old,) = where.of(o), where.of(lse)
-        merge_(o_old, lse_old, o_new, lse_new)
-        return
-    o_old, lse_old = take(o, where), take(lse.unsqueeze(3), where).squeeze(3)
-    merge_(o_old, lse_old, o_new, lse_new)
-    put(o, where, o_old)
-    put(lse.unsqueeze(3), where, lse_old.unsqueeze(3))
+def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of the computation; the numbers of a token next to each other."""
+    x = x.to(dtype)
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sample", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+    ]
+
+
+class _Problem(ctypes.Structure):
+    """The fields of attention_cpu.cpp's Problem, in its order."""
+
+    _fields_ = [
+        *((name, _Tokens) for name in ("q", "k", "v", "o_in", "dout")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("o", "lse", "lse_in", "dlse", "dq", "dk", "dv", "dslopes", "dweights"),
+                *("scratch", "groups", "runs", "weights", "variants", "row_variants"),
+                *("key_range", "slopes"),
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
+                *("keys", "dim", "padded", "num_runs", "distance_shift", "threads", "parts"),
+            )
+        ),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class _Call:
+    """The inputs of both directions as the kernels read them, and what holds their memory."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        graph: TileGraph,
+        scale: float,
+        slopes: Tensor | None,
+        key_range: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._library = library
+        self._dtype = dtype
+        self._held: list[Tensor] = []
+        self._problem = _Problem()
+        lanes = library.vector_bytes() // dtype.itemsize
+        self.padded = -(-q.shape[3] // lanes) * lanes
+        side = graph.rows
+        variants = graph.row_variants.expand(q.shape[:2])
+        batch, heads, queries, dim = q.shape
+        pairs = batch * heads * queries * k.shape[2] * dim
+        self._set(
+            q=_aligned(q, dtype),
+            k=_aligned(k, dtype),
+            v=_aligned(v, dtype),
+            groups=side.groups.contiguous(),
+            runs=side.runs.contiguous(),
+            weights=side.log_multiplicity.detach().double().contiguous(),
+            variants=side.variants.contiguous(),
+            row_variants=variants,
+            key_range=None if key_range is None else key_range.int().contiguous(),
+            slopes=None if slopes is None else slopes.to(dtype).contiguous(),
+            variant_sample=variants.stride(0),
+            variant_head=variants.stride(1),
+            **{"batch": batch, "heads": heads, "queries": queries, "dim": dim},
+            key_heads=k.shape[1],
+            keys=k.shape[2],
+            padded=self.padded,
+            num_runs=side.runs.shape[0],
+            distance_shift=graph.distance_shift,
+            threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
+            parts=1,
+            scale=scale,
+        )
+
+    def parts(self, units: int) -> int:
+        """How many threads share a unit, a sample's key head, in the backward."""
+        self._problem.parts = max(1, self._problem.threads // max(1, units))
+        return self._problem.parts
+
+    def run(self, direction: str, **tensors: Tensor | None) -> None:
+        """Runs the kernel on its further tensors."""
+        self._set(**tensors)
+        number = "double" if self._dtype == torch.float64 else "float"
+        problem = ctypes.byref(self._problem)
+        size = getattr(self._library, f"scratch_elements_{number}")(problem)
+        elements = self._problem.threads * size
+        self._set(scratch=torch.empty(elements, dtype=self._dtype, device="cpu"))
+        getattr(self._library, f"{direction}_{number}")(problem)
+
+    def _set(self, **fields: Tensor | int | float | None) -> None:
+        for name, value in fields.items():
+            if not isinstance(value, Tensor):
+                setattr(self._problem, name, value)
+                continue
+            self._held.append(value)
+            if isinstance(getattr(self._problem, name), _Tokens):
+                setattr(self._problem, name, _Tokens(value.data_ptr(), *value.stride()[:3]))
+            else:
+                setattr(self._problem, name, value.data_ptr())

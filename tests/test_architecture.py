@@ -87,6 +87,9 @@ def _python_files(house: str) -> list[Path]:
     return [p for p in sorted((ROOT / house).rglob("*.py")) if hidden_or_link not in p.parents]
 
 
+CPP_FILES = [p for p in sorted((ROOT / "kernels").iterdir()) if p.suffix in (".cpp", ".h")]
+
+
 def _ids(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -162,7 +165,7 @@ def test_accounting_imports_only_numpy_scipy_and_each_other(path: Path) -> None:
     assert not _strangers(path, "accounting", ACCOUNTING_MAY_IMPORT, at_the_top)
 
 
-@pytest.mark.parametrize("path", _python_files("kernels"), ids=_ids)
+@pytest.mark.parametrize("path", [*_python_files("kernels"), *CPP_FILES], ids=_ids)
 def test_kernels_do_not_speak_of_privacy_parameters(path: Path) -> None:
     text = path.read_text(encoding="utf-8").lower()
     assert not [word for word in NOT_IN_KERNELS if word in text]

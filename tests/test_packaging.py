@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dpflash
+from dpflash.kernels import native
 
 tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from 3.11 on")
 
@@ -83,3 +84,5 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> 
         if "build" not in path.parts
     }
     assert {n for n in inside if n.endswith(".py")} == expected
+    sources = {f"dpflash/kernels/{name}" for name in native._SOURCES}
+    assert {n for n in inside if n.endswith((".cpp", ".h"))} == sources

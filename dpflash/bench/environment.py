@@ -13,6 +13,7 @@ import torch
 
 from dpflash import __version__
 from dpflash.ceilings import cpu_model
+from dpflash.kernels import native
 
 
 def usable_cores() -> int:
@@ -39,6 +40,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "attention on the CPU": native.describe(),
         "dpflash": __version__,
         "commit": commit(),
     }

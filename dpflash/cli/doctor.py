@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -215,16 +216,26 @@ def _installed_version(name: str) -> str | None:
 
 
 def _paths(report: dict[str, Any]) -> dict[str, str]:
-    on_gpu = bool(report["devices"])
-    built_for = report["torch"]["built_for"].split()[0]
-    return {
-        "attention": "torch SDPA",
-        "private_gradients": "plain torch operations "
-        + (f"on {built_for}" if on_gpu else "(CPU path)"),
-        "noise": "ChaCha20 (cryptography, CPU)"
-        if report["cryptography"]["chacha20"]
-        else "none: this machine's OpenSSL refuses ChaCha20",
-    }
+    from dpflash.kernels import native
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says it
+        paths = {
+            "attention": native.describe(),
+            "private_gradients": "plain torch operations (CPU path)",
+        }
+    if report["devices"]:
+        triton = report["triton"]
+        on_gpu = "Triton kernels" if triton["version"] else f"none: triton {triton['why_not']}"
+        paths = {f"{name}_on_cpu": path for name, path in paths.items()}
+        paths |= {"attention": on_gpu, "private_gradients": on_gpu}
+    chacha20 = report["cryptography"]["chacha20"]
+    paths["noise"] = (
+        "ChaCha20 (cryptography, CPU)"
+        if chacha20
+        else "none: this machine's OpenSSL refuses ChaCha20"
+    )
+    return paths
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:

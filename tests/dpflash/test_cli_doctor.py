@@ -13,6 +13,7 @@ import torch
 import dpflash
 from dpflash import ceilings, measure
 from dpflash.cli import doctor, main
+from dpflash.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(doctor, "_devices", list)
     assert doctor.machine_report()["paths"] == {
-        "attention": "torch SDPA",
+        "attention": f"C++ kernels, vectors of {8 * native.load().vector_bytes()} bits",
         "private_gradients": "plain torch operations (CPU path)",
         "noise": "ChaCha20 (cryptography, CPU)",
     }
@@ -64,7 +65,10 @@ def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:
     with_gpu["paths"] = doctor._paths(with_gpu)
     text = doctor._as_text(with_gpu)
     assert "GPU X, 80.0 GiB, capability 9.0" in text
-    assert "plain torch operations on CUDA" in text
+    assert with_gpu["paths"]["attention_on_cpu"].startswith("C++ kernels")
+    assert with_gpu["paths"]["attention"] == "Triton kernels"
+    without_triton = {**with_gpu, "triton": {"version": None, "why_not": "not installed"}}
+    assert doctor._paths(without_triton)["attention"] == "none: triton not installed"
 
 
 def test_memory_is_a_plausible_number_of_bytes(report: dict) -> None:

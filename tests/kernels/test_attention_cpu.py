@@ -1,4 +1,4 @@
-"""The CPU executor against the plain twin in float64, against loops, and in its memory."""
+"""The CPU kernels against the plain twin in float64, against loops, and in their memory."""
 
 import itertools
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpflash.kernels import attention_cpu, attention_cpu_plan, attention_reference
-from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph, side_matrix
+from dpflash.kernels import attention_cpu, attention_reference
+from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
 
 ALL = (-UNBOUNDED, UNBOUNDED)
 CAUSAL = (0, UNBOUNDED)
@@ -39,7 +39,7 @@ def make_side(variants, runtime=False):
 
 def make_graph(queries, keys, variants, head_variants, runtime=False):
     heads = torch.tensor(head_variants, dtype=torch.int32)
-    nothing = make_side([[]])  # the CPU executor does not look at that side
+    nothing = make_side([[]])  # the CPU kernels do not look at that side
     rows = make_side(variants, runtime)
     return TileGraph(queries, keys, rows, nothing, heads, torch.zeros_like(heads), False)
 
@@ -378,14 +378,6 @@ def test_samples_with_the_same_key_range_and_without_keys():
     assert_close(run(attention_cpu, graph, tensors, dlse, extra), expected, 1e-11)
 
 
-def test_only_so_many_plans_are_kept():
-    graph = one_run(4, 200, ALL)
-    for end in range(200):
-        attention_cpu_plan.plan(graph, (0, end))
-    assert len(graph.plans["cpu"]) <= 64
-    assert attention_cpu_plan.plan(graph) is attention_cpu_plan.plan(graph)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_repeated_calls_give_the_same_bits(options):
     graph = GRAPHS["dilated"]()
@@ -422,31 +414,19 @@ def random_side(generator, queries, keys):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_each_pair_is_in_one_piece_and_no_row_twice_in_a_batch(seed):
+def test_random_graphs_match_the_twin(seed):
     generator = random.Random(seed)
     queries, keys = generator.randint(1, 700), generator.randint(1, 700)
+    heads = torch.zeros(2, dtype=torch.int32)
     side = random_side(generator, queries, keys)
-    clip = tuple(sorted(generator.choices(range(keys + 1), k=2))) if seed % 2 else None
-    matrix = torch.zeros(queries, keys, dtype=torch.float64)
-    for batch in attention_cpu_plan.make_plan(side, clip):
-        rows = batch.row_start.unsqueeze(1) + batch.row_stride * torch.arange(batch.rows)
-        assert rows.unique().numel() == rows.numel()
-        offsets = batch.column_stride * torch.arange(batch.columns)
-        for piece, of_piece in enumerate(rows):
-            for run, start in enumerate(batch.column_start[piece]):
-                if batch.bias is None:
-                    weights = batch.seen() * batch.log_multiplicity[piece].exp()
-                    weights = weights[:, run * batch.columns : (run + 1) * batch.columns]
-                else:
-                    begin = batch.bias_first
-                    bias = batch.bias.dense(torch.float64)[:, begin : begin + batch.columns]
-                    weights = bias.exp().expand(batch.rows, -1)
-                matrix[of_piece.unsqueeze(1), start + offsets] += weights
-    expected = side_matrix(side, 0, queries, keys)
-    if clip is not None:
-        expected[:, : clip[0]] = 0
-        expected[:, clip[1] :] = 0
-    torch.testing.assert_close(matrix, expected)
+    graph = TileGraph(queries, keys, side, make_side([[]]), heads, heads, False)
+    options = [x for x in ("dlse", "slopes", "key_range") if generator.random() < 0.5]
+    tensors, dlse, extra = make_inputs(
+        graph, groups=1, dim=generator.randint(1, 40), options=options
+    )
+    grads = {"run_grads": seed % 3 == 0}
+    expected = run(attention_reference, graph, tensors, dlse, extra, **grads)
+    assert_close(run(attention_cpu, graph, tensors, dlse, extra, **grads), expected, 1e-11)
 
 
 class Largest(TorchDispatchMode):

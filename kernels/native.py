@@ -1,0 +1,177 @@
+"""Compiles the C++ sources of this folder for the machine at hand, once, and loads them.
+
+No torch headers, no build system: one call of the compiler, some seconds. The library is kept in
+the user's cache under a name that says what it was made from, by whom and for which processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+_FOLDER = Path(__file__).resolve().parent
+_SOURCES = ("attention_cpu.cpp", "vectors.h")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+# The last resort is what the compiler takes for granted on this kind of machine.
+_PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
+_SECONDS = 600
+_LOCK = threading.Lock()
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, after one warning, where they cannot be had."""
+    return _found()[0]
+
+
+def describe() -> str:
+    """In words, what runs attention on this machine's CPU."""
+    found, missing = _found()
+    if found is None:
+        return f"plain PyTorch, time and memory as the square of the tokens. {missing}"
+    return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
+
+
+def _found() -> tuple[ctypes.CDLL | None, str]:
+    with _LOCK:
+        return _load_once()
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why there is none."""
+    try:
+        return load(), ""
+    except OSError as error:
+        warnings.warn(
+            "attention on the CPU runs in plain PyTorch, which takes time and memory as the "
+            f"square of the tokens: its C++ kernels could not be compiled. {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, str(error)
+
+
+def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
+    """Compiles what has not been compiled before, and loads it.
+
+    Args:
+        processor: the compiler's options that say for which processor; None, the one at hand.
+
+    Raises:
+        OSError: there is no C++ compiler, or it failed; the message says what to do.
+    """
+    compiler = _compiler()
+    origin = _origin(compiler)
+    kept = {
+        options: _cache() / f"attention-{_digest(origin, options)}.so"
+        for options in (_PROCESSORS if processor is None else (processor,))
+    }
+    for path in kept.values():
+        if _is_whole(path):
+            return _opened(path)
+    complaints = []
+    for options, path in kept.items():
+        with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as folder:
+            made = Path(folder) / "attention.so"
+            complaint = _compile([*compiler, *_FLAGS, *options], made)
+            if complaint is None:
+                return _opened(_keep(made, path))
+            complaints.append(complaint)
+    raise OSError(f"{shlex.join(compiler)} failed: {complaints[-1]}")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as `_keep` wrote it: the loader of a damaged one may crash."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name in ("problem_bytes", "vector_bytes"):
+        getattr(library, name).restype = ctypes.c_int64
+    for name in ("scratch_elements_float", "scratch_elements_double"):
+        getattr(library, name).restype = ctypes.c_int64
+    return library
+
+
+def _compiler() -> list[str]:
+    """The command of the C++ compiler: the environment's CXX, or the first that is installed."""
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
+        if command and shutil.which(command[0]):
+            return command
+    if named:
+        raise OSError(f"CXX={named!r} is not a command; unset CXX or let it name a C++ compiler")
+    raise OSError(
+        f"No C++ compiler found (looked for {', '.join(_COMPILERS)}); install one, for instance "
+        "g++, or set CXX to its command"
+    )
+
+
+def _compile(command: list[str], made: Path) -> str | None:
+    """What the compiler complained about; None if it made the library."""
+    command = [*command, str(_FOLDER / _SOURCES[0]), "-o", str(made)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_SECONDS} s"
+    if done.returncode == 0 and made.exists():
+        return None
+    return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
+
+
+def _keep(made: Path, kept: Path) -> Path:
+    """Moves the library into the cache, in one step; where that cannot be, it stays."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+            content = made.read_bytes()
+            copy.write(content + hashlib.sha256(content).digest())
+        os.chmod(copy.name, 0o755)
+        os.replace(copy.name, kept)
+    except OSError:
+        return made
+    return kept
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "dpflash"
+
+
+def _origin(compiler: list[str]) -> bytes:
+    """Everything that a library depends on, but for the options."""
+    said = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
+    sources = [(_FOLDER / name).read_bytes() for name in _SOURCES]
+    words = [*compiler, *_FLAGS, platform.machine(), *_processor()]
+    return b"\0".join([*sources, said, *(word.encode() for word in words)])
+
+
+def _digest(origin: bytes, options: tuple[str, ...]) -> str:
+    return hashlib.sha256(origin + "\0".join(("", *options)).encode()).hexdigest()[:32]
+
+
+def _processor() -> Iterator[str]:
+    """What this processor can do: home folders are shared between machines that differ."""
+    yield platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            yield from sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    except OSError:
+        return

@@ -1,0 +1,235 @@
+// Vectors of the machine's own width, their exponential, and two products that keep their sums in
+// registers. F is float or double. The compiler's vector extensions, no intrinsics: any CPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kVectors = 4;  // of 32 registers
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32, kVectors = 2;  // of 16
+#elif defined(__SSE2__)
+constexpr int kVectorBytes = 16, kVectors = 2;  // of 16
+#else
+constexpr int kVectorBytes = 16, kVectors = 4;  // of 32
+#endif
+// Sums that a product keeps in registers: for each of so many rows, kVectors vectors.
+constexpr int kRegisterRows = 6;
+
+template <class F>
+struct Number;
+
+template <>
+struct Number<float> {
+  typedef float Vector __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Integer;
+  static constexpr int mantissa_bits = 23, exponent_bias = 127, taylor_degree = 7;
+  static constexpr float lowest = -87.0f, highest = 88.0f, round = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+};
+
+template <>
+struct Number<double> {
+  typedef double Vector __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Integers __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Integer;
+  static constexpr int mantissa_bits = 52, exponent_bias = 1023, taylor_degree = 13;
+  static constexpr double lowest = -708.0, highest = 709.0, round = 6755399441055744.0;
+  static constexpr double ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
+};
+
+template <class F>
+using Vector = typename Number<F>::Vector;
+template <class F>
+using Integers = typename Number<F>::Integers;
+template <class F>
+constexpr int kLanes = kVectorBytes / sizeof(F);
+template <class F>
+constexpr F kInfinity = std::numeric_limits<F>::infinity();
+
+template <class F>
+inline Vector<F> load(const F* from) {
+  Vector<F> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class F>
+inline void store(F* to, Vector<F> v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+template <class F>
+inline Vector<F> splat(F x) {
+  return Vector<F>{} + x;
+}
+
+template <class F, int N>
+constexpr F kInverseFactorial = kInverseFactorial<F, N - 1> / N;
+template <class F>
+constexpr F kInverseFactorial<F, 0> = 1;
+
+// sum of r^n / n! from `degree` down to 0, by Horner; `sum` holds what is above.
+template <class F, int degree>
+inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
+  if constexpr (degree < 0) {
+    return sum;
+  } else {
+    return taylor<F, degree - 1>(r, sum * r + kInverseFactorial<F, degree>);
+  }
+}
+
+// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
+// least normal number.
+template <class F>
+inline Vector<F> exponential(Vector<F> x) {
+  using N = Number<F>;
+  // Adding `round` leaves the nearest integer in the low bits.
+  Vector<F> shifted = x * F(1.44269504088896340736) + N::round;
+  Vector<F> n = shifted - N::round;
+  Vector<F> r = x - n * N::ln2_high;
+  r = r - n * N::ln2_low;
+  Vector<F> top = splat<F>(kInverseFactorial<F, N::taylor_degree>);
+  Vector<F> mantissa = taylor<F, N::taylor_degree - 1>(r, top);
+  Integers<F> bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + typename N::Integer(N::exponent_bias)) << N::mantissa_bits;
+  Vector<F> power;
+  std::memcpy(&power, &bits, sizeof power);
+  Vector<F> y = mantissa * power;
+  y = x < N::lowest ? Vector<F>{} : y;
+  return x > N::highest ? splat<F>(kInfinity<F>) : y;
+}
+
+// Registers hold `rows` sums of `vectors` vectors; fewer vectors leave room for more rows.
+template <int vectors>
+constexpr int kRows = kRegisterRows * kVectors / vectors;
+
+template <class F, int rows, int vectors, bool add>
+inline void product_in_registers(F* const* c, const F* const* a, const F* x, int64_t stride,
+                                 int depth) {
+  Vector<F> sums[rows][vectors];
+  const F* of_row[rows];
+#pragma GCC unroll 32
+  for (int r = 0; r < rows; ++r) {
+    of_row[r] = a[r];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      sums[r][v] = add ? load<F>(c[r] + v * kLanes<F>) : Vector<F>{};
+    }
+  }
+  for (int d = 0; d < depth; ++d) {
+    Vector<F> line[vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) line[v] = load<F>(x + d * stride + v * kLanes<F>);
+#pragma GCC unroll 32
+    for (int r = 0; r < rows; ++r) {
+      F factor = of_row[r][d];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) sums[r][v] += line[v] * factor;
+    }
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) store<F>(c[r] + v * kLanes<F>, sums[r][v]);
+  }
+}
+
+template <class F, int vectors, bool add, int rows = kRows<vectors>>
+void product_by_rows(F* const* c, const F* const* a, const F* x, int64_t stride, int count,
+                     int depth) {
+  int r = 0;
+  for (; r + rows <= count; r += rows) {
+    product_in_registers<F, rows, vectors, add>(c + r, a + r, x, stride, depth);
+  }
+  if constexpr (rows > 1) {
+    if (r < count) {
+      product_by_rows<F, vectors, add, (rows + 1) / 2>(c + r, a + r, x, stride, count - r, depth);
+    }
+  }
+}
+
+// C[r] = sum_d A[r][d] X[d] for `count` rows r, or added to C; a row of C and of X has `vectors`
+// vectors. Rows of A and of C lie anywhere; those of C differ.
+template <class F, bool add, int most>
+void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
+             int vectors) {
+  F* moved[most];
+  for (int done = 0; done < vectors;) {
+    for (int r = 0; r < count; ++r) moved[r] = c[r] + done * kLanes<F>;
+    const F* from = x + done * kLanes<F>;
+    int now = std::min(kVectors, vectors - done);
+    if (now == 4) {
+      product_by_rows<F, std::min(4, kVectors), add>(moved, a, from, stride, count, depth);
+    } else if (now == 3) {
+      product_by_rows<F, std::min(3, kVectors), add>(moved, a, from, stride, count, depth);
+    } else if (now == 2) {
+      product_by_rows<F, 2, add>(moved, a, from, stride, count, depth);
+    } else {
+      product_by_rows<F, 1, add>(moved, a, from, stride, count, depth);
+    }
+    done += now;
+  }
+}
+
+template <class F, int rows, int vectors>
+inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int first, const F* x,
+                               int depth) {
+  Vector<F> sums[rows][vectors];
+#pragma GCC unroll 32
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) sums[r][v] = load<F>(c + r * stride + v * kLanes<F>);
+  }
+  for (int d = 0; d < depth; ++d) {
+    Vector<F> line[vectors];
+    const F* factors = a[d] + first;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) line[v] = load<F>(x + d * stride + v * kLanes<F>);
+#pragma GCC unroll 32
+    for (int r = 0; r < rows; ++r) {
+      F factor = factors[r];
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) sums[r][v] += line[v] * factor;
+    }
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) store<F>(c + r * stride + v * kLanes<F>, sums[r][v]);
+  }
+}
+
+template <class F, int vectors, int rows = kRows<vectors>>
+void outer_by_rows(F* c, int64_t stride, const F* const* a, const F* x, int first, int count,
+                   int depth) {
+  for (; first + rows <= count; first += rows) {
+    outer_in_registers<F, rows, vectors>(c + first * stride, stride, a, first, x, depth);
+  }
+  if constexpr (rows > 1) {
+    if (first < count) {
+      outer_by_rows<F, vectors, (rows + 1) / 2>(c, stride, a, x, first, count, depth);
+    }
+  }
+}
+
+// C[r] += sum_d A[d][r] X[d] for `count` rows r of at most kVectors vectors. Rows of A lie
+// anywhere, those of C and of X `stride` apart.
+template <class F>
+void outer(F* c, int64_t stride, const F* const* a, const F* x, int count, int depth,
+           int vectors) {
+  if (vectors == 4) {
+    outer_by_rows<F, std::min(4, kVectors)>(c, stride, a, x, 0, count, depth);
+  } else if (vectors == 3) {
+    outer_by_rows<F, std::min(3, kVectors)>(c, stride, a, x, 0, count, depth);
+  } else if (vectors == 2) {
+    outer_by_rows<F, 2>(c, stride, a, x, 0, count, depth);
+  } else {
+    outer_by_rows<F, 1>(c, stride, a, x, 0, count, depth);
+  }
+}
