@@ -1,7 +1,10 @@
 """The CPU kernels against the plain twin in float64, against loops, and in their memory."""
 
+import concurrent.futures
 import itertools
 import math
+import multiprocessing
+import os
 import random
 
 import pytest
@@ -390,6 +393,24 @@ def test_repeated_calls_give_the_same_bits(options):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("name", ["causal", "dilated", "blocks", "run-time"])
+def test_threads_that_share_a_key_head_add_up(name, groups, options, monkeypatch):
+    monkeypatch.setattr(attention_cpu, "_WORK_OF_A_THREAD", 1)
+    graph = GRAPHS[name]()
+    inputs = make_inputs(graph, groups=groups, options=OPTIONS[options])
+    grads = {"run_grads": "run_grads" in OPTIONS[options]}
+    expected = run(attention_reference, graph, *inputs, **grads)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(17)  # two or eight parts
+        outputs = run(attention_cpu, graph, *inputs, **grads)
+    finally:
+        torch.set_num_threads(before)
+    assert_close(outputs, expected, 1e-11)
+
+
 def random_side(generator, queries, keys):
     """Groups by residue, runs of any stride, phase, band and multiplicity."""
     modulus = generator.choice([1, 2, 3, 5])
@@ -466,3 +487,71 @@ def test_no_tensor_grows_with_the_square_of_tokens(name, options):
     assert at_2048 <= 2048**2 // 4
     # What the plain executor holds at a time is bounded by a constant of this size.
     assert options == "all" or largest(4096) <= 2.5 * at_2048
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
+@pytest.mark.parametrize("name", ["causal", "dilated", "window"])
+def test_what_is_not_finite_is_seen_in_its_own_sample_only(name, where, bad):
+    graph = GRAPHS[name]()
+    tensors, dlse, _ = make_inputs(graph, samples=3)
+    tensors = [x.float() for x in tensors]
+    clean = run(attention_cpu, graph, tensors, dlse, {})
+    tensors[where][1, 0, graph.num_keys // 2, 3] = bad
+    outputs = run(attention_cpu, graph, tensors, dlse, {})
+    for key, x in outputs.items():
+        assert torch.equal(x[::2], clean[key][::2]), key
+    assert not all(outputs[key][1].isfinite().all() for key in ("dq", "dk", "dv"))
+
+
+def test_an_lse_that_is_far_too_low_overflows_and_is_seen():
+    """Of other keys, or wrong: e^(s - lse) must not wrap around to a number like any other."""
+    graph = GRAPHS["causal"]()
+    (q, k, v, do), _, _ = make_inputs(graph)
+    for dtype, low in ((torch.float32, -200.0), (torch.float64, -2000.0)):
+        q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
+        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.3)
+        grads = attention_cpu.attention_backward(
+            *(do, None, q, k, v, o, torch.full_like(lse, low), graph, 0.3)
+        )
+        assert not grads.dv.isfinite().any()
+
+
+@pytest.mark.parametrize("size", [1e-6, 30.0, 1e4])
+def test_scores_of_any_size(size):
+    graph = GRAPHS["dilated"]()
+    (q, k, v, do), dlse, _ = make_inputs(graph)
+    tensors = (size * q, k, v, do)
+    expected = run(attention_reference, graph, tensors, dlse, {})
+    outputs = run(attention_cpu, graph, tensors, dlse, {})
+    # Rounding of a score s is one of e^s by |s|; in dq and dk it cancels further.
+    tolerance = 1e-15 * max(1e3, 100 * size)
+    for name in ("o", "lse", "dv"):
+        assert_close({name: outputs[name]}, {name: expected[name]}, tolerance)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_calls_at_the_same_time_and_in_a_forked_process():
+    graph = GRAPHS["window"]()
+    tensors, dlse, _ = make_inputs(graph, dim=64, samples=3)
+    expected = run(attention_cpu, graph, tensors, dlse, {})
+
+    def same():
+        outputs = run(attention_cpu, graph, tensors, dlse, {})
+        return all(torch.equal(outputs[key], expected[key]) for key in expected)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: same(), range(12)))
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(forked()))
+
+    def forked():
+        # torch's own pool of threads does not survive a fork.
+        torch.set_num_threads(1)
+        o, _ = attention_cpu.attention_forward(*tensors[:3], graph, 64**-0.5)
+        return torch.equal(o, expected["o"])
+
+    child.start()
+    assert receiver.poll(60) and receiver.recv()
+    child.join()
