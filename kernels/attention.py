@@ -76,7 +76,7 @@ def attention_backward(
         dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
     turned, positive = _positive_scale(q, scale)
     house = _house(q)
-    # Only the kernels write where they are told to.
+    # Only the Triton kernels write where they are told to.
     where = {} if out is None or house is attention_cpu else {"out": out}
     grads = house.attention_backward(
         do,

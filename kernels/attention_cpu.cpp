@@ -1,150 +1,25 @@
 // Attention over tile graphs on the CPU. attention_cpu.py calls it, and says what the tensors are.
 //
-// The queries of a tile are the lanes of vectors: scores stand as S[key][query]. So keys and values
-// are read where they lie, number by number, whatever their stride, and what belongs to a query
-// (maximum, sum, lse) needs no sum over lanes. Keys of several runs go together, kKeys at a time.
+// The queries of a tile are the lanes of vectors: scores stand as S[key][query]. So keys and
+// values are read where they lie, number by number, whatever their stride, and what belongs to a
+// query (maximum, sum, lse) needs no sum over lanes. Keys of several runs go together, kKeys at a
+// time.
 // Flash attention's recurrences: Dao, arXiv:2307.08691, algorithms 1 and 2.
 //
 // Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 
-#include <atomic>
 #include <cmath>
-#include <system_error>
-#include <thread>
-#include <vector>
+#include <condition_variable>
+#include <mutex>
+#include <new>
 
-#include "vectors.h"
-
-// Tensors [B, heads, tokens, D] with stride 1 in D; strides in elements.
-struct Tokens {
-  const void* data;
-  int64_t sample, head, token;
-
-  template <class F>
-  const F* of(int64_t b, int64_t h) const {
-    return static_cast<const F*>(data) + b * sample + h * head;
-  }
-};
-
-// The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where it says so.
-struct Problem {
-  Tokens q, k, v, o_in, dout;
-  void *o, *lse;                    // [B, H, T, D], [B, H, T]: results of the forward
-  const void *lse_in, *dlse;        // [B, H, T]; dlse or null
-  void *dq, *dk, *dv;               // [B, H, T, D]; [parts, B, G, S, padded], added to
-  double *dslopes, *dweights;       // [parts, B, H], [parts, B, G, R], added to; or null
-  void* scratch;                    // [threads, scratch_elements]
-  const int32_t *groups, *runs;     // tile_graph.Side
-  const double* weights;            // [R]: log multiplicities
-  const int32_t *variants, *row_variants, *key_range;  // key_range or null
-  const void* slopes;               // [B, H], or null
-  int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
-  int64_t batch, heads, key_heads, queries, keys, dim, padded, num_runs;
-  int64_t distance_shift, threads, parts;
-  double scale;
-};
+#include "threads.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int kKeys = 64;        // that meet a tile at a time
-constexpr int64_t kTile = 128;   // queries of a tile, at most
-constexpr int32_t kUnbounded = (1 << 30) - 1;  // tile_graph.UNBOUNDED
-
-// Queries that are the lanes of up to kVectors vectors.
-template <class F>
-constexpr int kWidth = kVectors * kLanes<F>;
-
-// Queries first, first + 1, ... of a group, for one sample and head.
-struct Tile {
-  int64_t b, h;
-  const int32_t* group;
-  int64_t first, count;
-
-  int64_t stride() const { return group[1]; }
-  int64_t position(int64_t i) const { return group[0] + stride() * (first + i); }
-};
-
-// A part of a tile: at most kWidth queries.
-struct Rows {
-  int64_t position, stride;
-  int count, vectors;
-
-  int64_t at(int i) const { return position + stride * i; }
-};
-
-template <class F>
-std::vector<Rows> parts_of(const Tile& tile) {
-  std::vector<Rows> parts;
-  for (int64_t i = 0; i < tile.count; i += kWidth<F>) {
-    int count = int(std::min<int64_t>(kWidth<F>, tile.count - i));
-    int vectors = (count + kLanes<F> - 1) / kLanes<F>;
-    parts.push_back({tile.position(i), tile.stride(), count, vectors});
-  }
-  return parts;
-}
-
-enum Seen { kNone, kSome, kAll };
-
-// Keys that some query of a tile may see.
-struct Keys {
-  int count = 0;
-  bool weighted = false;
-  int64_t position[kKeys], run[kKeys];
-  int32_t lo[kKeys], hi[kKeys];
-  double weight[kKeys];
-
-  Seen seen_by(const Rows& rows) const {
-    int64_t first = rows.at(0), last = rows.at(rows.count - 1);
-    bool all = true, none = true;
-    for (int x = 0; x < count; ++x) {
-      int64_t nearest = first - position[x], farthest = last - position[x];
-      all = all && nearest >= lo[x] && farthest <= hi[x];
-      none = none && (farthest < lo[x] || nearest > hi[x]);
-    }
-    return all ? kAll : none ? kNone : kSome;
-  }
-};
-
-int64_t floor_div(int64_t a, int64_t b) {
-  int64_t quotient = a / b;
-  return quotient * b > a ? quotient - 1 : quotient;
-}
-
-// Calls run(keys) until all keys that the tile may see had their turn.
-template <class Run>
-void for_keys(const Problem& p, const Tile& tile, Run run) {
-  int64_t first = tile.position(0), last = tile.position(tile.count - 1);
-  int64_t begin = 0, end = p.keys;
-  if (p.key_range) {
-    begin = std::max<int64_t>(begin, p.key_range[2 * tile.b]);
-    end = std::min<int64_t>(end, p.key_range[2 * tile.b + 1]);
-  }
-  Keys keys;
-  for (int64_t r = tile.group[3]; r < tile.group[4]; ++r) {
-    if (p.weights[r] == -kInfinity<double>) continue;
-    const int32_t* table = p.runs + 5 * r;
-    int64_t column = table[0], step = std::max(1, table[1]), length = table[2];
-    int32_t lo = table[3], hi = table[4];
-    int64_t low = hi < kUnbounded ? std::max(begin, first - hi) : begin;
-    int64_t high = lo > -kUnbounded ? std::min(end - 1, last - lo) : end - 1;
-    int64_t stop = std::min(length, floor_div(high - column, step) + 1);
-    for (int64_t j = std::max<int64_t>(0, -floor_div(column - low, step)); j < stop; ++j) {
-      int x = keys.count++;
-      keys.position[x] = column + j * step;
-      keys.run[x] = r;
-      keys.lo[x] = lo;
-      keys.hi[x] = hi;
-      keys.weight[x] = p.weights[r];
-      keys.weighted = keys.weighted || p.weights[r] != 0;
-      if (keys.count == kKeys) {
-        run(keys);
-        keys.count = 0;
-        keys.weighted = false;
-      }
-    }
-  }
-  if (keys.count) run(keys);
-}
+// Numbers that threads may hold for parts that wait for their turn, at least.
+constexpr int64_t kWaiting = int64_t(1) << 26;
 
 int64_t distance(const Problem& p, int64_t query, int64_t key) {
   int64_t d = query - key + p.distance_shift;
@@ -260,15 +135,16 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   const F* k = p.k.of<F>(tile.b, key_head(p, tile));
   const F* v = p.v.of<F>(tile.b, key_head(p, tile));
   F slope = slope_of<F>(p, tile);
-  auto parts = parts_of<F>(tile);
-  int64_t count = int64_t(parts.size()), block = p.dim * width;
+  F sink = p.sinks ? static_cast<const F*>(p.sinks)[tile.b * p.heads + tile.h] : -kInfinity<F>;
+  RowsOf<F> all(tile);
+  int64_t count = all.count, block = p.dim * width;
   F* scores = scratch;
   F* qs = scores + kKeys * width;
   F* os = qs + count * block;
   F* top = os + count * block;
   F* sum = top + count * width;
   for (int64_t i = 0; i < count; ++i) {
-    transpose<F>(q, p.q.token, parts[i], p.dim, F(p.scale), qs + i * block);
+    transpose<F>(q, p.q.token, all[i], p.dim, F(p.scale), qs + i * block);
   }
   std::fill(os, top, F(0));
   std::fill(top, sum, -kInfinity<F>);
@@ -283,20 +159,29 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
     }
     for (int64_t i = 0; i < count; ++i) {
       F* o = os + i * block;
-      if (!score<F>(p, keys, parts[i], ks, qs + i * block, slope, of_keys)) continue;
-      soften<F>(keys.count, p.dim, parts[i].vectors, scores, top + i * width, sum + i * width, o);
-      outer<F>(o, width, vs, scores, int(p.dim), keys.count, parts[i].vectors);
+      if (!score<F>(p, keys, all[i], ks, qs + i * block, slope, of_keys)) continue;
+      soften<F>(keys.count, p.dim, all[i].vectors, scores, top + i * width, sum + i * width, o);
+      outer<F>(o, width, vs, scores, int(p.dim), keys.count, all[i].vectors);
     }
   });
   int64_t line = (tile.b * p.heads + tile.h) * p.queries;
   for (int64_t i = 0; i < count; ++i) {
-    for (int r = 0; r < parts[i].count; ++r) {
-      int64_t row = line + parts[i].at(r);
-      F total = sum[i * width + r];
+    for (int r = 0; r < all[i].count; ++r) {
+      int64_t row = line + all[i].at(r);
+      F most = top[i * width + r], total = sum[i * width + r], factor = 1;
+      bool blind = total == 0;
+      if (sink > most) {
+        factor = std::exp(most - sink);
+        total = total * factor + 1;
+        most = sink;
+      } else if (sink != -kInfinity<F>) {
+        total += std::exp(sink - most);
+      }
       F* o = static_cast<F*>(p.o) + row * p.dim;
       const F* from = os + i * block + r;
-      for (int64_t d = 0; d < p.dim; ++d) o[d] = total == 0 ? F(0) : from[d * width] / total;
-      static_cast<F*>(p.lse)[row] = top[i * width + r] + std::log(total);
+      factor /= total;
+      for (int64_t d = 0; d < p.dim; ++d) o[d] = blind ? F(0) : from[d * width] * factor;
+      static_cast<F*>(p.lse)[row] = most + std::log(total);
     }
   }
 }
@@ -312,29 +197,33 @@ void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F
       total += value;
       far += value * double(distance(p, rows.at(i), keys.position[x]));
     }
-    if (dslope) *dslope -= far;
+    *dslope -= far;
     if (dweights) dweights[keys.run[x]] += total;
   }
 }
 
+// Where a part's gradients of keys and values are summed: rows of the keys from `first` on.
 template <class F>
-void backward_tile(const Problem& p, const Tile& tile, int64_t part, F* scratch) {
+struct Sums {
+  F *dk, *dv;
+  int64_t first;
+};
+
+// Adds to the sums, sets dq, and returns the gradient of the slope.
+template <class F>
+double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* scratch) {
   constexpr int width = kWidth<F>;
   const F* q = p.q.of<F>(tile.b, tile.h);
   const F* k = p.k.of<F>(tile.b, key_head(p, tile));
   const F* v = p.v.of<F>(tile.b, key_head(p, tile));
   const F* o = p.o_in.of<F>(tile.b, tile.h);
   const F* dout = p.dout.of<F>(tile.b, tile.h);
-  int64_t head = part * p.batch * p.heads + tile.b * p.heads + tile.h;
-  int64_t unit = (part * p.batch + tile.b) * p.key_heads + key_head(p, tile);
-  int64_t line = (tile.b * p.heads + tile.h) * p.queries;
-  F* dk = static_cast<F*>(p.dk) + unit * p.keys * p.padded;
-  F* dv = static_cast<F*>(p.dv) + unit * p.keys * p.padded;
-  double* dslope = p.dslopes ? p.dslopes + head : nullptr;
-  double* dweights = p.dweights ? p.dweights + unit * p.num_runs : nullptr;
+  int64_t head = tile.b * p.heads + tile.h, line = head * p.queries;
+  double dslope = 0;
+  double* dweights = p.dweights ? p.dweights + p.dweights_of[head] : nullptr;
   F slope = slope_of<F>(p, tile);
-  auto parts = parts_of<F>(tile);
-  int64_t count = int64_t(parts.size()), block = width * p.padded;
+  RowsOf<F> all(tile);
+  int64_t count = all.count, block = width * p.padded;
   F* scores = scratch;
   F* ds = scores + kKeys * width;
   F* q_lanes = ds + kKeys * width;
@@ -348,12 +237,12 @@ void backward_tile(const Problem& p, const Tile& tile, int64_t part, F* scratch)
   std::fill(lse, delta, kInfinity<F>);  // e^(s - inf) = 0, also for queries without keys
   std::fill(delta, delta + count * width, F(0));
   for (int64_t i = 0; i < count; ++i) {
-    transpose<F>(q, p.q.token, parts[i], p.dim, F(p.scale), q_lanes + i * block);
-    transpose<F>(dout, p.dout.token, parts[i], p.dim, F(1), do_lanes + i * block);
-    copy<F>(q, p.q.token, parts[i], p, F(p.scale), q_rows + i * block);
-    copy<F>(dout, p.dout.token, parts[i], p, F(1), do_rows + i * block);
-    for (int r = 0; r < parts[i].count; ++r) {
-      int64_t row = parts[i].at(r);
+    transpose<F>(q, p.q.token, all[i], p.dim, F(p.scale), q_lanes + i * block);
+    transpose<F>(dout, p.dout.token, all[i], p.dim, F(1), do_lanes + i * block);
+    copy<F>(q, p.q.token, all[i], p, F(p.scale), q_rows + i * block);
+    copy<F>(dout, p.dout.token, all[i], p, F(1), do_rows + i * block);
+    for (int r = 0; r < all[i].count; ++r) {
+      int64_t row = all[i].at(r);
       F own = static_cast<const F*>(p.lse_in)[line + row];
       if (own != -kInfinity<F>) lse[i * width + r] = own;
       F sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
@@ -369,13 +258,13 @@ void backward_tile(const Problem& p, const Tile& tile, int64_t part, F* scratch)
     for (int x = 0; x < keys.count; ++x) {
       ks[x] = k + keys.position[x] * p.k.token;
       vs[x] = v + keys.position[x] * p.v.token;
-      dks[x] = dk + keys.position[x] * p.padded;
-      dvs[x] = dv + keys.position[x] * p.padded;
+      dks[x] = sums.dk + (keys.position[x] - sums.first) * p.padded;
+      dvs[x] = sums.dv + (keys.position[x] - sums.first) * p.padded;
       ps[x] = to_scores[x] = scores + x * width;
       dss[x] = to_ds[x] = ds + x * width;
     }
     for (int64_t i = 0; i < count; ++i) {
-      const Rows& rows = parts[i];
+      const Rows& rows = all[i];
       if (!score<F>(p, keys, rows, ks, q_lanes + i * block, slope, to_scores)) continue;
       product<F, false, kKeys>(to_ds, vs, do_lanes + i * block, width, keys.count, int(p.dim),
                                rows.vectors);
@@ -396,51 +285,24 @@ void backward_tile(const Problem& p, const Tile& tile, int64_t part, F* scratch)
                               vectors);
       product<F, true, kKeys>(dks, dss, q_rows + i * block, p.padded, keys.count, rows.count,
                               vectors);
-      if (dslope || dweights) backward_bias<F>(p, keys, rows, ds, dslope, dweights);
+      if (p.dslopes || dweights) backward_bias<F>(p, keys, rows, ds, &dslope, dweights);
     }
   });
   for (int64_t i = 0; i < count; ++i) {
-    for (int r = 0; r < parts[i].count; ++r) {
-      F* dq = static_cast<F*>(p.dq) + (line + parts[i].at(r)) * p.dim;
+    for (int r = 0; r < all[i].count; ++r) {
+      F* dq = static_cast<F*>(p.dq) + (line + all[i].at(r)) * p.dim;
       const F* from = dq_lanes + i * block + r;
       for (int64_t d = 0; d < p.dim; ++d) dq[d] = from[d * width] * F(p.scale);
     }
   }
+  return dslope;
 }
 
-void add_tiles(const Problem& p, int64_t b, int64_t h, std::vector<Tile>& tiles) {
-  int32_t variant = p.row_variants[b * p.variant_sample + h * p.variant_head];
-  for (int64_t g = p.variants[variant]; g < p.variants[variant + 1]; ++g) {
-    const int32_t* group = p.groups + 5 * g;
-    for (int64_t i = 0; i < group[2]; i += kTile) {
-      tiles.push_back({b, h, group, i, std::min<int64_t>(kTile, group[2] - i)});
-    }
-  }
-}
-
-// Calls work(task, thread) for all tasks, the next to whichever thread is free.
-template <class Work>
-void share(int64_t tasks, int64_t threads, Work work) {
-  std::atomic<int64_t> next{0};
-  auto run = [&](int64_t thread) {
-    for (int64_t task = next++; task < tasks; task = next++) work(task, thread);
-  };
-  std::vector<std::thread> others;
-  for (int64_t thread = 1; thread < std::min(tasks, threads); ++thread) {
-    try {
-      others.emplace_back(run, thread);
-    } catch (const std::system_error&) {
-      break;  // the system gives no more threads: those that there are do all
-    }
-  }
-  run(0);
-  for (auto& thread : others) thread.join();
-}
-
+// Memory of a thread for one tile.
 template <class F>
 int64_t scratch_elements(const Problem& p) {
-  int64_t parts = (kTile + kWidth<F> - 1) / kWidth<F>, width = kWidth<F>;
-  return 2 * kKeys * width + parts * width * (5 * p.padded + 2);
+  int64_t rows = (kTile + kWidth<F> - 1) / kWidth<F> * kWidth<F>;
+  return 2 * kKeys * kWidth<F> + rows * (5 * p.padded + 2) + 64 / int64_t(sizeof(F));
 }
 
 template <class F>
@@ -451,27 +313,72 @@ void forward(const Problem& p) {
   }
   // The last first: they are the long ones where queries are causal.
   int64_t count = int64_t(tiles.size());
+  Memory<F> scratch(p.threads, scratch_elements<F>(p));
   share(count, p.threads, [&](int64_t task, int64_t thread) {
-    F* scratch = static_cast<F*>(p.scratch) + thread * scratch_elements<F>(p);
-    forward_tile<F>(p, tiles[count - 1 - task], scratch);
+    forward_tile<F>(p, tiles[count - 1 - task], scratch.of(thread));
   });
 }
 
-// A key head's gradients are summed by one thread, or each part of its tiles by one.
 template <class F>
 void backward(const Problem& p) {
-  int64_t units = p.batch * p.key_heads, heads = p.heads / std::max<int64_t>(1, p.key_heads);
-  share(units * p.parts, p.threads, [&](int64_t task, int64_t thread) {
-    int64_t unit = task % units, part = task / units;
-    std::vector<Tile> tiles;
-    for (int64_t h = 0; h < heads; ++h) {
-      add_tiles(p, unit / p.key_heads, unit % p.key_heads * heads + h, tiles);
+  std::vector<Tile> tiles;
+  std::vector<Part> parts = parts_of(p, tiles);
+  std::vector<double> dslopes(tiles.size());
+  int64_t rows = 0;
+  for (const Part& part : parts) {
+    if (part.turn > 0) rows = std::max(rows, part.end_key - part.first_key);
+  }
+  int64_t waiting = 2 * rows * p.padded, all = 2 * p.batch * p.key_heads * p.keys * p.padded;
+  int64_t threads = std::max<int64_t>(1, std::min<int64_t>(p.threads, int64_t(parts.size())));
+  if (waiting > 0) {
+    threads = std::min(threads, std::max<int64_t>(1, std::max(kWaiting, all) / waiting));
+  }
+  Memory<F> scratch(threads, scratch_elements<F>(p));
+  Memory<F> sums_of_parts(threads, waiting + 64 / int64_t(sizeof(F)));
+  std::vector<int64_t> turns(size_t(p.batch * p.key_heads));
+  std::mutex mutex;
+  std::condition_variable turned;
+  share(int64_t(parts.size()), threads, [&](int64_t task, int64_t thread) {
+    const Part& part = parts[size_t(task)];
+    int64_t offset = part.unit * p.keys * p.padded;
+    F *dk = static_cast<F*>(p.dk) + offset, *dv = static_cast<F*>(p.dv) + offset;
+    int64_t size = (part.end_key - part.first_key) * p.padded;
+    Sums<F> sums{dk, dv, 0};
+    if (part.turn > 0) {
+      F* own = sums_of_parts.of(thread);
+      std::fill(own, own + 2 * size, F(0));
+      sums = {own, own + size, part.first_key};
     }
-    F* scratch = static_cast<F*>(p.scratch) + thread * scratch_elements<F>(p);
-    for (size_t i = size_t(part); i < tiles.size(); i += size_t(p.parts)) {
-      backward_tile<F>(p, tiles[i], part, scratch);
+    for (int64_t i = part.first; i < part.end; ++i) {
+      dslopes[size_t(i)] = backward_tile<F>(p, tiles[size_t(i)], sums, scratch.of(thread));
     }
+    std::unique_lock<std::mutex> lock(mutex);
+    turned.wait(lock, [&] { return turns[size_t(part.unit)] == part.turn; });
+    lock.unlock();
+    if (part.turn > 0) {
+      F *to_k = dk + part.first_key * p.padded, *to_v = dv + part.first_key * p.padded;
+      for (int64_t i = 0; i < size; ++i) {
+        to_k[i] += sums.dk[i];
+        to_v[i] += sums.dv[i];
+      }
+    }
+    lock.lock();
+    ++turns[size_t(part.unit)];
+    turned.notify_all();
   });
+  for (size_t i = 0; p.dslopes && i < tiles.size(); ++i) {
+    p.dslopes[tiles[i].b * p.heads + tiles[i].h] += dslopes[i];
+  }
+}
+
+// 0, or 1 where memory does not suffice.
+int status(void (*run)(const Problem&), const Problem* p) {
+  try {
+    run(*p);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
 }
 
 }  // namespace
@@ -480,10 +387,8 @@ extern "C" {
 
 int64_t problem_bytes() { return sizeof(Problem); }
 int64_t vector_bytes() { return kVectorBytes; }
-int64_t scratch_elements_float(const Problem* p) { return scratch_elements<float>(*p); }
-int64_t scratch_elements_double(const Problem* p) { return scratch_elements<double>(*p); }
-void forward_float(const Problem* p) { forward<float>(*p); }
-void forward_double(const Problem* p) { forward<double>(*p); }
-void backward_float(const Problem* p) { backward<float>(*p); }
-void backward_double(const Problem* p) { backward<double>(*p); }
+int forward_float(const Problem* p) { return status(forward<float>, p); }
+int forward_double(const Problem* p) { return status(forward<double>, p); }
+int backward_float(const Problem* p) { return status(backward<float>, p); }
+int backward_double(const Problem* p) { return status(backward<double>, p); }
 }

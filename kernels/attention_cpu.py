@@ -35,7 +35,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`.
 
-    Computes in float32 (float64 for float64). The same bits each time, whatever the threads.
+    Computes in float32 (float64 for float64). No bit of a sample's result depends on the number
+    of threads or on other samples.
+
+    Raises:
+        MemoryError: for working memory, besides what torch raises for tensors.
     """
     library = native.library()
     if library is None:
@@ -43,14 +47,15 @@ def attention_forward(
             q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
-    o = q.new_zeros(q.shape, dtype=dtype)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
-    call.run("forward", o=o, lse=lse)
-    if sinks is not None:
-        before, lse = lse, torch.logaddexp(lse, sinks.to(dtype).unsqueeze(2))
-        pivot = lse.masked_fill(lse == -math.inf, 0.0)
-        o = o * (before - pivot).exp().unsqueeze(3)
+    # Rows in no group are not visited.
+    o = q.new_zeros(q.shape, dtype=dtype)
+    if sinks is None:
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    else:
+        sinks = sinks.to(dtype).contiguous()
+        lse = sinks.unsqueeze(2).repeat(1, 1, q.shape[2])
+    call.run("forward", sinks=sinks, o=o, lse=lse)
     return o if wide else o.to(q.dtype), lse
 
 
@@ -75,8 +80,11 @@ def attention_backward(
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
 
-    The same bits each time with as many threads. dk and dv are summed by one thread for each
-    sample and key head; threads beyond these take parts of the queries, and memory for dk and dv.
+    No bit of a sample's dq, dk, dv and sums depends on the number of threads or on other samples.
+    With run_grads one thread works on each sample and key head, otherwise several may.
+
+    Raises:
+        MemoryError: for working memory, besides what torch raises for tensors.
     """
     library = native.library()
     if library is None:
@@ -92,32 +100,28 @@ def attention_backward(
         )
     dtype = lse.dtype
     call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
-    parts = call.parts(q.shape[0] * k.shape[1])
     dq = q.new_zeros(q.shape, dtype=dtype)
-    dk, dv = (x.new_zeros(parts, *x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
-    dslopes = dweights = None
-    if slopes is not None:
-        dslopes = q.new_zeros(parts, *q.shape[:2], dtype=torch.float64)
-    if run_grads:
-        num_runs = graph.rows.runs.shape[0]
-        dweights = q.new_zeros(parts, *k.shape[:2], num_runs, dtype=torch.float64)
+    dk, dv = (x.new_zeros(*x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
+    dslopes = None if slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
+    dweights = _RunGrads(graph, q.shape[:2]) if run_grads else None
     call.run(
         "backward",
         o_in=_aligned(o, dtype),
         dout=_aligned(do, dtype),
         lse_in=lse.contiguous(),
         dlse=None if dlse is None else dlse.to(dtype).contiguous(),
-        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dweights": dweights},
+        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes},
+        dweights=None if dweights is None else dweights.of_heads,
+        dweights_of=None if dweights is None else dweights.begin_of_runs,
     )
-    dk, dv = (x.sum(0) if parts > 1 else x[0] for x in (dk, dv))
     dk, dv = dk[..., : q.shape[3]], dv[..., : q.shape[3]]
     grads = AttentionGrads(
         dq,
         dk,
         dv,
         dsinks=None if sinks is None else _sinks_grad(sinks, lse, do, o, dlse),
-        dslopes=None if dslopes is None else dslopes.sum(0).to(dtype),
-        dlog_multiplicity=None if dweights is None else dweights.sum((0, 1, 2)).to(dtype),
+        dslopes=None if dslopes is None else dslopes.to(dtype),
+        dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
     )
     if token_sums:
         grads = grads._replace(q_sum=dq.sum(2), k_sum=dk.sum(2), v_sum=dv.sum(2))
@@ -140,8 +144,38 @@ def _sinks_grad(sinks: Tensor, lse: Tensor, do: Tensor, o: Tensor, dlse: Tensor 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In the dtype of the computation; the numbers of a token next to each other."""
-    x = x.to(dtype)
+    x = x.to(dtype).resolve_neg()
     return x if x.stride(3) == 1 else x.contiguous()
+
+
+class _RunGrads:
+    """The gradients of the runs' weights: each head sums those of its variant by itself."""
+
+    def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
+        side = graph.rows
+        variants = graph.row_variants.long().expand(heads).flatten()
+        of_group = torch.bucketize(
+            torch.arange(len(side.groups)), side.variants.long()[1:], right=True
+        )
+        num_runs, num_variants = len(side.runs), len(side.variants) - 1
+        begin, end = side.groups[:, 3:].long().unbind(1)
+        some = end > begin
+        first = torch.full((num_variants,), num_runs)
+        last = torch.zeros(num_variants, dtype=torch.int64)
+        first.scatter_reduce_(0, of_group[some], begin[some], "amin")
+        last.scatter_reduce_(0, of_group[some], end[some], "amax")
+        self._first = first.minimum(last)[variants]
+        self._lengths = (last - first).clamp(min=0)[variants]
+        self._num_runs = num_runs
+        ends = self._lengths.cumsum(0)
+        self.begin_of_runs = (ends - self._lengths - self._first).view(heads)
+        self.of_heads = torch.zeros(int(self._lengths.sum()), dtype=torch.float64)
+
+    def total(self) -> Tensor:
+        """`[R]`, float64, over samples and heads."""
+        run = torch.arange(len(self.of_heads))
+        run -= self.begin_of_runs.flatten().repeat_interleave(self._lengths)
+        return torch.zeros(self._num_runs, dtype=torch.float64).index_add_(0, run, self.of_heads)
 
 
 class _Tokens(ctypes.Structure):
@@ -161,16 +195,16 @@ class _Problem(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("o", "lse", "lse_in", "dlse", "dq", "dk", "dv", "dslopes", "dweights"),
-                *("scratch", "groups", "runs", "weights", "variants", "row_variants"),
-                *("key_range", "slopes"),
+                *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
+                *("dslopes", "dweights", "dweights_of", "groups", "runs", "weights"),
+                *("variants", "row_variants", "key_range"),
             )
         ),
         *(
             (name, ctypes.c_int64)
             for name in (
                 *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
-                *("keys", "dim", "padded", "num_runs", "distance_shift", "threads", "parts"),
+                *("keys", "dim", "padded", "distance_shift", "threads"),
             )
         ),
         ("scale", ctypes.c_double),
@@ -199,6 +233,8 @@ class _Call:
         lanes = library.vector_bytes() // dtype.itemsize
         self.padded = -(-q.shape[3] // lanes) * lanes
         side = graph.rows
+        tables = side.groups, side.runs, side.variants, graph.row_variants
+        assert all(table.dtype == torch.int32 for table in tables)
         variants = graph.row_variants.expand(q.shape[:2])
         batch, heads, queries, dim = q.shape
         pairs = batch * heads * queries * k.shape[2] * dim
@@ -219,27 +255,17 @@ class _Call:
             key_heads=k.shape[1],
             keys=k.shape[2],
             padded=self.padded,
-            num_runs=side.runs.shape[0],
             distance_shift=graph.distance_shift,
             threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
-            parts=1,
             scale=scale,
         )
-
-    def parts(self, units: int) -> int:
-        """How many threads share a unit, a sample's key head, in the backward."""
-        self._problem.parts = max(1, self._problem.threads // max(1, units))
-        return self._problem.parts
 
     def run(self, direction: str, **tensors: Tensor | None) -> None:
         """Runs the kernel on its further tensors."""
         self._set(**tensors)
         number = "double" if self._dtype == torch.float64 else "float"
-        problem = ctypes.byref(self._problem)
-        size = getattr(self._library, f"scratch_elements_{number}")(problem)
-        elements = self._problem.threads * size
-        self._set(scratch=torch.empty(elements, dtype=self._dtype, device="cpu"))
-        getattr(self._library, f"{direction}_{number}")(problem)
+        if getattr(self._library, f"{direction}_{number}")(ctypes.byref(self._problem)):
+            raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
 
     def _set(self, **fields: Tensor | int | float | None) -> None:
         for name, value in fields.items():

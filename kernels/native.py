@@ -21,13 +21,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
-_SOURCES = ("attention_cpu.cpp", "vectors.h")
+_SOURCES = ("attention_cpu.cpp", "tiles.h", "vectors.h", "threads.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 # The last resort is what the compiler takes for granted on this kind of machine.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _SECONDS = 600
-_LOCK = threading.Lock()
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> ctypes.CDLL | None:
@@ -44,7 +54,7 @@ def describe() -> str:
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:
-    with _LOCK:
+    with _lock:
         return _load_once()
 
 
@@ -74,17 +84,18 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
     """
     compiler = _compiler()
     origin = _origin(compiler)
+    folder = _cache()
     kept = {
-        options: _cache() / f"attention-{_digest(origin, options)}.so"
+        options: None if folder is None else folder / f"attention-{_digest(origin, options)}.so"
         for options in (_PROCESSORS if processor is None else (processor,))
     }
     for path in kept.values():
-        if _is_whole(path):
+        if path is not None and _is_whole(path):
             return _opened(path)
     complaints = []
     for options, path in kept.items():
-        with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as folder:
-            made = Path(folder) / "attention.so"
+        with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as made_in:
+            made = Path(made_in) / "attention.so"
             complaint = _compile([*compiler, *_FLAGS, *options], made)
             if complaint is None:
                 return _opened(_keep(made, path))
@@ -105,15 +116,17 @@ def _opened(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("problem_bytes", "vector_bytes"):
         getattr(library, name).restype = ctypes.c_int64
-    for name in ("scratch_elements_float", "scratch_elements_double"):
-        getattr(library, name).restype = ctypes.c_int64
     return library
 
 
 def _compiler() -> list[str]:
     """The command of the C++ compiler: the environment's CXX, or the first that is installed."""
     named = os.environ.get("CXX")
-    for command in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
+    try:
+        commands = [shlex.split(named)] if named else [[name] for name in _COMPILERS]
+    except ValueError:
+        commands = []
+    for command in commands:
         if command and shutil.which(command[0]):
             return command
     if named:
@@ -126,38 +139,55 @@ def _compiler() -> list[str]:
 
 def _compile(command: list[str], made: Path) -> str | None:
     """What the compiler complained about; None if it made the library."""
-    command = [*command, str(_FOLDER / _SOURCES[0]), "-o", str(made)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"it took more than {_SECONDS} s"
+    done = _ran([*command, str(_FOLDER / _SOURCES[0]), "-o", str(made)])
     if done.returncode == 0 and made.exists():
         return None
     return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
 
 
-def _keep(made: Path, kept: Path) -> Path:
+def _ran(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{shlex.join(command)} took more than {_SECONDS} s") from error
+
+
+def _keep(made: Path, kept: Path | None) -> Path:
     """Moves the library into the cache, in one step; where that cannot be, it stays."""
+    if kept is None:
+        return made
+    content = made.read_bytes()
+    copy = None
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
-            content = made.read_bytes()
             copy.write(content + hashlib.sha256(content).digest())
         os.chmod(copy.name, 0o755)
         os.replace(copy.name, kept)
     except OSError:
+        if copy is not None:
+            Path(copy.name).unlink(missing_ok=True)
         return made
     return kept
 
 
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "dpflash"
+def _cache() -> Path | None:
+    """The user's own folder; None where the system names none, or one that moves with the work."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else Path(os.path.expanduser("~"), ".cache")
+    return base / "dpflash" if base.is_absolute() else None
 
 
 def _origin(compiler: list[str]) -> bytes:
     """Everything that a library depends on, but for the options."""
-    said = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
+    said = _ran([*compiler, "--version"]).stdout.encode()
     sources = [(_FOLDER / name).read_bytes() for name in _SOURCES]
     words = [*compiler, *_FLAGS, platform.machine(), *_processor()]
     return b"\0".join([*sources, said, *(word.encode() for word in words)])

@@ -1,5 +1,6 @@
 """The CPU kernels on long sequences, shards and heads of many kinds, against the plain twin."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -124,25 +125,56 @@ def test_tokens_before_heads_in_memory():
         torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_threads_change_no_bit_of_the_output_and_calls_none_of_all(name):
-    graph = LONG[name].graph(2211, 6)
-    tensors = [x.float() for x in make_tensors(graph, 1, 6, 2, 16)]
+@contextlib.contextmanager
+def threads(number):
     before = torch.get_num_threads()
-    outputs = []
+    torch.set_num_threads(number)
     try:
-        for threads in (1, 2, 7, 7):
-            torch.set_num_threads(threads)
-            outputs.append(run(attention_cpu, graph, tensors))
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("name", LONG)
+def test_threads_change_no_bit(name, groups):
+    graph = LONG[name].graph(2211, 6)
+    tensors = [x.float() for x in make_tensors(graph, 1, 6, groups, 16)]
+    outputs = []
+    for number in (1, 2, 3, 7, 7):
+        with threads(number):
+            outputs.append(run(attention_cpu, graph, tensors))
     for others in outputs[1:]:
-        assert all(torch.equal(others[name], outputs[0][name]) for name in ("o", "lse", "dq"))
-        # The queries of a key head are shared out among threads that have no key head.
-        for name in ("dk", "dv"):
-            limit = 1e-5 * outputs[0][name].abs().max()
-            assert (others[name] - outputs[0][name]).abs().max() <= limit, name
-    assert all(torch.equal(x, outputs[3][name]) for name, x in outputs[2].items())
+        for key, x in others.items():
+            assert torch.equal(x, outputs[0][key]), key
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_other_samples_change_no_bit(groups, number, options):
+    """Nor do they where threads are more than samples and key heads: squares are clipped by."""
+    pattern = Dilated(segment_lengths=(512, 2300), dilation_rates=(1, 3), causal=True)
+    graph = pattern.graph(2300, 4)
+    tensors = [x.float() for x in make_tensors(graph, 3, 4, groups, 20)]
+    torch.manual_seed(1)
+    extra = {"sinks": torch.randn(3, 4), "slopes": torch.rand(3, 4)} if options == "all" else {}
+
+    def of(samples):
+        q, k, v, do = (x[samples] for x in tensors)
+        more = {name: x[samples] for name, x in extra.items()}
+        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.3, **more)
+        grads = attention_cpu.attention_backward(
+            *(do, do[..., 0], q, k, v, o, lse, graph, 0.3), **more, squares=True, token_sums=True
+        )
+        return {"o": o, "lse": lse, **grads._asdict()}
+
+    with threads(number):
+        together = of(slice(None))
+        for sample in range(3):
+            for key, x in of(slice(sample, sample + 1)).items():
+                if x is not None:
+                    assert torch.equal(x, together[key][sample : sample + 1]), key
 
 
 @pytest.mark.parametrize("key_range", [None, [[0, 9], [3, 4]], [[5, 5], [5, 5]]], ids=str)

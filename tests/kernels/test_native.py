@@ -1,8 +1,10 @@
 """The C++ kernels as they are compiled, kept and loaded, and what happens where they cannot be."""
 
 import ctypes
+import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +59,11 @@ def test_every_width_of_vectors_matches_the_twin(processor, dtype, dim, monkeypa
 
 def test_python_and_c_mean_the_same_fields():
     assert native.load().problem_bytes() == ctypes.sizeof(attention_cpu._Problem)
+    source = (native._FOLDER / "tiles.h").read_text(encoding="utf-8")
+    body = re.search(r"struct Problem \{(.*?)\n\};", source, re.DOTALL).group(1)
+    body = re.sub(r"//.*", "", body)
+    names = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line)]
+    assert names == [field[0] for field in attention_cpu._Problem._fields_]
 
 
 def test_what_was_compiled_is_found_again(cache, monkeypatch):
@@ -139,6 +146,48 @@ def test_without_a_compiler_the_plain_twin_runs_and_says_so_once(tmp_path):
     (tmp_path / "bin").mkdir()
     said = call_in_a_fresh_process(tmp_path, CXX="", PATH=str(tmp_path / "bin"))
     assert "No C++ compiler found (looked for c++, g++, clang++); install one" in said
+
+
+@pytest.mark.parametrize("named", ["g++ '", "   ", "/"])
+def test_a_compiler_that_is_none_is_named(named, monkeypatch):
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(OSError, match=re.escape(f"CXX={named!r} is not a command")):
+        native.load()
+
+
+def test_a_compiler_that_does_not_answer_is_an_error_of_the_system(cache, monkeypatch):
+    monkeypatch.setattr(native, "_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'import time; time.sleep(60)'")
+    with pytest.raises(OSError, match=r"took more than 0\.2 s"):
+        native.load()
+
+
+def test_a_cache_that_moves_with_the_work_is_none(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert native._cache() is None
+    assert native.load().vector_bytes() in (16, 32, 64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_kept_leaves_nothing_behind(cache, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert native.load().vector_bytes() in (16, 32, 64)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_while_another_thread_compiles_does_not_wait_for_it():
+    context = multiprocessing.get_context("fork")
+    with native._lock:
+        child = context.Process(target=native.library)
+        child.start()
+        child.join(60)
+    assert child.exitcode == 0
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path):

@@ -1,0 +1,212 @@
+// A tile graph as attention walks it: tiles of queries, and the keys that meet them.
+//
+// Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "vectors.h"
+
+// Tensors [B, heads, tokens, D] with stride 1 in D; strides in elements.
+struct Tokens {
+  const void* data;
+  int64_t sample, head, token;
+
+  template <class F>
+  const F* of(int64_t b, int64_t h) const {
+    return static_cast<const F*>(data) + b * sample + h * head;
+  }
+};
+
+// The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where it says so.
+struct Problem {
+  Tokens q, k, v, o_in, dout;
+  const void *sinks, *slopes;      // [B, H], or null
+  void *o, *lse;                   // [B, H, T, D], [B, H, T]: results of the forward
+  const void *lse_in, *dlse;       // [B, H, T]; dlse or null
+  void *dq, *dk, *dv;              // [B, H, T, D]; [B, G, S, padded], added to
+  double *dslopes, *dweights;      // [B, H], added to; [W], added to; or null
+  const int64_t* dweights_of;      // [B, H]: where in dweights a head's run 0 is
+  const int32_t *groups, *runs;    // tile_graph.Side
+  const double* weights;           // [R]: log multiplicities
+  const int32_t *variants, *row_variants, *key_range;  // key_range or null
+  int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
+  int64_t batch, heads, key_heads, queries, keys, dim, padded;
+  int64_t distance_shift, threads;
+  double scale;
+};
+
+constexpr int kKeys = 64;        // that meet a tile at a time
+constexpr int64_t kTile = 128;   // queries of a tile, at most
+constexpr int32_t kUnbounded = (1 << 30) - 1;  // tile_graph.UNBOUNDED
+
+// Queries that are the lanes of up to kVectors vectors.
+template <class F>
+constexpr int kWidth = kVectors * kLanes<F>;
+
+// Queries first, first + 1, ... of a group, for one sample and head.
+struct Tile {
+  int64_t b, h;
+  const int32_t* group;
+  int64_t first, count;
+
+  int64_t stride() const { return group[1]; }
+  int64_t position(int64_t i) const { return group[0] + stride() * (first + i); }
+};
+
+// A part of a tile: at most kWidth queries.
+struct Rows {
+  int64_t position, stride;
+  int count, vectors;
+
+  int64_t at(int i) const { return position + stride * i; }
+};
+
+template <class F>
+struct RowsOf {
+  std::array<Rows, (kTile + kWidth<F> - 1) / kWidth<F>> rows;
+  int64_t count = 0;
+
+  explicit RowsOf(const Tile& tile) {
+    for (int64_t i = 0; i < tile.count; i += kWidth<F>) {
+      int queries = int(std::min<int64_t>(kWidth<F>, tile.count - i));
+      int vectors = (queries + kLanes<F> - 1) / kLanes<F>;
+      rows[count++] = {tile.position(i), tile.stride(), queries, vectors};
+    }
+  }
+  const Rows& operator[](int64_t i) const { return rows[i]; }
+};
+
+enum Seen { kNone, kSome, kAll };
+
+// Keys that some query of a tile may see.
+struct Keys {
+  int count = 0;
+  bool weighted = false;
+  int64_t position[kKeys], run[kKeys];
+  int32_t lo[kKeys], hi[kKeys];
+  double weight[kKeys];
+
+  Seen seen_by(const Rows& rows) const {
+    int64_t first = rows.at(0), last = rows.at(rows.count - 1);
+    bool all = true, none = true;
+    for (int x = 0; x < count; ++x) {
+      int64_t nearest = first - position[x], farthest = last - position[x];
+      all = all && nearest >= lo[x] && farthest <= hi[x];
+      none = none && (farthest < lo[x] || nearest > hi[x]);
+    }
+    return all ? kAll : none ? kNone : kSome;
+  }
+};
+
+inline int64_t floor_div(int64_t a, int64_t b) {
+  int64_t quotient = a / b;
+  return quotient * b > a ? quotient - 1 : quotient;
+}
+
+// Calls visit(run, column, step, count) for the columns of each run that the tile may see.
+template <class Visit>
+void for_runs(const Problem& p, const Tile& tile, Visit visit) {
+  int64_t first = tile.position(0), last = tile.position(tile.count - 1);
+  int64_t begin = 0, end = p.keys;
+  if (p.key_range) {
+    begin = std::max<int64_t>(begin, p.key_range[2 * tile.b]);
+    end = std::min<int64_t>(end, p.key_range[2 * tile.b + 1]);
+  }
+  for (int64_t r = tile.group[3]; r < tile.group[4]; ++r) {
+    if (p.weights[r] == -kInfinity<double>) continue;
+    const int32_t* run = p.runs + 5 * r;
+    int64_t column = run[0], step = std::max(1, run[1]), length = run[2];
+    int64_t low = run[4] < kUnbounded ? std::max(begin, first - run[4]) : begin;
+    int64_t high = run[3] > -kUnbounded ? std::min(end - 1, last - run[3]) : end - 1;
+    int64_t from = std::max<int64_t>(0, -floor_div(column - low, step));
+    int64_t count = std::min(length, floor_div(high - column, step) + 1) - from;
+    if (count > 0) visit(r, column + from * step, step, count);
+  }
+}
+
+// Calls run(keys) until all keys that the tile may see had their turn.
+template <class Run>
+void for_keys(const Problem& p, const Tile& tile, Run run) {
+  Keys keys;
+  for_runs(p, tile, [&](int64_t r, int64_t column, int64_t step, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+      int x = keys.count++;
+      keys.position[x] = column + j * step;
+      keys.run[x] = r;
+      keys.lo[x] = p.runs[5 * r + 3];
+      keys.hi[x] = p.runs[5 * r + 4];
+      keys.weight[x] = p.weights[r];
+      keys.weighted = keys.weighted || p.weights[r] != 0;
+      if (keys.count == kKeys) {
+        run(keys);
+        keys.count = 0;
+        keys.weighted = false;
+      }
+    }
+  });
+  if (keys.count) run(keys);
+}
+
+// The tiles of a sample's head, in the order of its groups.
+inline void add_tiles(const Problem& p, int64_t b, int64_t h, std::vector<Tile>& tiles) {
+  int32_t variant = p.row_variants[b * p.variant_sample + h * p.variant_head];
+  for (int64_t g = p.variants[variant]; g < p.variants[variant + 1]; ++g) {
+    const int32_t* group = p.groups + 5 * g;
+    for (int64_t i = 0; i < group[2]; i += kTile) {
+      tiles.push_back({b, h, group, i, std::min<int64_t>(kTile, group[2] - i)});
+    }
+  }
+}
+
+// A key head's gradients are sums of at most so many parts, which have at least so many queries.
+constexpr int64_t kParts = 16, kPartQueries = 2048;
+
+// Tiles of one key head, whose gradients are summed one after the other.
+struct Part {
+  int64_t unit, turn, first, end;     // the key head; which of its parts; its tiles
+  int64_t first_key = 0, end_key = 0; // that they see
+};
+
+// Cuts the tiles of each key head into parts. The sums of a key head are those of its parts, in
+// their order, so that no bit depends on the number of threads or on other samples.
+inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
+  int64_t units = p.batch * p.key_heads, heads = p.heads / std::max<int64_t>(1, p.key_heads);
+  int64_t queries = std::max(kPartQueries, heads * p.queries / kParts);
+  std::vector<Part> parts;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    int64_t first = int64_t(tiles.size());
+    for (int64_t h = 0; h < heads; ++h) {
+      add_tiles(p, unit / p.key_heads, unit % p.key_heads * heads + h, tiles);
+    }
+    // The last first: they are the long ones where queries are causal.
+    std::reverse(tiles.begin() + first, tiles.end());
+    int64_t end = int64_t(tiles.size());
+    for (int64_t turn = 0; first < end; ++turn) {
+      int64_t stop = first, held = 0;
+      // Parts of one head may meet in a run, whose weight's gradient is not summed by parts.
+      while (stop < end && (p.dweights || held < queries)) held += tiles[size_t(stop++)].count;
+      parts.push_back({unit, turn, first, stop});
+      first = stop;
+    }
+  }
+  for (Part& part : parts) {
+    if (part.turn == 0) continue;
+    part.first_key = p.keys;
+    for (int64_t i = part.first; i < part.end; ++i) {
+      auto see = [&](int64_t, int64_t column, int64_t step, int64_t count) {
+        part.first_key = std::min(part.first_key, column);
+        part.end_key = std::max(part.end_key, column + step * (count - 1) + 1);
+      };
+      for_runs(p, tiles[size_t(i)], see);
+    }
+    if (part.end_key == 0) part.first_key = 0;
+  }
+  // Those whose turn comes first are begun first, so that nobody waits for what is not begun.
+  auto before = [](const Part& a, const Part& b) { return a.turn < b.turn; };
+  std::stable_sort(parts.begin(), parts.end(), before);
+  return parts;
+}
