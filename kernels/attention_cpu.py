@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import attention_reference, native
 from .attention_reference import AttentionGrads, squared_norms
-from .tile_graph import TileGraph
+from .tile_graph import TileGraph, real_cpu_tensors
 
 # Products of numbers that are worth another thread.
 _WORK_OF_A_THREAD = 2**22
@@ -144,7 +144,7 @@ def _sinks_grad(sinks: Tensor, lse: Tensor, do: Tensor, o: Tensor, dlse: Tensor 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In the dtype of the computation; the numbers of a token next to each other."""
-    x = x.to(dtype).resolve_neg()
+    x = x.to(dtype)
     return x if x.stride(3) == 1 else x.contiguous()
 
 
@@ -153,29 +153,30 @@ class _RunGrads:
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows
-        variants = graph.row_variants.long().expand(heads).flatten()
-        of_group = torch.bucketize(
-            torch.arange(len(side.groups)), side.variants.long()[1:], right=True
-        )
-        num_runs, num_variants = len(side.runs), len(side.variants) - 1
-        begin, end = side.groups[:, 3:].long().unbind(1)
-        some = end > begin
-        first = torch.full((num_variants,), num_runs)
-        last = torch.zeros(num_variants, dtype=torch.int64)
-        first.scatter_reduce_(0, of_group[some], begin[some], "amin")
-        last.scatter_reduce_(0, of_group[some], end[some], "amax")
-        self._first = first.minimum(last)[variants]
-        self._lengths = (last - first).clamp(min=0)[variants]
-        self._num_runs = num_runs
-        ends = self._lengths.cumsum(0)
-        self.begin_of_runs = (ends - self._lengths - self._first).view(heads)
-        self.of_heads = torch.zeros(int(self._lengths.sum()), dtype=torch.float64)
+        with real_cpu_tensors():
+            variants = graph.row_variants.long().expand(heads).flatten()
+            num_runs, num_variants = len(side.runs), len(side.variants) - 1
+            group = torch.arange(len(side.groups))
+            of_group = torch.bucketize(group, side.variants.long()[1:], right=True)
+            begin, end = side.groups[:, 3:].long().unbind(1)
+            some = end > begin
+            first = torch.full((num_variants,), num_runs)
+            last = torch.zeros(num_variants, dtype=torch.int64)
+            first.scatter_reduce_(0, of_group[some], begin[some], "amin")
+            last.scatter_reduce_(0, of_group[some], end[some], "amax")
+            self._num_runs = num_runs
+            self._lengths = (last - first).clamp(min=0)[variants]
+            begins = self._lengths.cumsum(0) - self._lengths
+            self.begin_of_runs = (begins - first.minimum(last)[variants]).view(heads)
+            self.of_heads = torch.zeros(int(self._lengths.sum()), dtype=torch.float64)
 
     def total(self) -> Tensor:
         """`[R]`, float64, over samples and heads."""
-        run = torch.arange(len(self.of_heads))
-        run -= self.begin_of_runs.flatten().repeat_interleave(self._lengths)
-        return torch.zeros(self._num_runs, dtype=torch.float64).index_add_(0, run, self.of_heads)
+        with real_cpu_tensors():
+            run = torch.arange(len(self.of_heads))
+            run -= self.begin_of_runs.flatten().repeat_interleave(self._lengths)
+            total = torch.zeros(self._num_runs, dtype=torch.float64)
+            return total.index_add_(0, run, self.of_heads)
 
 
 class _Tokens(ctypes.Structure):
@@ -272,6 +273,7 @@ class _Call:
             if not isinstance(value, Tensor):
                 setattr(self._problem, name, value)
                 continue
+            value = value.resolve_neg()
             self._held.append(value)
             if isinstance(getattr(self._problem, name), _Tokens):
                 setattr(self._problem, name, _Tokens(value.data_ptr(), *value.stride()[:3]))

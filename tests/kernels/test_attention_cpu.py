@@ -578,6 +578,18 @@ def test_numbers_below_the_least_normal_one_count_as_0_and_only_within():
     assert float(tiny[0, 0, 0, 0] * 0.5) > 0
 
 
+def test_views_that_negate_and_another_default_device():
+    graph = GRAPHS["dilated"]()
+    (q, k, v, do), dlse, _ = make_inputs(graph, options=("dlse",))
+    expected = run(attention_cpu, graph, (-q, -k, v, -do), -dlse, {}, run_grads=True)
+    negated = [torch._neg_view(x) for x in (q, k, do, dlse)]
+    with torch.device("meta"):
+        outputs = run(
+            attention_cpu, graph, (*negated[:2], v, negated[2]), negated[3], {}, run_grads=True
+        )
+    assert all(torch.equal(x, expected[name]) for name, x in outputs.items())
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system limits no process")
 def test_too_little_memory_is_an_error_of_python(tmp_path):
     code = """
