@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -49,8 +50,8 @@ def describe() -> str:
     """In words, what runs attention on this machine's CPU."""
     found, missing = _found()
     if found is None:
-        return f"plain PyTorch, time and memory as the square of the tokens. {missing}"
-    return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
+        return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
+    return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits, {found._name}"
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:
@@ -66,7 +67,7 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         warnings.warn(
             "attention on the CPU runs in plain PyTorch, which takes time and memory as the "
-            f"square of the tokens: its C++ kernels could not be compiled. {error}",
+            f"square of the tokens, for want of its C++ kernels: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -82,9 +83,7 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
     Raises:
         OSError: there is no C++ compiler, or it failed; the message says what to do.
     """
-    compiler = _compiler()
-    origin = _origin(compiler)
-    folder = _cache()
+    origin, folder = _origin(), _cache()
     kept = {
         options: None if folder is None else folder / f"attention-{_digest(origin, options)}.so"
         for options in (_PROCESSORS if processor is None else (processor,))
@@ -92,15 +91,19 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
     for path in kept.values():
         if path is not None and _is_whole(path):
             return _opened(path)
-    complaints = []
+    compiler = _compiler()
+    print(
+        f"dpflash: compiling attention for this CPU ({shlex.join(compiler)}; once, some seconds)",
+        file=sys.stderr,
+    )
+    complaint = ""
     for options, path in kept.items():
         with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as made_in:
             made = Path(made_in) / "attention.so"
             complaint = _compile([*compiler, *_FLAGS, *options], made)
-            if complaint is None:
+            if not complaint:
                 return _opened(_keep(made, path))
-            complaints.append(complaint)
-    raise OSError(f"{shlex.join(compiler)} failed: {complaints[-1]}")
+    raise OSError(f"{shlex.join(compiler)}: {complaint}; let CXX name a C++ compiler that works")
 
 
 def _is_whole(path: Path) -> bool:
@@ -130,19 +133,26 @@ def _compiler() -> list[str]:
         if command and shutil.which(command[0]):
             return command
     if named:
-        raise OSError(f"CXX={named!r} is not a command; unset CXX or let it name a C++ compiler")
+        missing = f": {commands[0][0]!r} is not installed" if commands and commands[0] else ""
+        raise OSError(
+            f"CXX={named!r} is not a command{missing}; unset CXX or let it name a C++ compiler"
+        )
     raise OSError(
-        f"No C++ compiler found (looked for {', '.join(_COMPILERS)}); install one, for instance "
+        f"no C++ compiler found (looked for {', '.join(_COMPILERS)}); install one, for instance "
         "g++, or set CXX to its command"
     )
 
 
-def _compile(command: list[str], made: Path) -> str | None:
-    """What the compiler complained about; None if it made the library."""
+def _compile(command: list[str], made: Path) -> str:
+    """What was wrong; nothing if the compiler made a library that loads."""
     done = _ran([*command, str(_FOLDER / _SOURCES[0]), "-o", str(made)])
-    if done.returncode == 0 and made.exists():
-        return None
-    return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
+    if done.returncode != 0 or not made.exists():
+        return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
+    try:
+        _opened(made)
+    except OSError as error:
+        return f"what it made does not load (is it a compiler of C alone, like gcc?): {error}"
+    return ""
 
 
 def _ran(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -185,12 +195,14 @@ def _cache() -> Path | None:
     return base / "dpflash" if base.is_absolute() else None
 
 
-def _origin(compiler: list[str]) -> bytes:
-    """Everything that a library depends on, but for the options."""
-    said = _ran([*compiler, "--version"]).stdout.encode()
+def _origin() -> bytes:
+    """What a library depends on, but for the options.
+
+    Not the compiler, unless CXX names it: where there is none, what was made before still runs.
+    """
     sources = [(_FOLDER / name).read_bytes() for name in _SOURCES]
-    words = [*compiler, *_FLAGS, platform.machine(), *_processor()]
-    return b"\0".join([*sources, said, *(word.encode() for word in words)])
+    words = [os.environ.get("CXX", ""), *_FLAGS, platform.machine(), *_processor()]
+    return b"\0".join([*sources, *(word.encode() for word in words)])
 
 
 def _digest(origin: bytes, options: tuple[str, ...]) -> str:

@@ -139,7 +139,7 @@ def differences(old: Row, new: Row, force: bool) -> list[str]:
 
     def told(keys: Iterable[str]) -> list[str]:
         unlike = [key for key in keys if old.get(key) != new.get(key)]
-        return [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in unlike]
+        return [f"{key} is {old.get(key)!r} in OLD and {new.get(key)!r} in NEW" for key in unlike]
 
     refused = told(_MUST_AGREE)
     if refused and not force:

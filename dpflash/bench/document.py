@@ -241,7 +241,7 @@ def _counts(rows: Sequence[Row]) -> str:
     peers = sum(bool(row.get("peer")) for row in wrong)
     told = [f"{timed} rows were timed"]
     if lacking:
-        told.append(f"{lacking} need what is not here (they say what)")
+        told.append(f"{lacking} need time or things that are not here (they say what)")
     if wrong:
         told.append(f"{len(wrong)} are wrong or failed, {peers} of them of peers")
     return ", ".join(told) + "."

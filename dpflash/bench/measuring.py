@@ -136,8 +136,8 @@ class Bench:
                 ) from None
         if probed.seconds * calls > self.request.limit:
             raise OutOfTime(
-                f"a faster device: one call takes {probed.seconds:.3g} s, and {calls} calls more "
-                f"than the {self.request.limit:g} s of a row (--max-seconds)"
+                f"a faster device or a higher --max-seconds: one call takes {probed.seconds:.3g} "
+                f"s, and {calls} calls more than the {self.request.limit:g} s of a row"
             )
         return probed
 
@@ -213,7 +213,7 @@ class _Probed(NamedTuple):
 
 def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _Probed:
     where = torch.device(device)
-    stopwatch = Stopwatch(where, wall=True)
+    stopwatch = Stopwatch(where)
     seconds, warned = 0.0, list[str]()
 
     def step() -> None:

@@ -265,13 +265,19 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     return TrainingRun.start(TrainingConfig(**given), folder, launch)
 
 
+def _target(config: TrainingConfig) -> str:
+    if config.target_epsilon is None:
+        return ""
+    return f"epsilon {config.target_epsilon:g} after the last step, "
+
+
 def _announcement(job: Any) -> list[str]:
     config, state, workers = job.config, job.state, job.workers
     lines = [
         f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
         "held out (which epsilon does not cover)",
-        f"privacy   noise multiplier {state.noise_multiplier:.4g}, {config.clipping} clipping at "
-        f"{config.max_grad_norm:g}, delta {config.delta:g}",
+        f"privacy   {_target(config)}noise multiplier {state.noise_multiplier:.4g}, "
+        f"{config.clipping} clipping at {config.max_grad_norm:g}, delta {config.delta:g}",
     ]
     if config.optimize != TrainingConfig.optimize:
         first, *changes = str(job.optimization).splitlines()

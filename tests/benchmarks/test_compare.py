@@ -337,7 +337,7 @@ def test_peers_alone_are_no_comparison():
 
 def test_another_torch_is_told():
     old, new = (file(timed("a", drawn(1)), torch=version) for version in ("2.12", "2.13"))
-    assert "torch was '2.12' and is '2.13'" in compare(old, new).warnings
+    assert "torch is '2.12' in OLD and '2.13' in NEW" in compare(old, new).warnings
 
 
 def test_a_row_that_is_right_without_times_fails_when_it_becomes_wrong():
@@ -383,7 +383,7 @@ def test_a_row_may_be_slower_and_take_more_memory():
 @pytest.mark.parametrize("key", sorted(DEVICE))
 def test_another_way_of_measuring_is_refused_unless_forced(key):
     old, new = file(timed("a", drawn(1))), file(timed("a", drawn(1)), **{key: "other"})
-    with pytest.raises(Unusable, match=f"{key} was .* --force"):
+    with pytest.raises(Unusable, match=f"{key} is .* --force"):
         compare(old, new)
     report = compare(old, new, force=True)
     assert report.exit_code == 0 and any(key in text for text in report.warnings)
@@ -411,7 +411,7 @@ def test_files_that_cannot_be_compared_end_with_two(tmp_path, capsys):
     assert run_compare(good, bad) == 2
     assert run_compare(tmp_path / "missing.json", good) == 2
     assert run_compare(good, other) == 2
-    assert "device was 'CPU' and is 'another'" in capsys.readouterr().err
+    assert "device is 'CPU' in OLD and 'another' in NEW" in capsys.readouterr().err
     assert run_compare(good, other, force=True) == 0
     bad.write_text("[]")
     assert run_compare(good, bad) == 2

@@ -51,8 +51,10 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
     report: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_devices", list)
+    bits = 8 * native.load().vector_bytes()
+    assert native.describe().startswith(f"C++ kernels, vectors of {bits} bits, ")
     assert doctor.machine_report()["paths"] == {
-        "attention": f"C++ kernels, vectors of {8 * native.load().vector_bytes()} bits",
+        "attention": native.describe(),
         "private_gradients": "plain torch operations (CPU path)",
         "noise": "ChaCha20 (cryptography, CPU)",
     }

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,9 +77,9 @@ def test_what_was_compiled_is_found_again(cache, monkeypatch):
 
 def test_other_sources_options_and_compilers_are_other_libraries(tmp_path, monkeypatch):
     def name():
-        return native._digest(native._origin(native._compiler()), ("-march=native",))
+        return native._digest(native._origin(), ("-march=native",))
 
-    names = {name(), native._digest(native._origin(native._compiler()), ())}
+    names = {name(), native._digest(native._origin(), ())}
     monkeypatch.setattr(native, "_processor", lambda: iter(("another",)))
     names.add(name())
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-g"))
@@ -87,7 +88,7 @@ def test_other_sources_options_and_compilers_are_other_libraries(tmp_path, monke
         (tmp_path / source).write_bytes((native._FOLDER / source).read_bytes() + b"\n")
     monkeypatch.setattr(native, "_FOLDER", tmp_path)
     names.add(name())
-    monkeypatch.setenv("CXX", f"{native._compiler()[0]} -w")
+    monkeypatch.setenv("CXX", "g++ -w")
     names.add(name())
     assert len(names) == 6
 
@@ -145,14 +146,36 @@ def test_without_a_compiler_the_plain_twin_runs_and_says_so_once(tmp_path):
     assert "CXX='no-such-compiler' is not a command" in said
     (tmp_path / "bin").mkdir()
     said = call_in_a_fresh_process(tmp_path, CXX="", PATH=str(tmp_path / "bin"))
-    assert "No C++ compiler found (looked for c++, g++, clang++); install one" in said
+    assert "no C++ compiler found (looked for c++, g++, clang++); install one" in said
 
 
-@pytest.mark.parametrize("named", ["g++ '", "   ", "/"])
-def test_a_compiler_that_is_none_is_named(named, monkeypatch):
+@pytest.mark.parametrize("named", ["g++ '", "   ", "/", "no-ccache g++"])
+def test_a_compiler_that_is_none_is_named(named, cache, monkeypatch):
     monkeypatch.setenv("CXX", named)
-    with pytest.raises(OSError, match=re.escape(f"CXX={named!r} is not a command")):
+    with pytest.raises(OSError, match=re.escape(f"CXX={named!r} is not a command")) as raised:
         native.load()
+    assert ("'no-ccache' is not installed" in str(raised.value)) == ("ccache" in named)
+
+
+def test_without_a_compiler_what_was_kept_runs(cache, tmp_path, monkeypatch):
+    native.load()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.load().vector_bytes() in (16, 32, 64)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_compiler_of_c_is_told_apart(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "gcc")
+    with pytest.raises(OSError, match="gcc: what it made does not load .is it a compiler of C"):
+        native.load()
+    assert not cache.exists()
+
+
+def test_the_first_use_says_that_it_compiles(cache, capfd):
+    native.load()
+    assert "compiling attention for this CPU" in capfd.readouterr().err
+    native.load()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_compiler_that_does_not_answer_is_an_error_of_the_system(cache, monkeypatch):
