@@ -51,7 +51,7 @@ def describe() -> str:
     found, missing = _found()
     if found is None:
         return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
-    return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits, {found._name}"
+    return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:

@@ -220,8 +220,10 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says it
+        library = native.library()
+        kept = "" if library is None else f", {library._name}"
         paths = {
-            "attention": native.describe(),
+            "attention": native.describe() + kept,
             "private_gradients": "plain torch operations (CPU path)",
         }
     if report["devices"]:
