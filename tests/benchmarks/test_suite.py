@@ -440,7 +440,7 @@ def test_insights_are_those_of_the_suite_or_what_its_rows_have():
     lacking = needs("n", {}, "a friend")
     assert key_insights([one, own, lacking]) == [
         "All is well.",
-        "1 rows were timed, 1 need what is not here (they say what).",
+        "1 rows were timed, 1 need time or things that are not here (they say what).",
     ]
 
 
