@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import attention_cpu
+from . import attention_cpu, attention_reference, native
 from .attention_reference import AttentionGrads, squared_norms
 from .layout import heads_outside as heads_outside
 from .tile_graph import TileGraph
@@ -77,7 +77,7 @@ def attention_backward(
     turned, positive = _positive_scale(q, scale)
     house = _house(q)
     # Only the Triton kernels write where they are told to.
-    where = {} if out is None or house is attention_cpu else {"out": out}
+    where = {} if out is None or q.device.type == "cpu" else {"out": out}
     grads = house.attention_backward(
         do,
         dlse,
@@ -119,9 +119,9 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _house(q: Tensor) -> ModuleType:
-    """The module that runs on q's device."""
+    """The module that runs on q's device; the plain twin if the CPU's kernels cannot be had."""
     if q.device.type == "cpu":
-        return attention_cpu
+        return attention_reference if native.library() is None else attention_cpu
     try:
         from . import attention_launch
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Attention over tile graphs on the CPU, by the C++ kernels of attention_cpu.cpp.
 
-Memory is linear in T. Where there is no compiler, the plain twin runs (`native.library` warns).
+Memory is linear in T. They need `native.library`; without it `attention` takes the plain twin.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """
@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import attention_reference, native
+from . import native
 from .attention_reference import AttentionGrads, squared_norms
 from .tile_graph import TileGraph, real_cpu_tensors
 
@@ -41,13 +41,8 @@ def attention_forward(
     Raises:
         MemoryError: for working memory, besides what torch raises for tensors.
     """
-    library = native.library()
-    if library is None:
-        return attention_reference.attention_forward(
-            q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
-        )
     dtype = torch.promote_types(q.dtype, torch.float32)
-    call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
+    call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
     # Rows in no group are not visited.
     o = q.new_zeros(q.shape, dtype=dtype)
     if sinks is None:
@@ -86,20 +81,8 @@ def attention_backward(
     Raises:
         MemoryError: for working memory, besides what torch raises for tensors.
     """
-    library = native.library()
-    if library is None:
-        return attention_reference.attention_backward(
-            *(do, dlse, q, k, v, o, lse, graph, scale),
-            sinks=sinks,
-            slopes=slopes,
-            key_range=key_range,
-            token_sums=token_sums,
-            run_grads=run_grads,
-            squares=squares,
-            wide=wide,
-        )
     dtype = lse.dtype
-    call = _Call(library, q, k, v, graph, scale, slopes, key_range, dtype)
+    call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
     dq = q.new_zeros(q.shape, dtype=dtype)
     dk, dv = (x.new_zeros(*x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
     dslopes = None if slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
@@ -217,7 +200,6 @@ class _Call:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -227,6 +209,8 @@ class _Call:
         key_range: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
+        library = native.library()
+        assert library is not None
         self._library = library
         self._dtype = dtype
         self._held: list[Tensor] = []

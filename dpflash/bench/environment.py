@@ -40,7 +40,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "attention on the CPU": native.describe(),
+        "attention_on_cpu": native.describe(),
         "dpflash": __version__,
         "commit": commit(),
     }
