@@ -56,7 +56,7 @@ _GHOST_TOKENS = {
     "cuda": (512, 1024, 2048, 4096, 8192, 16384),
 }
 # (batch, tokens, classes)
-_HEADS = {"quick": (2, 128, 2048), "cpu": (1, 1024, 16384), "cuda": (2, 8192, 50000)}
+_HEADS = {"quick": (2, 128, 2048), "cpu": (1, 2048, 32000), "cuda": (2, 8192, 50000)}
 _HEAD_FAMILIES = {
     NONPRIVATE: (("dense", NONPRIVATE), ("chunked", NONPRIVATE)),
     "private": (
