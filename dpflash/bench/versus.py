@@ -1,11 +1,12 @@
 """Two checkouts measured in turns on one machine, call by call.
 
 Each checkout has a process of its own that imports its dpflash and takes turns with the other
-(A B, B A, ...), by its process time on one thread: whatever slows the machine slows both. A launch
-is a pair of fresh copies of these processes; how memory happens to lie differs from launch to
-launch, so launches, not rounds, are what the comparison counts. Where its code lies the copies of
-a process share: equal code differs by one to three percent, and intervals, which do not know of
-it, held 1 in 47 of 60 such rows instead of 95%. The threshold is what covers it.
+(A B, B A, ...) on the same CPU, by its process time on one thread: whatever slows the machine or
+that CPU slows both. A launch is a pair of fresh copies of these processes, on the next CPU; how
+memory happens to lie differs from launch to launch, so launches, not rounds, are what the
+comparison counts. Where its code lies the copies of a process share: equal code differs by one to
+three percent, and intervals, which do not know of it, held 1 in 47 of 60 such rows instead of 95%.
+The threshold is what covers it.
 
     python -m dpflash.bench.versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
@@ -180,8 +181,9 @@ def _launch(
     rows: dict[str, dict[str, Row]],
 ) -> None:
     """Adds the trials of a launch to the rows; what fails in one launch has no more turns."""
+    cpu = _cpu(launch)
     for worker in workers.values():
-        worker.ask(do="launch")
+        worker.ask(do="launch", cpu=cpu)
     for name in names:
         for side in _order(workers, launch):
             row = rows[side].setdefault(name, _empty_row(name))
@@ -195,6 +197,17 @@ def _launch(
                     rows[side][name]["samples_ms"].append(1e3 * seconds)
     for worker in workers.values():
         worker.ask(do="end")
+
+
+def _cpu(launch: int) -> int | None:
+    """On which both processes of a launch run; None where the system places them.
+
+    One CPU can be slower than another for minutes, by what else runs on its core.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cpus = sorted(os.sched_getaffinity(0))
+    return cpus[launch % len(cpus)]
 
 
 def _order(workers: dict[str, _Worker], number: int) -> Iterable[str]:

@@ -4,11 +4,11 @@ This file is copied out of the newer checkout, beside `memory`, and runs against
 either one. It uses what dpflash exports and what older versions have too, and nothing of
 `dpflash.bench`.
 
-A line of JSON on stdin is a command, a line on stdout its answer: ``{"do": "launch"}`` begins a
-launch (``{}``), in which ``{"do": "build", "name": N, "check": bool}`` gives error, tolerance and
-peak_memory_mb, or needs, and ``{"do": "time", "name": N}`` the seconds of one call, by the
-process's own clock; ``{"do": "end"}`` ends it (``{}``). The next command is not written before the
-answer was read.
+A line of JSON on stdin is a command, a line on stdout its answer: ``{"do": "launch", "cpu": C}``
+begins a launch (``{}``) on that CPU, or on any for null, in which ``{"do": "build", "name": N,
+"check": bool}`` gives error, tolerance and peak_memory_mb, or needs, and ``{"do": "time",
+"name": N}`` the seconds of one call, by the process's own clock; ``{"do": "end"}`` ends it
+(``{}``). The next command is not written before the answer was read.
 """
 
 from __future__ import annotations
@@ -260,9 +260,12 @@ def main() -> None:
     print(json.dumps(hello), file=answers, flush=True)
     gc.disable()
     gc.freeze()
-    for _ in sys.stdin:
+    for line in sys.stdin:
         child = os.fork()
         if child == 0:
+            cpu = json.loads(line)["cpu"]
+            if cpu is not None:
+                os.sched_setaffinity(0, {cpu})
             print("{}", file=answers, flush=True)
             serve(sys.stdin, answers)
             os._exit(0)

@@ -1,6 +1,7 @@
 """Two checkouts in turns: that both are really measured, and in pairs; never how long it took."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -139,6 +140,35 @@ def test_checkouts_take_turns_and_swap_who_begins(tmp_path):
     timed = [side for side, do in asked if do == "time"]
     assert timed == ["OLD", "NEW", "NEW", "OLD", "OLD", "NEW"]
     assert rows["OLD"][QUICK_ONES[0]]["samples_ms"] == [10.0] * 3
+
+
+def test_both_run_on_one_cpu_and_on_the_next_in_the_next_launch(monkeypatch):
+    asked = []
+
+    class Recorder:
+        def ask(self, **command):
+            asked.append(command)
+            return {"error": 0.0, "tolerance": 1.0, "peak_memory_mb": 1.0, "seconds": 0.01}
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {7, 2}, raising=False)
+    workers = {side: Recorder() for side in ("OLD", "NEW")}
+    for launch in range(3):
+        versus._launch(workers, QUICK_ONES[:1], 1, launch, {side: {} for side in workers})
+    cpus = [command["cpu"] for command in asked if command["do"] == "launch"]
+    assert cpus == [2, 2, 7, 7, 2, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system places processes")
+def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
+    tree = versus._copy_sources(ROOT, tmp_path / "tree")
+    harness = versus._copy_harness(tmp_path / "harness")
+    cpu = max(os.sched_getaffinity(0))
+    with versus._Worker(tree, harness, tmp_path / "log", ROOT) as worker:
+        worker.ask(do="launch", cpu=cpu)
+        own = worker._process.pid
+        (launched,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        assert os.sched_getaffinity(int(launched)) == {cpu}
+        worker.ask(do="end")
 
 
 def test_what_is_measured_is_checked_against_its_definition():
