@@ -5,7 +5,7 @@ flagged. In an A/B trial the second one is slowed: attention on the CPU, epsilon
 private step (the model's forward pass, `engine.backward`, the optimizer's step) keep the processor
 busy for another tenth of the time that they just took; every row must be flagged as slower.
 
-    python benchmarks/check_compare.py --json benchmarks/results/cpu/compare_check.json
+    python benchmarks/check_compare.py --json benchmarks/results/DEVICE/compare_check.json
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ def write(path: Path, args: argparse.Namespace, trials: list[dict[str, Any]]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = ROOT / "benchmarks/results/cpu/compare_check.json"
-    parser.add_argument("--json", type=Path, default=default)
+    parser.add_argument("--json", type=Path, required=True, help="file of the results")
     parser.add_argument("--trials", type=int, default=20, help="of each kind (default 20)")
     parser.add_argument("--launches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)

@@ -108,7 +108,7 @@ class ByteDocuments(Sequence[bytes]):
         if not documents:
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
             raise ValueError(
-                f"{root}: no usable file of {wanted} ({documents.summary()}); "
+                f"{root}: no usable file of {wanted} (left out: {documents.left_out or 'none'}); "
                 "pass a folder with text files or other suffixes"
             )
         return documents
@@ -123,14 +123,16 @@ class ByteDocuments(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
         return self.contents[index]
 
-    def summary(self) -> str:
-        """One line: how many documents there are and what was left out."""
-        total = sum(len(content) for content in self.contents)
-        return (
-            f"{len(self)} documents, {total} bytes; left out: {self.num_binary} binary, "
-            f"{self.num_unreadable} unreadable, {self.num_empty} empty, "
-            f"{self.num_duplicates} duplicate"
-        )
+    @property
+    def left_out(self) -> str:
+        """How many files, or folders, were left out and why; empty if none was, or of a part."""
+        counts = {
+            "binary": self.num_binary,
+            "unreadable": self.num_unreadable,
+            "empty": self.num_empty,
+            "the same as another": self.num_duplicates,
+        }
+        return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
 
     def split(self) -> tuple["ByteDocuments", "ByteDocuments"]:
         """Splits into training and held-out documents, about a tenth of them.

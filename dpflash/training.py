@@ -70,6 +70,7 @@ class TrainingRun:
         state: how far it is; the same on all workers.
         lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
             them; the model does not have them.
+        left_out: how many files of the data were not taken, and why; empty if all were.
         is_first: whether this worker is the one that writes, and draws bars.
     """
 
@@ -86,6 +87,7 @@ class TrainingRun:
         self.state = state
         self.lost_steps = 0
         self.is_first = team.is_first
+        self.left_out = corpus.left_out
         self._team = team
         team.workers.agree(
             "dpflash train",

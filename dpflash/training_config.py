@@ -220,11 +220,13 @@ class Corpus:
     Attributes:
         train: one privacy unit each.
         held_out: for evaluations; epsilon does not protect them.
+        left_out: `ByteDocuments.left_out` of them all.
         digest: of all names and contents, to know the same data again.
     """
 
     train: ByteDocuments
     held_out: ByteDocuments
+    left_out: str
     digest: str
 
     @classmethod
@@ -249,7 +251,7 @@ class Corpus:
         for path, content in zip(documents.paths, documents.contents, strict=True):
             for part in (path.encode(errors="surrogateescape"), content):
                 digest.update(blake2b(part, digest_size=16).digest())
-        return cls(train, held_out, digest.hexdigest())
+        return cls(train, held_out, documents.left_out, digest.hexdigest())
 
 
 def noise_for(config: TrainingConfig, num_documents: int) -> float:

@@ -47,9 +47,9 @@ LEGEND = {
     "(exp and sums of the softmax, small products, launches, Python); else compute_bound or "
     "memory_bandwidth by its roof, balanced where both roofs are within a quarter of each other; "
     "memory_capacity is four fifths of the device's memory taken",
-    "of its roof": "what is achieved over what the lower roof allows, from 0 to 1; work that "
-    "stays in caches, and roofs that other jobs lowered while they were measured, can bring it "
-    "above 1",
+    "of its roof": "what is achieved over what the lower roof allows; above 1 where torch's "
+    "matrix product, which stands for the processor, is not the fastest code on it, where work "
+    "stays in caches, or where other jobs lowered the roofs while they were measured",
     "density": "part of all T x T pairs that the pattern has",
     "checked rows": "query rows whose output (and from which all gradients) were compared with "
     "the definition in float64 before anything was timed",

@@ -13,7 +13,7 @@ from .document import bullets
 from .legend import legend
 from .report_tables import LEGEND, has_figures, report_parts
 from .reported import Report, reported_rows
-from .result_files import Files, ResultFile, device_names, load, load_older
+from .result_files import Files, ResultFile, device_names, load
 from .results import markdown_table
 from .suites import SUITES, suite_named
 
@@ -30,7 +30,6 @@ _REPORTS = (
     "on number what each of them reports. At this commit the document has the figures that are "
     "repeated here."
 )
-_OLDER = "an earlier format: in README.md's tables, not in those below"
 # Rows of a table of ours; longer ones stay on their own page.
 _LONGEST_TABLE = 100
 
@@ -55,9 +54,7 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
             headers += columns
     parts = [_TITLE, _INTRO, _count(reports, devices), "## What was measured"]
     for name, files in devices.items():
-        older = [(file, _OLDER) for file in load_older(results, name)]
-        listed = [(file, _state(file)) for file in files.values()]
-        parts += [f"### {name}", _summary([*listed, *older], page)]
+        parts += [f"### {name}", _summary(files.values(), page)]
     parts += ["## The reports", _REPORTS, _contents(reports), "## What the columns say"]
     told = legend(dict.fromkeys(("ms", "peak MiB", "tokens/s", "B", "T", "H", "D", *headers)))
     parts.append(bullets([*LEGEND, *told]))
@@ -95,10 +92,10 @@ def _contents(reports: Sequence[Report]) -> str:
     return markdown_table(("", "report", "project", "document", "commit"), lines)
 
 
-def _summary(files: Iterable[tuple[ResultFile, str]], page: Path) -> str:
+def _summary(files: Iterable[ResultFile], page: Path) -> str:
     """What ran when, on what, and which picture and page lie beside."""
     lines = []
-    for file, state in files:
+    for file in files:
         beside = [
             path
             for suffix in ("md", "png")
@@ -106,7 +103,9 @@ def _summary(files: Iterable[tuple[ResultFile, str]], page: Path) -> str:
         ]
         links = [_link(path, page) for path in (file.path, *beside)]
         keys = ("device", "threads", "date", "torch", "dpflash", "commit")
-        lines.append([", ".join(links), *(file.environment.get(key) for key in keys), state])
+        lines.append(
+            [", ".join(links), *(file.environment.get(key) for key in keys), _state(file)]
+        )
     return markdown_table(
         ("files", "device", "threads", "date", "torch", "dpflash", "commit", "rows"), lines
     )

@@ -42,8 +42,8 @@ class Answer:
     @property
     def command(self) -> str:
         """What measures it; DIR is a folder of results."""
-        if self.suite in ("scaling", "scaling_memory"):
-            return f"dpflash bench scaling {self.options} --out DIR"
+        if self.suite == "scaling":
+            return " ".join(["dpflash bench scaling", *self.options.split(), "--out DIR"])
         return f"dpflash bench {self.suite} --threads 1 --out DIR"
 
     def fits(self, config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:

@@ -223,7 +223,7 @@ def _over_workers(
     for what, workers, efficiency in CONTEXT_PARALLEL_TABLE:
         if what.startswith(kind):
             needs = f"{workers} GPUs, or CPU cores for as many workers"
-            options = f"--workers 1,{workers}"
+            options = "--workers 1,2,4,8" if workers > 4 else ""
             yield Reported(
                 f"{what}, {workers} of them",
                 (Figure(f"{efficiency:.0%}", "efficiency"),),

@@ -184,7 +184,6 @@ def _ring_dilated() -> Iterator[Reported]:
                     "scaling",
                     "reported",
                     {"tokens": tokens, "batch": batch, "backward": False},
-                    options="--workers 1,2",
                 )
             ],
         )
@@ -219,14 +218,7 @@ HYBRID = Report(
                     "memory of 16K over memory of 1K",
                     (Figure(1.15, "times"), Figure("O(n/p)", "claimed")),
                     wrong="of two workers only; B halves on the way; each holds all of q, k and v",
-                    answers=[
-                        Answer(
-                            "scaling_memory",
-                            "memory",
-                            {"what": "dilated"},
-                            options="--sections memory",
-                        )
-                    ],
+                    answers=[Answer("scaling", "memory", {"what": "dilated"})],
                 ),
                 Reported(
                     "standard attention at 16K",

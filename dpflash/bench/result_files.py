@@ -1,7 +1,6 @@
 """Committed JSON files of results, and what of them `dpflash.recommend` ships.
 
-Results lie in ``<results>/<device>/<suite>.json``; those of scaling over workers, which is a
-program of its own, in ``<results>/scaling_<device>.json`` too.
+Results lie in ``<results>/<device>/<suite>.json``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-
-_PROGRAMS = ("scaling", "scaling_memory")
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,10 @@ Files = Mapping[str, ResultFile]
 
 def load(results: Path, device: str) -> dict[str, ResultFile]:
     """The files of a device, by the names of what was run."""
-    paths = {path.stem: path for path in (results / device).glob("*.json")}
-    for program in _PROGRAMS:
-        path = results / f"{program}_{device}.json"
-        if path.exists():
-            paths.setdefault(program, path)
-    return {name: _read(path) for name, path in sorted(paths.items())}
-
-
-def load_older(results: Path, device: str) -> list[ResultFile]:
-    """The files of a device in formats of before, whose rows no table here can read."""
-    programs = {f"{program}_{device}" for program in _PROGRAMS}
-    paths = sorted(results.glob(f"*_{device}.json"))
-    return [_read(path) for path in paths if path.stem not in programs]
-
-
-def _read(path: Path) -> ResultFile:
-    return ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
+    return {
+        path.stem: ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted((results / device).glob("*.json"))
+    }
 
 
 def device_names(results: Path) -> list[str]:

@@ -5,7 +5,7 @@ Each checkout has a process of its own that imports its dpflash and takes turns 
 that CPU slows both. A launch is a pair of fresh copies of these processes, on the next CPU; how
 memory happens to lie differs from launch to launch, so launches, not rounds, are what the
 comparison counts. Where its code lies the copies of a process share: equal code differs by one to
-three percent, and intervals, which do not know of it, held 1 in 47 of 60 such rows instead of 95%.
+three percent, and intervals, which do not know of it, held 1 in 44 of 60 such rows instead of 95%.
 The threshold is what covers it.
 
     python -m dpflash.bench.versus OLD_CHECKOUT NEW_CHECKOUT --out DIR

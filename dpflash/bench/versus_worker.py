@@ -1,7 +1,7 @@
 """The process that `versus` starts for each of two checkouts: what is measured, and on call.
 
-This file is copied out of the newer checkout, beside `memory`, and runs against the dpflash of
-either one. It uses what dpflash exports and what older versions have too, and nothing of
+This file is copied out of the dpflash that compares, beside `memory`, and runs against the dpflash
+of either one. It uses what dpflash exports and what older versions have too, and nothing of
 `dpflash.bench`.
 
 A line of JSON on stdin is a command, a line on stdout its answer: ``{"do": "launch", "cpu": C}``

@@ -273,9 +273,10 @@ def _target(config: TrainingConfig) -> str:
 
 def _announcement(job: Any) -> list[str]:
     config, state, workers = job.config, job.state, job.workers
+    left_out = f"; left out: {job.left_out}" if job.left_out else ""
     lines = [
         f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
-        "held out (which epsilon does not cover)",
+        f"held out (which epsilon does not cover){left_out}",
         f"privacy   {_target(config)}noise multiplier {state.noise_multiplier:.4g}, "
         f"{config.clipping} clipping at {config.max_grad_norm:g}, delta {config.delta:g}",
     ]

@@ -11,7 +11,7 @@ import dpflash
 from dpflash.bench import results as bench_results
 from dpflash.bench.page import render
 from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
-from dpflash.bench.result_files import device_names, load, recommendation_data
+from dpflash.bench.result_files import device_names, recommendation_data
 from dpflash.bench.suites import suite_named
 from dpflash.patterns import Dense
 
@@ -168,13 +168,6 @@ def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results:
     assert all(f"*{header}*" in told for header in ("right", "more", "efficiency", "ms"))
 
 
-def test_results_of_an_earlier_format_are_listed_and_read_no_further(results: Path) -> None:
-    older = {"environment": {"date": "2025-01-02", "commit": "0ld0ld0"}, "rows": [{"odd": 1}]}
-    (results / "ghost_cpu.json").write_text(json.dumps(older))
-    line = "| [ghost_cpu.json](results/ghost_cpu.json) | - | - | 2025-01-02 | - | - | 0ld0ld0 |"
-    assert f"{line} an earlier format" in _page(results, TWO_HEADS)
-
-
 def test_the_check_of_versus_tells_how_many_trials_were_right(results: Path) -> None:
     held = {"environment": {"slowdown": 0.1}, "right": {"A/A": 7, "A/B": 5}}
     held["made"] = {"A/A": 7, "A/B": 6}
@@ -218,14 +211,6 @@ def test_a_table_with_a_row_that_no_report_asks_for_is_shown_whole(results: Path
 def test_a_long_table_of_ours_is_a_link(results: Path) -> None:
     _write(results, "heads", [_row(f"heads/H{n}", n) for n in range(1, 200)])
     assert "199 rows: see [heads.md](results/cpu/heads.md)." in _page(results, TWO_HEADS)
-
-
-def test_results_of_scaling_may_lie_beside_the_folders(results: Path) -> None:
-    held = json.loads((results / "cpu" / "heads.json").read_text())
-    (results / "scaling_cpu.json").write_text(json.dumps(held))
-    assert device_names(results) == ["cpu"]
-    assert set(load(results, "cpu")) == {"heads", "scaling"}
-    assert "[scaling_cpu.json](results/scaling_cpu.json)" in _page(results, TWO_HEADS)
 
 
 def test_recommendations_hold_what_is_needed_and_are_read_again(

@@ -158,7 +158,7 @@ def test_both_run_on_one_cpu_and_on_the_next_in_the_next_launch(monkeypatch):
     assert cpus == [2, 2, 7, 7, 2, 2]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system places processes")
+@pytest.mark.skipif(versus._cpu(0) == versus._cpu(1), reason="one CPU, or the system places")
 def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     tree = versus._copy_sources(ROOT, tmp_path / "tree")
     harness = versus._copy_harness(tmp_path / "harness")
@@ -166,7 +166,10 @@ def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     with versus._Worker(tree, harness, tmp_path / "log", ROOT) as worker:
         worker.ask(do="launch", cpu=cpu)
         own = worker._process.pid
-        (launched,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        children = Path(f"/proc/{own}/task/{own}/children")
+        if not children.exists():
+            pytest.skip("this system does not tell a process's children")
+        (launched,) = children.read_text().split()
         assert os.sched_getaffinity(int(launched)) == {cpu}
         worker.ask(do="end")
 

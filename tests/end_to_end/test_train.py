@@ -87,8 +87,10 @@ def test_a_run_leaves_what_its_summary_names(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
+    (data / "twin.txt").write_bytes((data / "poem-7.txt").read_bytes())
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
+    assert "; left out: 1 the same as another" in shown
     names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
     assert {path.name for path in out.iterdir()} == names
     assert all(str(out / name) in shown for name in names)
@@ -231,6 +233,7 @@ def test_training_ends_cleanly_where_max_epsilon_is_spent(
     assert main(["train", "--resume", str(out)]) == 0
     shown = capsys.readouterr().out
     assert f"stopped after step {steps} of 12" in shown and "nothing is left to do" in shown
+    assert "left out" not in shown
     after = {path.name: path.read_bytes() for path in out.iterdir()}
     assert {k: v for k, v in after.items() if k != "report.json"} == {
         k: v for k, v in before.items() if k != "report.json"

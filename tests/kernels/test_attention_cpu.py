@@ -593,7 +593,8 @@ def test_views_that_negate_and_another_default_device():
 def test_the_kernels_hold_nothing_that_grows_with_the_square_of_tokens():
     """What C++ allocates no mode of torch sees: one score each would be 1 GiB here."""
     code = """
-import resource, torch
+import torch
+from dpflash.bench.memory import PeakMemory
 from dpflash.kernels import attention_cpu
 from dpflash.patterns import Dense
 graph = Dense(causal=True).graph(16384, 1)
@@ -602,12 +603,12 @@ def run(q, graph):
     o, lse = attention_cpu.attention_forward(q, q, q, graph, 0.3)
     attention_cpu.attention_backward(q, None, q, q, q, o, lse, graph, 0.3)
 run(q[:, :, :64], Dense().graph(64, 1))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run(q, graph)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+with PeakMemory() as peak:
+    run(q, graph)
+print(peak.cpu_mb)
 """
-    if not os.path.exists("/proc/self/statm"):
-        pytest.skip("only Linux counts it in KiB")
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("only Linux tells the peak of a process")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
