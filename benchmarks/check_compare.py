@@ -32,8 +32,8 @@ SLOWDOWN = 0.10
 NAMES = ("attention/dense/T1024", "private step/flat", "accounting/contour")
 # A file of the slowed copy, the class of the function if it is a method, and the function.
 SLOWED = (
-    ("kernels/attention_cpu.py", None, "attention_forward"),
-    ("kernels/attention_cpu.py", None, "attention_backward"),
+    ("kernels/attention.py", None, "attention_forward"),
+    ("kernels/attention.py", None, "attention_backward"),
     ("accounting/accountant.py", "Accountant", "get_epsilon"),
     ("dpflash/nn/language_model.py", "LongContextLM", "forward"),
     ("dpflash/engine.py", "PrivacyEngine", "backward"),

@@ -613,7 +613,8 @@ print(peak.cpu_mb)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) <= 64
+    # Outputs and gradients take 6 to 8.
+    assert float(done.stdout) <= 16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system limits no process")
