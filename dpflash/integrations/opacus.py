@@ -23,6 +23,7 @@ from dpflash.kernels import (
     embedding_grad_norm,
     gaussian_noise_,
     grad_norm,
+    grid_of,
     per_sample_bias_grad,
     squared_norm,
 )
@@ -365,7 +366,15 @@ class _NoiseSource(TorchFunctionMode):
         dtype = dtype or torch.get_default_dtype()
         wide = torch.promote_types(dtype, torch.float32)
         noise = torch.zeros(size, device=device, dtype=wide)
-        gaussian_noise_(noise, std=float(std), key=self._key, step=0, parameter_id=self._draws)
+        std = float(std)
+        gaussian_noise_(
+            noise,
+            std=std,
+            grid=grid_of(std or 1.0),
+            key=self._key,
+            step=0,
+            parameter_id=self._draws,
+        )
         self._draws += 1
         self.elements += noise.numel()
         return noise.to(dtype)
