@@ -60,7 +60,7 @@ def add_noise_(out: Tensor, stream: NoiseStream) -> Tensor:
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `rounded_normal.rounded_normals`, which decides less and runs where there is no library."""
+    """See `rounded_normal.rounded_normals`, which decides less, and runs without a library."""
     if native.library() is None:
         return rounded_normal.rounded_normals(words, scale)
     words = words.contiguous()
@@ -69,9 +69,7 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return integers, integers.isnan()
 
 
-def write_noised(
-    function: str, stream: NoiseStream, out: Tensor, *sums: Tensor | int
-) -> Tensor:
+def write_noised(function: str, stream: NoiseStream, out: Tensor, *sums: Tensor | int) -> Tensor:
     """Calls a kernel that writes sums with the stream's noise.
 
     Args:
