@@ -85,10 +85,12 @@ def test_doctor_says_why_there_are_no_kernels_and_how_to_try_again(
 def test_doctor_says_why_kernels_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    functions = "long long problem_bytes() { return 0; } long long vector_bytes() { return 16; }"
+    (tmp_path / "tiny.cpp").write_text(f'extern "C" {{ {functions} }}')
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
+    monkeypatch.setattr(native, "_SOURCES", ("tiny.cpp",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tiny.cpp"))
     monkeypatch.setattr(native, "_load_once", functools.cache(native._load_once.__wrapped__))
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O0"))  # compiles faster
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "bits, compiled for this process: the cache folder is not used: " in out
