@@ -23,7 +23,14 @@ from dpflash.accounting import Accountant, Event, Gaussian, Interval
 
 from . import checkpoint, sharded_checkpoint
 from ._validate import finite, non_negative, one_of, positive, positive_int, probability
-from .arguments import make_groups, refuse_keywords, sampling_of, trained_parameters
+from .arguments import (
+    check_exact,
+    check_slots,
+    make_groups,
+    refuse_keywords,
+    sampling_of,
+    trained_parameters,
+)
 from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
@@ -182,6 +189,7 @@ class PrivacyEngine:
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
+        exact: bool | str = "auto",
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -225,6 +233,11 @@ class PrivacyEngine:
                 "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
                 per_layer clipping, and torch.compile). `engine.optimization` tells what was
                 changed, and what was left out; epsilon never is.
+            exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm)
+                - 30), wherever per-sample gradients are at hand (way "stored", tiles, layers
+                other than linear ones and tables), and never changes the way. True takes ways
+                that are exact for all parameters; False sums in float32 everywhere. Noise is
+                exact in all three. `engine.plan()` and `engine.rounded_sums` say what was.
 
         In 16 bit (parameters, or autocast: that of "balanced" and "aggressive" too) the batch's
         size chooses the kernels that round the model's products. A sample more may then round
@@ -266,6 +279,7 @@ class PrivacyEngine:
             )
         if clipping != "flat" and way != "auto":
             raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
+        check_exact(exact, way, noise_multiplier, max_grad_norm)
         if optimize == "none" and way not in ("auto", "stored"):
             raise ValueError(
                 f"way={way!r} with optimize='none', where each layer keeps its per-sample "
@@ -304,6 +318,7 @@ class PrivacyEngine:
                 max_batch_size=max_batch_size,
                 share=(self._workers.data_rank, self._workers.data_size),
             )
+            check_slots(loader.expected_batch_size, max_grad_norm)
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
@@ -324,7 +339,7 @@ class PrivacyEngine:
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
-            way="stored" if optimize == "none" else way,
+            way="stored" if optimize == "none" or exact is True else way,
             memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
             public_batch_size=planned,
             loss_reduction=loss_reduction,
@@ -333,6 +348,7 @@ class PrivacyEngine:
             workers=self._workers,
             gate_type=Gate if self._workers.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
+            exact=exact is not False,
         )
         self._workers.agree(
             "make_private",
@@ -343,6 +359,7 @@ class PrivacyEngine:
                 "clip_function": clip_function,
                 "way": way,
                 "optimize": optimize,
+                "exact": exact,
                 "sampling": self._sampling_of(loader),
                 "physical_batch_size": physical_batch_size,
                 "loss_reduction": loss_reduction,
@@ -420,6 +437,7 @@ class PrivacyEngine:
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
+        exact: bool | str = "auto",
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` passes.
@@ -491,6 +509,7 @@ class PrivacyEngine:
             memory_budget=memory_budget,
             budget=budget,
             optimize=optimize,
+            exact=exact,
         )
         if budget is None:
             self._spending.delta = target_delta
@@ -680,6 +699,19 @@ class PrivacyEngine:
                 "takes. Pass optimize='balanced' for a planned model"
             )
         return explain_plan(backward)
+
+    @property
+    def rounded_sums(self) -> tuple[str, ...]:
+        """Names of the parameters whose sums were rounded in float32 in some batch so far.
+
+        Of all others each sum was exact: one sample moves it by at most its bound in real
+        arithmetic, whatever the order of the samples.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        backward, _ = self._require_private("rounded_sums")
+        return tuple(sorted(backward.rounded))
 
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
         if self._backward is None or self._optimizer is None:
