@@ -123,6 +123,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Raises:
         ValueError: x has no batch dimension or is not floating point, or a number is not as
             `Boundary` wants it.
+        RuntimeError: the function is compiled, or a CUDA stream is capturing in the backward:
+            a replay would repeat the noise.
 
     Guarantees:
         Private is the release of this gradient, to a party that sees nothing else which depends

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpflash.kernels import refuse_capture
+
 from ._validate import finite, non_negative, positive
 from .gate import PrivateBackward
 from .release import Release
 from .sharding import as_grad, is_sharded, local_shape
 from .tracker import BatchTracker
 from .workers import all_reduce_all_
+
+_CAPTURED = "each replay would release anew, unpaid and with the same noise"
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -186,7 +190,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Returns:
             What closure returned, else None.
+
+        Raises:
+            RuntimeError: a CUDA stream is capturing, or what was to be released is not what the
+                private layers made; nothing is released.
         """
+        refuse_capture(_CAPTURED)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -215,6 +224,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def begin_release(self) -> Release | None:
         """The release that the backward under way makes; None where only `step` can tell."""
+        refuse_capture(_CAPTURED)
         mark = self._tracker.current
         if self._step_skip_queue or mark is None or not mark.last:
             return None
