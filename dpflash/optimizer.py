@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,24 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._releasing = False
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a copy of a private optimizer would release with the same noise, unpaid; keep "
+            "state_dict() instead, or engine.save_checkpoint(path) to go on from later"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def _patch_step_function(self) -> None:
+        """PyTorch would put the wrapped optimizer's step hooks around our `step`, for the class.
+
+        It does so when any object of the class is unpickled; `_refuse_other_steps` is such a hook.
+        """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if not self._releasing:
