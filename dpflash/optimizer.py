@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpflash.kernels import refuse_capture
 
-from ._validate import finite, non_negative, positive
+from ._validate import finite, noise_fits, non_negative
 from .gate import PrivateBackward
 from .release import Release
 from .sharding import as_grad, is_sharded, local_shape
@@ -261,16 +261,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _open_release(self) -> Release:
         """Pay for a release and give it a place in the noise streams that no other has."""
         bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
-        positive(max_grad_norm=bound)
-        if not self._is_noiseless() and math.isinf(bound):
-            raise ValueError(
-                "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
-                "unclipped, noiseless step"
-            )
+        noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
         self._charge(self.noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
-        std = 0.0 if self.noise_multiplier == 0 else self.noise_multiplier * bound
+        noiseless = self.noise_multiplier == 0
+        std = 0.0 if noiseless else float(self.noise_multiplier) * float(bound)
         return Release(std, self._noise_key, step, self._parameter_ids)
 
     def _release(self) -> None:
