@@ -73,7 +73,7 @@ def error_rate(**values: object) -> None:
 def whole(least: int, **values: object) -> None:
     """Refuses what is not an integer of at least `least`, below 2^63."""
     for name, value in values.items():
-        if isinstance(value, Integral) and value >= 1 << 63:
+        if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(

@@ -92,7 +92,7 @@ def probability(**values: object) -> None:
 def positive_int(**values: object) -> None:
     """Refuses what is not an integer of at least 1, below 2^63."""
     for name, value in values.items():
-        if isinstance(value, Integral) and value >= 1 << 63:
+        if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(
