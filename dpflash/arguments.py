@@ -41,6 +41,7 @@ def sampling_of(
 ) -> str:
     """The sampler that the arguments ask for together."""
     one_of(sampling=(sampling, (None, *SAMPLINGS)))
+    one_of(poisson_sampling=(poisson_sampling, (True, False)))
     if sampling not in (None, "shuffled") and not poisson_sampling:
         raise ValueError(
             f"sampling={sampling!r} with poisson_sampling=False, which asks for the loader's own "

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from dpflash.accounting import Accountant, Event, Gaussian, Interval
 
 from . import checkpoint, sharded_checkpoint
-from ._validate import finite, non_negative, one_of, positive, positive_int, probability
+from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .arguments import (
     check_exact,
     check_slots,
@@ -254,16 +254,14 @@ class PrivacyEngine:
         """
         if unknown:
             refuse_keywords(unknown, self.make_private)
-        non_negative(noise_multiplier=noise_multiplier)
-        finite(noise_multiplier=noise_multiplier)
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         if isinstance(max_grad_norm, list | tuple):
             raise ValueError(
                 f"max_grad_norm={max_grad_norm!r}: expected one number; clipping='per_layer' "
                 "gives each layer an equal share of it"
             )
-        positive(max_grad_norm=max_grad_norm)
-        if noise_multiplier > 0:
-            finite(max_grad_norm=max_grad_norm)
+        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
         one_of(optimize=(optimize, LEVELS))
         one_of(way=(way, ("auto", *WAYS)))
         asked_clipping = clipping

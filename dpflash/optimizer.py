@@ -6,17 +6,21 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ._validate import finite, non_negative, positive
+from dpflash.kernels import refuse_capture
+
+from ._validate import finite, noise_fits, non_negative
 from .gate import PrivateBackward
 from .release import Release
 from .sharding import as_grad, is_sharded, local_shape
 from .tracker import BatchTracker
 from .workers import all_reduce_all_
+
+_CAPTURED = "each replay would release anew, unpaid and with the same noise"
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -74,6 +78,24 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._releasing = False
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a copy of a private optimizer would release with the same noise, unpaid; keep "
+            "state_dict() instead, or engine.save_checkpoint(path) to go on from later"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def _patch_step_function(self) -> None:
+        """PyTorch would put the wrapped optimizer's step hooks around our `step`, for the class.
+
+        It does so when any object of the class is unpickled; `_refuse_other_steps` is such a hook.
+        """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if not self._releasing:
@@ -186,7 +208,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Returns:
             What closure returned, else None.
+
+        Raises:
+            RuntimeError: a CUDA stream is capturing, or what was to be released is not what the
+                private layers made; nothing is released.
         """
+        refuse_capture(_CAPTURED)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -215,6 +242,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def begin_release(self) -> Release | None:
         """The release that the backward under way makes; None where only `step` can tell."""
+        refuse_capture(_CAPTURED)
         mark = self._tracker.current
         if self._step_skip_queue or mark is None or not mark.last:
             return None
@@ -233,12 +261,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _open_release(self) -> Release:
         """Pay for a release and give it a place in the noise streams that no other has."""
         bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
-        positive(max_grad_norm=bound)
-        if not self._is_noiseless() and math.isinf(bound):
-            raise ValueError(
-                "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
-                "unclipped, noiseless step"
-            )
+        noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
         self._charge(self.noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
