@@ -34,6 +34,7 @@ FLOORS = {
     "attention_op": 2,
     "boundary": 2,
     "ledger": 1,
+    "ledger_file": 0,
     "relations": 1,
     "tracker": 1,
     "budget": 1,
