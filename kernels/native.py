@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
+# Headers and .cpp files; one call of the compiler makes one library of all .cpp files.
 _SOURCES = ("attention_cpu.cpp", "tiles.h", "vectors.h", "threads.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
@@ -85,7 +86,7 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
     """
     origin, folder = _origin(), _cache()
     kept = {
-        options: None if folder is None else folder / f"attention-{_digest(origin, options)}.so"
+        options: None if folder is None else folder / f"kernels-{_digest(origin, options)}.so"
         for options in (_PROCESSORS if processor is None else (processor,))
     }
     for path in kept.values():
@@ -93,13 +94,13 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
             return _opened(path)
     compiler = _compiler()
     print(
-        f"dpflash: compiling attention for this CPU ({shlex.join(compiler)}; once, some seconds)",
+        f"dpflash: compiling CPU kernels ({shlex.join(compiler)}; once, some seconds)",
         file=sys.stderr,
     )
     complaint = ""
     for options, path in kept.items():
         with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as made_in:
-            made = Path(made_in) / "attention.so"
+            made = Path(made_in) / "kernels.so"
             complaint = _compile([*compiler, *_FLAGS, *options], made)
             if not complaint:
                 return _opened(_keep(made, path))
@@ -145,7 +146,8 @@ def _compiler() -> list[str]:
 
 def _compile(command: list[str], made: Path) -> str:
     """What was wrong; nothing if the compiler made a library that loads."""
-    done = _ran([*command, str(_FOLDER / _SOURCES[0]), "-o", str(made)])
+    sources = [str(_FOLDER / name) for name in _SOURCES if name.endswith(".cpp")]
+    done = _ran([*command, *sources, "-o", str(made)])
     if done.returncode != 0 or not made.exists():
         return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
     try:

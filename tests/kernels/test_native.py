@@ -67,6 +67,32 @@ def test_python_and_c_mean_the_same_fields():
     assert names == [field[0] for field in attention_cpu._Problem._fields_]
 
 
+TINY = """
+#include "tiny.h"
+extern "C" long long problem_bytes() { return 96; }
+extern "C" long long vector_bytes() { return other(); }
+"""
+
+
+@pytest.fixture
+def tiny(cache, tmp_path, monkeypatch):
+    """Two sources that compile in no time."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "tiny.h").write_text("long long other();\n")
+    (folder / "tiny.cpp").write_text(TINY)
+    (folder / "other.cpp").write_text('#include "tiny.h"\nlong long other() { return 16; }\n')
+    monkeypatch.setattr(native, "_FOLDER", folder)
+    monkeypatch.setattr(native, "_SOURCES", ("tiny.cpp", "tiny.h", "other.cpp"))
+    return folder
+
+
+def test_all_sources_become_one_library(tiny, cache):
+    assert native.load().vector_bytes() == 16
+    (kept,) = cache.iterdir()
+    assert re.fullmatch(r"kernels-[0-9a-f]{32}\.so", kept.name)
+
+
 def test_what_was_compiled_is_found_again(cache, monkeypatch):
     native.load()
     (kept,) = cache.iterdir()
@@ -173,7 +199,7 @@ def test_a_compiler_of_c_is_told_apart(cache, monkeypatch):
 
 def test_the_first_use_says_that_it_compiles(cache, capfd):
     native.load()
-    assert "compiling attention for this CPU" in capfd.readouterr().err
+    assert "compiling CPU kernels" in capfd.readouterr().err
     native.load()
     assert capfd.readouterr().err == ""
 
