@@ -195,9 +195,7 @@ def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
         if engine._tracker.current.last:
             break
         optimizer.step()
-    with pytest.raises(
-        RuntimeError, match=r"parameter '0\.weight' is not the clipped"
-    ):
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is not the clipped"):
         optimizer.step()
 
 
