@@ -42,23 +42,25 @@ class ContextGate(Gate):
         self._shares: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._mixed: list[Tensor] = []
+        self._is_settled = False
 
     def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_linear`; what it returns has been taken already."""
-        self._enter()
-        self._take(position, per_sample_grad(x, dy))
+        self._only_seen(position, dy, x)
+        if self.owner.mode != "prove":
+            self._take(position, per_sample_grad(x, dy))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_embedding`."""
-        self._enter()
-        self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
+        self._only_seen(position, dy, indices)
+        if self.owner.mode != "prove":
+            self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
         """See `Gate.take_tiled`: its gradient goes to the handle."""
-        self._enter()
-        return False
+        return self._only_seen(position, *use.rows)
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from all shares of all workers."""
@@ -77,28 +79,35 @@ class ContextGate(Gate):
         self._shares = {}
         self._taken = set()
         self._mixed = []
+        self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
         """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
         share = self._share(position, grad)
-        if self._single(position) and self.owner.mode == "norms":
-            squares = squared_norm(share)
-            self.squares = squares if self.squares is None else self.squares + squares
-        elif self._single(position) and self.owner.mode == "sum":
-            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.owner.grid)
-        else:
+        mode = self.owner.mode
+        if mode not in ("norms", "sum") or not self._single(position):
             self._add_share(position, share)
+            return
+        if mode == "sum":
+            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.owner.grid)
+            if not self.owner.norms_again:
+                return
+        squares = squared_norm(share)
+        self.squares = squares if self.squares is None else self.squares + squares
 
     def _add_share(self, position: int, share: Tensor) -> None:
         held = self._shares.get(position)
         self._shares[position] = share if held is None else held + share
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Take what reached the handles by autograd; zeros for what got no gradient here.
+        """Take what reached the handles by autograd, once; zeros for what got no gradient here.
 
         Raises:
             RuntimeError: gradients of different parameters met.
         """
+        if self._is_settled:
+            return
+        self._is_settled = True
         refuse_mixed(self._mixed)
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)

@@ -9,7 +9,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -52,11 +52,13 @@ from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .proof import Proof
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
 from .streams import derive_key, master_key
 from .tracker import BatchTracker
+from .unchanged import Unchanged, check_allowed
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
@@ -190,6 +192,8 @@ class PrivacyEngine:
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
         exact: bool | str = "auto",
+        verify_first_batch: bool = True,
+        allow_buffers: Sequence[str] = (),
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -238,6 +242,21 @@ class PrivacyEngine:
                 other than linear ones and tables), and never changes the way. True takes ways
                 that are exact for all parameters; False sums in float32 everywhere. Noise is
                 exact in all three. `engine.plan()` and `engine.rounded_sums` say what was.
+            verify_first_batch: prove on the first batch that the model keeps its samples apart,
+                see below. False leaves that out, and `engine.verified` says so.
+            allow_buffers: names of buffers and frozen parameters that the forward may change,
+                since you vouch that they hold nothing of the data (a counter of steps). All
+                others are compared, and a change is refused.
+
+        The proof of the first batch is one more forward and one more backward. In the backward a
+        random half of the losses has weight 0: each layer must then see zeros for these samples,
+        and the same gradients as before for the others. In the forward most samples are replaced:
+        what each layer gets for the others, and what the model returns, must not change. Sorted
+        rows, statistics of the batch, scales and routing across samples are refused by the
+        layer's name. It is done again where layers run that did not run before, and where
+        training flags change; with less than 16 samples, or gradients that are all zero, it goes
+        on with the next batches. Of a scalar loss (loss_reduction) the rows of its gradient at
+        the model's outputs are weighted, so what makes the scalar of them is not proven.
 
         In 16 bit (parameters, or autocast: that of "balanced" and "aggressive" too) the batch's
         size chooses the kernels that round the model's products. A sample more may then round
@@ -269,6 +288,7 @@ class PrivacyEngine:
         one_of(clipping=(clipping, CLIPPINGS))
         one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
         one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
+        one_of(verify_first_batch=(verify_first_batch, (True, False)))
         if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
             raise ValueError(
                 f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
@@ -329,6 +349,7 @@ class PrivacyEngine:
                 refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
                 refuse_coarse_mean(f"optimize={optimize!r}" if optimization.autocast else None)
             groups = make_groups(module, trained, clipping)
+            check_allowed(module, trained, allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
         trained, loader, groups, entries, planned, optimization = self._workers.on_all(
@@ -362,6 +383,8 @@ class PrivacyEngine:
                 "physical_batch_size": physical_batch_size,
                 "loss_reduction": loss_reduction,
                 "budget": budget,
+                "verify_first_batch": verify_first_batch,
+                "allow_buffers": sorted(allow_buffers),
                 "parameters": [(backward.names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
@@ -404,8 +427,17 @@ class PrivacyEngine:
             )
         for parameter in trained:
             parameter.grad = None
+        unchanged = Unchanged(module, trained, allow_buffers)
+        backward.changed = unchanged.before_backward
+        backward.proof = Proof(
+            module.modules(),
+            device=trained[0].device,
+            group=backward.meeting,
+            context=self._workers.context,
+            is_on=verify_first_batch,
+        )
         attach(module, backward)
-        self._leveled = LeveledForward(module, backward, optimization)
+        self._leveled = LeveledForward(module, backward, optimization, unchanged)
         self._leveled.put()
         _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker
@@ -436,6 +468,8 @@ class PrivacyEngine:
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
         exact: bool | str = "auto",
+        verify_first_batch: bool = True,
+        allow_buffers: Sequence[str] = (),
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` passes.
@@ -508,6 +542,8 @@ class PrivacyEngine:
             budget=budget,
             optimize=optimize,
             exact=exact,
+            verify_first_batch=verify_first_batch,
+            allow_buffers=allow_buffers,
         )
         if budget is None:
             self._spending.delta = target_delta
@@ -677,6 +713,21 @@ class PrivacyEngine:
             raise ValueError("optimization before make_private: there is no private model yet")
         return self._leveled.optimization
 
+    @property
+    def verified(self) -> bool | str:
+        """Whether real batches have proven that the model keeps its samples apart.
+
+        True, or False where make_private(verify_first_batch=False) left that out; "pending" until
+        enough samples were seen, and every layer that ran had gradients that are not zero;
+        "gradients" where only these are proven, since no call of the model itself was seen in
+        which samples could be replaced. It depends on the data no more than a refusal does.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        backward, _ = self._require_private("verified")
+        return backward.proof.verified
+
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.
 
@@ -726,7 +777,12 @@ class PrivacyEngine:
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
-        assert self._leveled is not None
+        assert self._leveled is not None and self._leveled.unchanged is not None
+        refusal = self._leveled.unchanged.refusal()
+        if refusal is not None:
+            warnings.warn(
+                f"the model that is given back is not for release: {refusal}", stacklevel=2
+            )
         self._leveled.remove()
         detach(model)
         part(model)
@@ -759,11 +815,14 @@ class PrivacyEngine:
         Raises:
             ValueError: extra holds what could not be read again; path is a folder where a file
                 is to be written, or the reverse.
-            RuntimeError: another worker failed, as its message says; the checkpoint before this
+            RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
+                or another worker failed, as its message says; the checkpoint before this
                 one is as it was.
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
+        assert self._leveled is not None and self._leveled.unchanged is not None
+        self._workers.on_all("save_checkpoint", self._leveled.unchanged.compare)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(extra),

@@ -39,6 +39,10 @@ class TiledUse(Protocol):
     def batch_size(self) -> int:
         """B."""
 
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """All `[B, ...]` that G is made of; the first is linear in the losses' gradient."""
+
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """(samples, rows) of tiles that are small enough to hold; together they are all of G."""
 
