@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -236,7 +237,10 @@ def test_a_file_of_version_2_is_read_and_continued_and_its_old_lines_are_covered
 
 @pytest.fixture
 def promptly():
-    """An error in place of a test that hangs."""
+    """An error in place of a test that hangs or takes all memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, limits[1]))
 
     def too_long(number, frame):
         raise TimeoutError
@@ -244,6 +248,7 @@ def promptly():
     previous = signal.signal(signal.SIGALRM, too_long)
     signal.setitimer(signal.ITIMER_REAL, 2)
     yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, previous)
 
@@ -350,6 +355,26 @@ def test_of_two_lines_written_at_once_only_the_own_last_one_is_taken_back(
     assert ledger.releases == 4
 
 
+def test_bytes_in_the_place_of_a_failed_line_that_are_not_its_own_are_not_cut_off(
+    path, monkeypatch
+):
+    ledger, before, write = Ledger(path), path.read_bytes(), os.write
+
+    def overwritten(handle, text):
+        count = write(handle, text)
+        path.write_bytes(before + b"x" * (len(text) - 1) + b"\n")
+        return count
+
+    def fail(handle):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(os, "write", overwritten)
+        patch.setattr(os, "fsync", fail)
+        add(ledger)
+    assert path.read_bytes().endswith(b"xxx\n")
+
+
 def test_a_process_that_fails_lets_the_one_that_waits_for_it_write(path, monkeypatch):
     first, second = Ledger(path), Ledger(path)
     other = threading.Thread(target=add, args=(second, "second"))
@@ -405,6 +430,42 @@ def test_a_reader_waits_for_a_line_that_is_being_written(path, monkeypatch):
         add(ledger)
         reader.join()
     assert found == [5]
+
+
+def test_a_process_forked_within_a_line_does_not_keep_the_lock(path, monkeypatch):
+    ledger, kept, write = Ledger(path), [], os.write
+
+    def fork(handle, text):
+        kept.append(os.dup(handle))
+        return write(handle, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fork)
+        add(ledger)
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for handle in kept:
+        os.close(handle)
+
+
+def test_a_ledger_that_another_process_begins_while_it_is_opened_is_not_taken_for_a_lost_one(
+    tmp_path, monkeypatch
+):
+    path, plain = tmp_path / "l", os.open
+
+    def missing(name, *arguments, **options):
+        if Path(name) != path:
+            return plain(name, *arguments, **options)
+        monkeypatch.undo()
+        add(Ledger(path), "other")
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "open", missing)
+    ledger = Ledger(path)
+    assert ledger.releases == 0
+    with pytest.raises(RuntimeError, match="has added to it"):
+        add(ledger)
+    assert runs(path) == ["other"]
 
 
 @pytest.mark.parametrize("edit", ["last_line", "replaced", "emptied", "head", "head_removed"])
