@@ -28,6 +28,7 @@ from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
 from .clipping import Group
+from .collating import refuse_mixing
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import Gate, PrivateBackward
@@ -302,6 +303,7 @@ class PrivacyEngine:
                 max_batch_size=max_batch_size,
                 share=(self._workers.data_rank, self._workers.data_size),
             )
+            refuse_mixing(data_loader)
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
