@@ -172,6 +172,10 @@ def cut_to_the_shortest(batch):
     return torch.stack([x[: min(map(len, batch))] for x in batch])
 
 
+def four_fields(batch):
+    return default_collate([(x, y, x.sum(), -y) for x, y in batch])
+
+
 def packed(batch):
     return torch.cat(batch)[None], torch.tensor([0, *map(len, batch)]).cumsum(0)
 
@@ -191,7 +195,9 @@ def masked_in_two_rounds(batch):
             if ids[t] % 3 == 0 and random.random() < 0.5:
                 ids[t] = 91
     for ids in batch:
-        ids[random.randrange(len(ids))] = 92
+        for t in range(len(ids)):
+            if ids[t] % 2 == 0 and random.random() < 0.3:
+                ids[t] = 92
     return pad_sequence(batch, batch_first=True)
 
 
@@ -244,6 +250,7 @@ INNOCENT = [
         as_they_are,
         field_by_field,
         numbered,
+        four_fields,
     )
 ] + [
     (function, TEXTS)
@@ -259,6 +266,8 @@ INNOCENT = [
         of_a_class_of_its_own,
     )
 ]
+# As many tokens as entries in a batch of the trial.
+INNOCENT += [(time_first, [ids[:4] for ids in TEXTS])]
 
 
 def named(case):
@@ -295,8 +304,15 @@ def test_a_function_that_makes_each_row_of_its_own_entry_is_taken(collate, entri
 
 
 def test_draws_that_depend_on_other_entries_are_no_mixing():
-    """Whatever the entries: there the trial meets rows that differ by their random numbers."""
-    for case in range(6):
+    """Two entries draw equally often in all, and not in each round: the third gets others."""
+
+    def in_two_rounds(batch):
+        rounds = [[sum(random.random() for _ in range(n)) for *_, n in batch]]
+        rounds += [[sum(random.random() for _ in range(n)) for _, n, _ in batch]]
+        return torch.tensor([[x, *y] for (x, *_), *y in zip(batch, *rounds, strict=True)])
+
+    assert not _Trial(in_two_rounds, [(1.0, 1, 2), (2.0, 2, 1), (3.0, 3, 3)]).mixes()
+    for case in range(4):
         generator = torch.Generator().manual_seed(case)
         lengths = torch.randint(3, 8, (6,), generator=generator).tolist()
         entries = [torch.randint(1, 90, (n,), generator=generator) for n in lengths]
