@@ -191,9 +191,13 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, of all workers together.
+                privacy unit, batch_size the expected batch size, of all workers together. The
+                dataset and collate_fn must make each row of its own entry alone: a collate_fn
+                that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
+                cannot be.
             noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
-            max_grad_norm: L2 bound C of one sample's gradient over all parameters.
+            max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise
+                between 1e-30 and 1e30.
             clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
                 an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
                 weight, and one a parameter elsewhere, C^2 shared by number of elements). None
