@@ -35,6 +35,7 @@ from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
 from .clipping import Group
+from .collating import refuse_mixing
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import Gate, PrivateBackward
@@ -202,9 +203,13 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, of all workers together.
+                privacy unit, batch_size the expected batch size, of all workers together. The
+                dataset and collate_fn must make each row of its own entry alone: a collate_fn
+                that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
+                cannot be.
             noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
-            max_grad_norm: L2 bound C of one sample's gradient over all parameters.
+            max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise
+                between 1e-30 and 1e30.
             clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
                 an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
                 weight, and one a parameter elsewhere, C^2 shared by number of elements). None
@@ -337,6 +342,7 @@ class PrivacyEngine:
                 share=(self._workers.data_rank, self._workers.data_size),
             )
             check_slots(loader.expected_batch_size, max_grad_norm)
+            refuse_mixing(data_loader)
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)

@@ -32,6 +32,7 @@ from dpflash.accounting import (
 )
 
 from ._validate import positive_int
+from .collating import TriedCollate
 from .streams import uniform_words
 from .tracker import EARLIER_PASS, BatchMark, BatchTracker
 
@@ -375,12 +376,13 @@ class PrivateDataLoader(DataLoader):
             self._draws.may_begin = lambda new_pass: tracker.may_begin(new_pass)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
+        collate = TriedCollate(loader.collate_fn) if loader.num_workers else loader.collate_fn
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,
-            collate_fn=loader.collate_fn
+            collate_fn=collate
             if self._draws is None
-            else _CollateWithEmpty(loader.collate_fn, loader.dataset),
+            else _CollateWithEmpty(collate, loader.dataset),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

@@ -18,6 +18,7 @@ FLOORS = {
     "precision": 0,
     "rotary": 0,
     "clipping": 1,
+    "collating": 1,
     "corpus": 1,
     "kept": 1,
     "losses": 1,
