@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import noise_reference
+from . import noise_cpu, noise_reference
 from .capture import refuse_capture
 from .grid import check_grid
-from .rounded_normal import EXACT_INTEGERS, rounded_normals, settle
+from .rounded_normal import EXACT_INTEGERS, settle
 
 KEY_BYTES = 32
 WORDS_PER_BLOCK = 8
@@ -96,9 +96,10 @@ def gaussian_noise_(
     Gaussian N of standard deviation std / grid. Where out is on the grid already, this is the
     Gaussian mechanism on out, rounded to the grid: rounding is post-processing.
 
-    A CUDA or ROCm tensor is served by a Triton kernel that makes its words itself. On a CPU the
-    words come from the `cryptography` package; other devices get noise that the CPU made. Z is the
-    correctly rounded value of a function of the words, so its bits are the same everywhere.
+    A CUDA or ROCm tensor is served by a Triton kernel, a tensor on the CPU by a C++ kernel, which
+    make their words themselves; where there is no C++ compiler, the words come from the
+    `cryptography` package. Other devices get noise that the CPU made. Z is the correctly rounded
+    value of a function of the words, so its bits are the same everywhere.
 
     Args:
         out: contiguous, fp32 or fp64, any device. To noise a narrower tensor, add the noise to its
@@ -150,6 +151,8 @@ def gaussian_noise_(
     if out.is_cuda:
         _noise_triton().add_noise_(out, stream)
         return out
+    if noise_cpu.serves(out, stream):
+        return noise_cpu.add_noise_(out, stream)
     flat = out.view(-1)
     for start, integers in stream.integers(out.numel()):
         part = flat[start : start + integers.numel()]
@@ -238,7 +241,7 @@ class NoiseStream:
             size = min(_CHUNK_WORDS, skip + count - start)
             words = draw(size + size % 2)[skip if start == 0 else 0 : size]
             begin = max(0, start - skip)
-            integers, undecided = rounded_normals(words, self.scale)
+            integers, undecided = noise_cpu.rounded_normals(words, self.scale)
             for place in undecided.nonzero().flatten().tolist():
                 integers[place] = self.settled(begin + place, int(words[place]))
             yield begin, integers
