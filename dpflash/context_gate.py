@@ -44,9 +44,11 @@ class ContextGate(Gate):
         self._mixed: list[Tensor] = []
         self._is_settled = False
 
-    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
         """See `Gate.take_linear`; what it returns has been taken already."""
-        self._only_seen(position, dy, x)
+        self._only_seen(position, *((x, dy) if swapped else (dy, x)))
         if self.owner.mode != "prove":
             self._take(position, per_sample_grad(x, dy))
         return None

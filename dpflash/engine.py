@@ -53,7 +53,7 @@ from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
-from .proof import Proof
+from .proof import Proof, allow_second_backwards
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
@@ -442,6 +442,8 @@ class PrivacyEngine:
             context=self._workers.context,
             is_on=verify_first_batch,
         )
+        if verify_first_batch:
+            allow_second_backwards()
         attach(module, backward)
         self._leveled = LeveledForward(module, backward, optimization, unchanged)
         self._leveled.put()

@@ -163,9 +163,14 @@ class Gate:
         """Note a use whose per-sample gradient reaches the handle by autograd alone."""
         self._dense.add(position)
 
-    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
-        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
-        if self._only_seen(position, dy, x):
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
+        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient.
+
+        Where they are `swapped`, for a transposed weight, x is what the losses' gradient makes.
+        """
+        if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
@@ -399,6 +404,7 @@ class PrivateBackward:
         forward_rows: what notes the layers' inputs in the forward under way; None for nothing.
         changed: why nothing may be released, where something else than sums is not as it was.
         norms_again: whether a pass that sums also norms.
+        compiled: whether the forward goes through this library's own torch.compile.
     """
 
     def __init__(
@@ -437,6 +443,7 @@ class PrivateBackward:
         self.forward_rows: ForwardRows | None = None
         self.changed: Callable[[], str | None] = lambda: None
         self.norms_again = False
+        self.compiled = False
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._mixed: list[Tensor] = []
         self.bound_source: Callable[[], float] = lambda: float("inf")
@@ -755,7 +762,9 @@ class PrivateBackward:
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
         """A backward that only looks; the ordinary one is compared with it as it runs."""
-        self.watches = (self.proof.prove(self, outputs, seeds, size),)
+        watch = self.proof.prove(self, outputs, seeds, size)
+        if watch is not None:
+            self.watches = (watch,)
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """See `dpflash.proof.CrossedBackward`: the rows of a scalar's gradient are weighted."""

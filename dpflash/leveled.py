@@ -23,6 +23,7 @@ from .gate import PrivateBackward
 from .grad_rules import PrivateModule
 from .optimization import Optimization
 from .precision import without_autocast
+from .proof import allow_second_backwards
 from .random_state import RandomState, random_state_kept
 from .rehearsal import ForwardRows, Replacement, first_difference, own_copies
 from .unchanged import Unchanged
@@ -247,6 +248,9 @@ class LeveledForward:
             for tensor in (*batch, *(h for own in self._backward._prepared for h in own)):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         assert self._compiled is not None
+        if self._backward.proof.is_on:
+            allow_second_backwards()
+        self._backward.compiled = True
         # Inside of the user's autocast the compiler would put the backward there too.
         try:
             with without_autocast(self._device):

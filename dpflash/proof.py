@@ -24,7 +24,7 @@ from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
 from .workers import from_first, gather_rows
 
-__all__ = ["OFF", "Proof"]
+__all__ = ["OFF", "Proof", "allow_second_backwards"]
 
 # Samples that were told apart before a model counts as proven; in one batch, or in several.
 _ENOUGH = 16
@@ -48,8 +48,9 @@ _OTHERS = (
 )
 _COUNTS = (
     "layer '{layer}' was reached by the gradient in a backward and not, or another number of "
-    "times, in a second one of the same batch, so nothing was released. Where loss_reduction is "
-    f"declared, all losses must come from what the model returns. {_OFF}"
+    "times, in a second one of the same batch, so nothing was released. Losses must be of the "
+    "last forward pass and, where loss_reduction is declared, come from what the model returns. "
+    f"{_OFF}"
 )
 
 
@@ -105,7 +106,13 @@ class _Mode:
 
 
 class ProvableBackward(Protocol):
-    """A private backward, as the proof runs through it."""
+    """A private backward, as the proof runs through it.
+
+    Attributes:
+        compiled: whether the model went through torch.compile under `allow_second_backwards`.
+    """
+
+    compiled: bool
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
         """((group, position), layer, whether the handle's own gradient counts, handle)."""
@@ -253,24 +260,10 @@ class Proof:
         """
         drawn = self.draw(lambda rng: _weights(size, rng)).astype(bool)
         weighted = _Weighted(torch.from_numpy(drawn))
-        handles, hooks = [], []
-        for slot, layer, counts, handle in owner.handles():
-            handles.append(handle)
-            if counts:
-                see = functools.partial(weighted.dense, slot, layer)
-                hooks.append(handle.register_hook(see))
-        try:
-            with owner.only_watched(weighted), random_state_kept(self._device):
-                torch.autograd.grad(
-                    outputs,
-                    handles,
-                    grad_outputs=[_masked(seed, weighted.weights) for seed in seeds],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        weights = [_masked(seed, weighted.weights) for seed in seeds]
+        with owner.only_watched(weighted), random_state_kept(self._device):
+            if not _differentiate(owner, outputs, weights, weighted):
+                return None
         self._mode.uses.woken = False
         refuse_together(weighted.refusal, self.group, _WHAT)
         return _Ordinary(self, weighted)
@@ -380,8 +373,10 @@ class _Weighted:
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """No gate runs in this backward; the handles' gradients come by `dense`."""
 
-    def dense(self, slot: _Slot, layer: str, grad: Tensor) -> Tensor:
+    def dense(self, slot: _Slot, layer: str, grad: Tensor | None) -> Tensor | None:
         """See a handle's gradient; what stands in for it afterwards takes no memory."""
+        if grad is None:
+            return None
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
@@ -415,6 +410,8 @@ class _Ordinary:
         self._proven: dict[_Slot, bool] = {}
         self._refusal: str | None = None
         self._counted = False
+        # Whether rows are not of the batch, which others refuse.
+        self._is_foreign = False
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         slot, layer = (gate.index, position), gate.layer_of(position)
@@ -424,6 +421,7 @@ class _Ordinary:
         expected = weighted.uses.get(slot, [])
         use = weighted.look(rows[0])
         if use is None:
+            self._is_foreign = True
             return
         if number >= len(expected):
             self._refuse(_COUNTS, layer)
@@ -441,6 +439,8 @@ class _Ordinary:
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self.use(gate, position, (grad,))
+        if self._is_foreign:
+            return
         found = []
         for position in range(gate.size):
             slot = (gate.index, position)
@@ -481,6 +481,51 @@ class _Crossing(torch.autograd.Function):
         if prove is not None:
             prove(outputs, grads)
         return (None, *grads)
+
+
+def allow_second_backwards() -> None:
+    """Have torch.compile keep, from now on, what a backward that is not the last one needs.
+
+    It holds for what the calling thread compiles and runs.
+    """
+    from torch._functorch import config  # slow to load
+
+    config.donated_buffer = False
+
+
+def _differentiate(
+    owner: ProvableBackward,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    watch: _Weighted,
+) -> bool:
+    """Run the backward to the handles, whose own gradients the watch sees too.
+
+    Returns:
+        Whether it could be run; not where what was compiled elsewhere allows one backward only.
+    """
+    handles, hooks = [], []
+    for slot, layer, counts, handle in owner.handles():
+        handles.append(handle)
+        if counts:
+            hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
+    if not handles:
+        return False  # No loss reaches a private layer, which others refuse.
+    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.compiled else ():
+        # The thread that runs the backward of a GPU has settings of its own.
+        hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
+    try:
+        torch.autograd.grad(
+            outputs, handles, grad_outputs=grads, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "donated buffer" not in str(error):
+            raise
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return True
 
 
 def _weights(size: int, rng: np.random.Generator) -> np.ndarray:

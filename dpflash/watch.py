@@ -37,7 +37,7 @@ class Watch(Protocol):
     """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """A use's `[B, ...]` that make its gradients; the first is linear in the losses'."""
+        """What makes a use's gradients, `[B, ...]` each; the first is linear in the losses'."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """All uses of the gate have arrived; raises RuntimeError for what it refuses."""

@@ -208,7 +208,9 @@ def test_invariant_1_losses_in_another_order_than_the_samples_are_still_clipped(
     """Without biases no materialised gradient could show the disorder."""
     torch.manual_seed(0)
     x = torch.randn(4, 3) * torch.tensor([[1e4], [1.0], [1.0], [1e-4]])
-    engine, model, _, _ = private(nn.Linear(3, 2, bias=False), way=way)
+    # The proof of the first batch would refuse it.
+    options = {"way": way, "verify_first_batch": False}
+    engine, model, _, _ = private(nn.Linear(3, 2, bias=False), **options)
     engine.backward(model(x).square().mean(1)[[3, 0, 2, 1]])
     assert float(flat(sums(engine, model)).norm()) <= 4 * RELATIVE
     factors = 1 / engine.diagnostics()["per_sample_norms"].clamp(min=1)
