@@ -331,7 +331,6 @@ def assert_same_bits(
             np.testing.assert_array_equal(one, once)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="sums are made in floating point")
 @pytest.mark.parametrize(
     ("workers", "wrapper", "clipping"),
     EXACT_MESHES,

@@ -48,9 +48,6 @@ def test_every_attack_wins_against_torch_normal(view, sigma):
     assert right.pop("likelihood") <= attacks.limit(sigma, TRIALS) < min(right.values())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="dpflash adds noise that is made of float32 numbers"
-)
 @pytest.mark.parametrize("sigma", [1.0, 10.0])
 @pytest.mark.parametrize("view", ["p.grad", "weights", "p.grad, fp64"])
 def test_no_attack_beats_honest_noise_against_dpflash(view, sigma):
