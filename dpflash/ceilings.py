@@ -159,9 +159,8 @@ def forget() -> None:
 @functools.cache
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The file's entries by device name; none where it is missing or of no use."""
-    if not os.path.lexists(path):
-        return {}
     try:
+        os.lstat(path)  # without a file there is nothing to say about its folder
         held = json.loads(OwnedFolder(path.parent).read(path.name))
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
@@ -170,6 +169,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError("it has no devices")
         for name, entry in devices.items():
             _check(name, entry)
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         warnings.warn(
             f"measured ceilings in {path} are ignored ({error}); delete the file, or let "

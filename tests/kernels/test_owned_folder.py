@@ -1,6 +1,7 @@
 """Folders that only their owner can fill: which paths are taken, and locks between processes."""
 
 import os
+import select
 import stat
 import sys
 import time
@@ -167,16 +168,18 @@ def test_a_crashed_holder_unlocks_even_if_a_child_of_it_lives_on(tmp_path, capfd
         with folder.locked("lock", "nobody"):
             if os.fork() == 0:
                 os.close(done[1])
-                os.read(done[0], 1)  # until the test ends
+                select.select([done[0]], [], [], 20)  # until the test ends
             else:
                 os.write(ready[1], b".")
                 time.sleep(0.3)
             os._exit(0)
     os.read(ready[0], 1)
+    start = time.monotonic()
     with folder.locked("lock", "the holder"):
         assert os.waitpid(holder, 0)[1] == 0
     assert capfd.readouterr().err == "dpflash: waiting for the holder\n"
     os.close(done[1])
+    assert time.monotonic() - start < 15
 
 
 def test_where_no_lock_can_be_made_nobody_waits(tmp_path):
