@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpflash.kernels import gaussian_noise_, squared_norm
+from dpflash.kernels import gaussian_noise_, grid_of, squared_norm
+from dpflash.kernels.grid import truncated
 
 from . import _validate
 from .clipping import clip_factors
@@ -204,19 +206,22 @@ def _release(
     std = float(boundary.noise_multiplier) * bound
     if off is not None and off.active:
         std = 0.0
+    grid = grid_of(boundary.max_grad_norm)
     step = next(_releases)
     return tuple(
-        _clipped_and_noised(grad, factors, std, step, number) for number, grad in enumerate(grads)
+        _clipped_and_noised(grad, factors, std, grid, step, number)
+        for number, grad in enumerate(grads)
     )
 
 
 def _clipped_and_noised(
-    grad: Tensor, factors: Tensor, std: float, step: int, number: int
+    grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
 ) -> Tensor:
-    """``c_i dx_i`` plus noise, rounded once to the gradient's dtype."""
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    weights = factors.to(dtype).view(-1, *[1] * (grad.ndim - 1))
-    clipped = (grad.to(dtype) * weights).masked_fill(weights == 0, 0.0).contiguous()
+    """``c_i dx_i`` on the grid plus noise on it, rounded once to the gradient's dtype."""
+    weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
+    clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
+    clipped = truncated(clipped, grid).contiguous()
     if std > 0:
-        gaussian_noise_(clipped, std=std, key=_key, step=step, parameter_id=number)
+        std = math.nextafter(std, math.inf)
+        gaussian_noise_(clipped, std=std, grid=grid, key=_key, step=step, parameter_id=number)
     return clipped.to(grad.dtype)

@@ -265,9 +265,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._charge(self.noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
-        noiseless = self.noise_multiplier == 0
-        std = 0.0 if noiseless else float(self.noise_multiplier) * float(bound)
-        return Release(std, self._noise_key, step, self._parameter_ids)
+        return Release(self.noise_multiplier, bound, self._noise_key, step, self._parameter_ids)
 
     def _release(self) -> None:
         backward = self._backward
@@ -281,13 +279,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
         self._released = []
         # An interrupted release goes on with the sums as they were, and the same noise.
-        totals = [_total(parameter, backward.sums.get(parameter)) for parameter in parameters]
+        # Workers add up in one dtype; a sum that has its noise is this process' alone.
+        wide = backward.workers.data is not None
+        totals = [_total(p, backward.sums.get(p), wide=wide) for p in parameters]
         whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
         all_reduce_all_(whole, backward.workers.data)
         for parameter, total in zip(parameters, totals, strict=True):
             noise = backward.release.noise_for(parameter)
             if noise is not None:
                 noise.add_to_(total)
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
             grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
             parameter.grad = grad
             self._released.append(weakref.ref(grad))
@@ -346,11 +347,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
 
-def _total(parameter: Tensor, clipped_sum: Tensor | None) -> Tensor:
+def _total(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:
     """A copy of a parameter's sum, zeros where it got none; of a sharded one of its part."""
+    dtype = torch.float64 if wide or parameter.dtype == torch.float64 else torch.float32
     if clipped_sum is not None:
-        return clipped_sum.clone(memory_format=torch.contiguous_format)
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(dtype, clipped_sum.dtype)
+        return clipped_sum.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
 
 
@@ -363,8 +365,4 @@ def _scale(grad: Tensor, total: Tensor) -> float | None:
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:
-    if grad.dtype == total.dtype:
-        return torch.equal(grad, total)
-    # Low-precision .grad rounds at each accumulation; it is not what is released.
-    scale = total.abs().max()
-    return bool((grad.to(total.dtype) - total).abs().max() <= scale * 2.0**-5)
+    return torch.equal(grad, total.to(grad.dtype))

@@ -16,13 +16,13 @@ from .grads import (
     rms_norm_backward,
     squared_norm,
 )
+from .grid import exact_slots, grid_of
 from .noise import NoiseStream, gaussian_noise_
 from .reference import (
     embedding_grad_inner,
     embedding_per_sample_grad,
     grad_inner,
     grad_magnitude,
-    normals_from_bits,
 )
 
 __all__ = [
@@ -36,12 +36,13 @@ __all__ = [
     "embedding_grad_inner",
     "embedding_grad_norm",
     "embedding_per_sample_grad",
+    "exact_slots",
     "gaussian_noise_",
     "grad_inner",
     "grad_magnitude",
     "grad_norm",
+    "grid_of",
     "layer_norm_backward",
-    "normals_from_bits",
     "per_sample_bias_grad",
     "per_sample_grad",
     "refuse_capture",

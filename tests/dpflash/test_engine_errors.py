@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from dpflash import PrivacyEngine
-from dpflash.accounting import RDPAccountant
+from dpflash.accounting import PoissonGaussian, RDPAccountant
 from dpflash.attach import check_model
+from dpflash.ledger import Ledger
 
 DATA = TensorDataset(torch.randn(16, 3))
 
@@ -601,16 +602,37 @@ def test_a_checkpoint_of_another_run_is_refused(options, pattern, private, saved
     assert made[0].accountant.history == [] and made[2].releases == 0
 
 
-def test_a_checkpoint_ahead_of_its_ledger_is_refused(private, tmp_path):
-    path, ledger = tmp_path / "c", tmp_path / "ledger"
+@pytest.mark.parametrize("left", [2, 0])
+def test_a_checkpoint_ahead_of_its_ledger_and_head_is_refused(left, private, tmp_path):
+    path, ledger, head = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.head"
     first = run(private, ledger=ledger)
     train(*first)
     first[0].save_checkpoint(path)
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:2]))
+    lines = ledger.read_text().splitlines(keepends=True)[:left]
+    if lines:
+        ledger.write_text("".join(lines))
+        head.write_text(lines[-1])
+    else:
+        ledger.unlink()
+        head.unlink()
     second = run(private, ledger=ledger)
-    with pytest.raises(ValueError, match="ledger .*has 2 releases, the checkpoint 4"):
+    with pytest.raises(ValueError, match=f"ledger .*has {left} releases, the checkpoint 4"):
         second[0].load_checkpoint(path)
-    assert second[0].accountant.history == [(1.0, 0.25, 2)]
+    assert second[0].accountant.history == [(1.0, 0.25, left)][: len(lines)]
+
+
+def test_a_checkpoint_refuses_a_ledger_that_was_written_anew_with_its_head(private, tmp_path):
+    first = run(private, ledger=tmp_path / "ledger")
+    train(*first)
+    first[0].save_checkpoint(tmp_path / "c")
+    for name in ("ledger", "ledger.head"):
+        (tmp_path / name).unlink()
+    anew = Ledger(tmp_path / "ledger")
+    cheaper = PoissonGaussian(noise_multiplier=9.0, sample_rate=0.25)
+    anew.append(run="a", event=cheaper, accountant="rdp", count=4)
+    second = run(private, ledger=tmp_path / "ledger")
+    with pytest.raises(ValueError, match="the ledger .*is of another run"):
+        second[0].load_checkpoint(tmp_path / "c")
 
 
 def test_a_checkpoint_is_replaced_in_one_step_and_readable_by_its_owner_only(
