@@ -73,6 +73,7 @@ def released(
         clipping=clipping,
         way=way,
         physical_batch_size=physical_batch_size,
+        exact=clipping != "flat" or way == "stored",
     )
     found: list[np.ndarray] = []
     for (batch,) in loader:
