@@ -7,6 +7,7 @@ standard deviations above the mean, with probability 3e-5 for each attack.
 
 import importlib
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -131,3 +132,15 @@ class NoiseOfHalfTheWeightsUsedTwice(attacked.ExactStep):
 def test_a_release_that_is_almost_exact_loses(broken, view, sigma):
     right = right_guesses(lambda seed: broken(VIEWS[view], sigma, seed, WEIGHTS))
     assert right["learned"] > attacks.limit(sigma, TRIALS)
+
+
+def test_the_script_writes_what_was_attacked_on_what_and_how_often_it_was_right(tmp_path, capsys):
+    path = tmp_path / "attacks.json"
+    options = ["--targets", "torch.normal", "--views", "p.grad", "--sigmas", "10"]
+    options += ["--trials", "32", "--lessons", "4", "--seed", "0", "--json", str(path)]
+    assert attacks.main(options) == 0  # what others make may be broken
+    held = json.loads(path.read_text())
+    assert {"device", "torch", "dpflash", "commit", "date"} <= held["environment"].keys()
+    (row,) = held["rows"]
+    assert row["right"]["support"] == row["right"]["grid"] == row["trials"] == 32
+    assert "broken" in capsys.readouterr().out.splitlines()[-1]
