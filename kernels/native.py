@@ -29,7 +29,10 @@ from .owned_folder import OwnedFolder, UnsafePathError, temporary_bases, tempora
 
 _FOLDER = Path(__file__).resolve().parent
 # Headers and .cpp files; one call of the compiler makes one library of all .cpp files.
-_SOURCES = ("attention_cpu.cpp", "tiles.h", "vectors.h", "threads.h")
+_SOURCES = (
+    *("attention_cpu.cpp", "tiles.h", "vectors.h", "threads.h"),
+    *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h"),
+)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 # The last resort is what the compiler takes for granted on this kind of machine.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
