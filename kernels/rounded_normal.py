@@ -114,8 +114,9 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         (integers [N], fp64; undecided [N], bool): an undecided element's integer is a guess, which
         `settle` replaces.
     """
+    above = (_MAGNITUDE - (words & _MAGNITUDE)).double()
     magnitudes = (words & _MAGNITUDE).double()
-    y = tail_quantiles(magnitudes * 2.0**-64).mul_(scale)
+    y = tail_quantiles(magnitudes * 2.0**-64, above * 2.0**-64).mul_(scale)
     # An end of the interval is off by 2^-64 / density <= 2 / (magnitude of the word), in N.
     margins = y * RELATIVE_ERROR + 2 * scale / magnitudes
     whole = y.floor()
@@ -124,13 +125,13 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return torch.where(words < 0, -rounded, rounded), undecided
 
 
-def tail_quantiles(p: Tensor) -> Tensor:
+def tail_quantiles(p: Tensor, q: Tensor) -> Tensor:
     """X >= 0 with P(N > x) = p in fp64, to `RELATIVE_ERROR`.
 
     Args:
         p: fp64, from 0 (infinity) to 1/2.
+        q: 1/2 - p, fp64. Where p is near 1/2 the difference of a rounded p would have few digits.
     """
-    q = 0.5 - p
     center = q * _ratio(CENTER, SPLIT_SQUARE - q * q)
     r = p.log().neg_().clamp_(min=0).sqrt_()
     tail = _ratio(TAIL, r - TAIL_ORIGIN)
@@ -166,7 +167,8 @@ def settle(word: int, scale: float, further: Callable[[int], int]) -> int:
 
 
 def _guess(p: int, bits: int, scale: float) -> int:
-    found = tail_quantiles(torch.tensor([min(math.ldexp(p, -bits), 0.5)], dtype=torch.float64))
+    tail = torch.tensor([min(math.ldexp(p, -bits), 0.5)], dtype=torch.float64)
+    found = tail_quantiles(tail, 0.5 - tail)
     return math.floor(scale * float(found))
 
 
