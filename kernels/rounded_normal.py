@@ -122,7 +122,8 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     whole = y.floor()
     undecided = ~((y - whole - 0.5).abs() > margins)
     rounded = torch.where(y - whole > 0.5, whole + 1, whole)
-    return torch.where(words < 0, -rounded, rounded), undecided
+    # Not -rounded: a zero has no sign, as in Python's integers.
+    return torch.where(words < 0, 0.0 - rounded, rounded), undecided
 
 
 def tail_quantiles(p: Tensor, q: Tensor) -> Tensor:
