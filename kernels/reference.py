@@ -42,7 +42,8 @@ def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
         In real arithmetic, a factor times its norm is at most the bound.
     """
     norms = squares.sqrt() * (1 + FP64_SLACK)
-    return rounded_down(torch.where(norms > bounds, bounds / norms * (1 - FP64_SLACK), 1.0))
+    factors = torch.where(norms > bounds, bounds / norms * (1 - FP64_SLACK), 1.0)
+    return rounded_down(torch.where(torch.isfinite(norms), factors, 0.0))
 
 
 def rounded_down(factors: Tensor) -> Tensor:

@@ -92,10 +92,13 @@ SPLIT_SQUARE = 0.180625
 FAR_FROM = 5.0
 TAIL_ORIGIN = 1.6
 
-# What the fp64 quantile may be off by, relative to itself. All coefficients and arguments are
-# positive, so no step cancels: approximation below 2^-52, two polynomials of degree 7 and a
-# quotient 32 roundings, an argument off by 2^-53 of at most 0.181 times 39 + 42, logarithm and
-# root 4: together below 64 * 2^-53.
+# What the fp64 quantile may be off by, relative to itself, in units of 2^-53. All coefficients and
+# arguments are positive, so no step cancels: two polynomials of degree 7 with rounded
+# coefficients (15 each), a quotient and a product (2), AS 241's own error (2). CENTER: q off by 2
+# moves the result by 2.1 times as much; q^2 and the difference are off by 0.5 absolutely, and
+# |log(CENTER)'| <= 3.1. TAIL: the logarithm off by 8 makes the root off by 5, which moves the
+# result by 1.91 times as much; the difference adds 4.2 times 1.2 at most. FAR: 1.2 and 0.3 instead.
+# Together at most 50.
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1
@@ -114,15 +117,17 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         (integers [N], fp64; undecided [N], bool): an undecided element's integer is a guess, which
         `settle` replaces.
     """
-    above = (_MAGNITUDE - (words & _MAGNITUDE)).double()
-    magnitudes = (words & _MAGNITUDE).double()
-    y = tail_quantiles(magnitudes * 2.0**-64, above * 2.0**-64).mul_(scale)
+    magnitudes = words & _MAGNITUDE
+    # Near the median 1/2 - p would lose its digits, were it not made of integers.
+    q = (_MAGNITUDE - magnitudes).double() * 2.0**-64
+    magnitudes = magnitudes.double()
+    y = tail_quantiles(magnitudes * 2.0**-64, q).mul_(scale)
     # An end of the interval is off by 2^-64 / density <= 2 / (magnitude of the word), in N.
     margins = y * RELATIVE_ERROR + 2 * scale / magnitudes
     whole = y.floor()
     undecided = ~((y - whole - 0.5).abs() > margins)
     rounded = torch.where(y - whole > 0.5, whole + 1, whole)
-    # Not -rounded: a zero has no sign, as in Python's integers.
+    # No zero is negative: added to a zero it would tell that one's sign.
     return torch.where(words < 0, 0.0 - rounded, rounded), undecided
 
 
@@ -130,8 +135,8 @@ def tail_quantiles(p: Tensor, q: Tensor) -> Tensor:
     """X >= 0 with P(N > x) = p in fp64, to `RELATIVE_ERROR`.
 
     Args:
-        p: fp64, from 0 (infinity) to 1/2.
-        q: 1/2 - p, fp64. Where p is near 1/2 the difference of a rounded p would have few digits.
+        p: fp64, from 0 (infinity) to 1/2, rounded.
+        q: 1/2 - p, rounded by itself: relative to itself it is as exact as p.
     """
     center = q * _ratio(CENTER, SPLIT_SQUARE - q * q)
     r = p.log().neg_().clamp_(min=0).sqrt_()
@@ -168,9 +173,9 @@ def settle(word: int, scale: float, further: Callable[[int], int]) -> int:
 
 
 def _guess(p: int, bits: int, scale: float) -> int:
-    tail = torch.tensor([min(math.ldexp(p, -bits), 0.5)], dtype=torch.float64)
-    found = tail_quantiles(tail, 0.5 - tail)
-    return math.floor(scale * float(found))
+    half = 1 << bits - 1
+    ends = torch.tensor([[p / (2 * half)], [(half - p) / (2 * half)]], dtype=torch.float64)
+    return math.floor(scale * float(tail_quantiles(*ends)))
 
 
 def _borders_below(p: int, bits: int, scale: float, guess: int) -> int:
