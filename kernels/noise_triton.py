@@ -40,7 +40,6 @@ _TAIL = tl.constexpr(rounded_normal.TAIL)
 _SPLIT = tl.constexpr(rounded_normal.SPLIT)
 _SPLIT_SQUARE = tl.constexpr(rounded_normal.SPLIT_SQUARE)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
-_FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 
 
@@ -156,29 +155,27 @@ def rounded_normals(words, scale):
 
     words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided.
 
-    The quantile is off by less than 48 * 2^-53 of itself, below RELATIVE_ERROR: 2 for the
-    approximation, 28 for the polynomials, 3 for quotient and products; near the median 2 for q and
-    3 for s, which moves both polynomials alike; in the tail 14 for a logarithm that is off by
-    8 * 2^-53, its root and t. Fused multiply-adds round less often. A word whose tail is below
-    e^-25 is undecided.
+    The quantile's error is that derived for RELATIVE_ERROR, which leaves 8 units in the last bit
+    to the logarithm (libdevice: 2) and does not count on every product being rounded before it is
+    added. A tail below 2^-36, where TAIL ends, is undecided.
     """
     mask: tl.constexpr = (1 << 63) - 1
     magnitudes = words & mask
-    p = magnitudes.to(tl.float64) * 2.0**-64
-    # 1/2 - p without the rounding of p.
+    t = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64)) - _TAIL_ORIGIN
+    above = _horner(_TAIL[0], t)
+    below = _horner(_TAIL[1], t)
+    # 1/2 - p, which near the median would be lost in the rounding of p.
     q = (magnitudes ^ mask).to(tl.float64) * 2.0**-64
     s = _SPLIT_SQUARE - q * q
-    r = tl.sqrt(-tl.log(p))
-    t = r - _TAIL_ORIGIN
     central = q <= _SPLIT
-    above = tl.where(central, q * _horner(_CENTER[0], s), _horner(_TAIL[0], t))
-    below = tl.where(central, _horner(_CENTER[1], s), _horner(_TAIL[1], t))
+    above = tl.where(central, q * _horner(_CENTER[0], s), above)
+    below = tl.where(central, _horner(_CENTER[1], s), below)
     y = above / below * scale
     # N is within 1.26 / magnitude of the quantile; a quotient in fp32 is exact enough.
     margins = (2.0 / magnitudes.to(tl.float32)).to(tl.float64) * scale + y * _RELATIVE_ERROR
     whole = tl.floor(y)
     rest = y - whole
-    undecided = (tl.abs(rest - 0.5) <= margins) | (r > _FAR_FROM)
+    undecided = (tl.abs(rest - 0.5) <= margins) | (magnitudes < (1 << 28))
     rounded = tl.where(rest > 0.5, whole + 1.0, whole)
     # Not -rounded: a zero has no sign, as in Python's integers.
     return tl.where(words < 0, 0.0 - rounded, rounded), undecided
