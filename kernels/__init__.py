@@ -1,6 +1,7 @@
 """Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
 
 from .block_reference import BLOCK
+from .capture import refuse_capture
 from .grads import (
     block_clip_reduce,
     block_clipped_grad,
@@ -44,6 +45,7 @@ __all__ = [
     "layer_norm_backward",
     "per_sample_bias_grad",
     "per_sample_grad",
+    "refuse_capture",
     "rms_norm_backward",
     "squared_norm",
 ]

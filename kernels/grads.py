@@ -1,8 +1,9 @@
 """Per-sample gradient operations: the tensors' device chooses how they are computed.
 
-Signatures and semantics are those of the plain twins, `reference.py` and `block_reference.py`,
-which run on the CPU. On a GPU the Triton kernels run, except where operands are float64: for
-those the plain twins run on every device.
+Signatures and semantics are those of the reference implementations, `reference.py` and
+`block_reference.py`. On a CPU `grads_cpu.py` runs, or where its C++ cannot be compiled, and inside
+of `torch.compile`, the reference implementations. On a GPU the Triton kernels run, except where
+operands are float64: for those the reference implementations run.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
 """
@@ -18,7 +19,7 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from . import block_reference, reference
+from . import block_reference, grads_cpu, native, reference
 from .block_reference import BLOCK
 from .grid import check_grid
 from .noise import NoiseStream
@@ -245,6 +246,8 @@ def rms_norm_backward(
 def _house(*tensors: Tensor) -> ModuleType:
     """The module that runs on these tensors."""
     device = tensors[0].device
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        return reference if native.library() is None else grads_cpu
     if device.type == "cpu" or any(t.dtype == torch.float64 for t in tensors):
         return reference
     try:

@@ -19,9 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import noise_reference
+from . import noise_cpu, noise_reference
+from .capture import refuse_capture
 from .grid import check_grid
-from .rounded_normal import EXACT_INTEGERS, rounded_normals, settle
+from .rounded_normal import EXACT_INTEGERS, settle
 
 KEY_BYTES = 32
 WORDS_PER_BLOCK = 8
@@ -95,9 +96,10 @@ def gaussian_noise_(
     Gaussian N of standard deviation std / grid. Where out is on the grid already, this is the
     Gaussian mechanism on out, rounded to the grid: rounding is post-processing.
 
-    A CUDA or ROCm tensor is served by a Triton kernel that makes its words itself. On a CPU the
-    words come from the `cryptography` package; other devices get noise that the CPU made. Z is the
-    correctly rounded value of a function of the words, so its bits are the same everywhere.
+    A CUDA or ROCm tensor is served by a Triton kernel, a tensor on the CPU by a C++ kernel, which
+    make their words themselves; where there is no C++ compiler, the words come from the
+    `cryptography` package. Other devices get noise that the CPU made. Z is the correctly rounded
+    value of a function of the words, so its bits are the same everywhere.
 
     Args:
         out: contiguous, fp32 or fp64, any device. To noise a narrower tensor, add the noise to its
@@ -119,6 +121,7 @@ def gaussian_noise_(
     Raises:
         ValueError: an argument is out of its range, or out of memory order, dtype or autograd's
             sight.
+        RuntimeError: a CUDA stream is capturing: replays of its graph would repeat the noise.
 
     Guarantees:
         Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
@@ -132,7 +135,7 @@ def gaussian_noise_(
     """
     _check_out(out)
     _check_stream(std, grid, key, step, parameter_id, offset, generator)
-    _check_end(out.numel(), offset, generator)
+    _check_use(out.numel(), offset, generator)
     # Numbers of other libraries, for instance numpy's, would overflow.
     stream = NoiseStream(
         std=float(std),
@@ -148,6 +151,8 @@ def gaussian_noise_(
     if out.is_cuda:
         _noise_triton().add_noise_(out, stream)
         return out
+    if noise_cpu.serves(out, stream):
+        return noise_cpu.add_noise_(out, stream)
     flat = out.view(-1)
     for start, integers in stream.integers(out.numel()):
         part = flat[start : start + integers.numel()]
@@ -203,8 +208,11 @@ class NoiseStream:
         return self.std / self.grid
 
     def check_length(self, elements: int) -> None:
-        """ValueError where a result of so many elements leaves the stream."""
-        _check_end(elements, self.offset, self.generator)
+        """ValueError where a result of so many elements leaves the stream.
+
+        RuntimeError where a CUDA graph would capture the noise.
+        """
+        _check_use(elements, self.offset, self.generator)
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
@@ -233,7 +241,7 @@ class NoiseStream:
             size = min(_CHUNK_WORDS, skip + count - start)
             words = draw(size + size % 2)[skip if start == 0 else 0 : size]
             begin = max(0, start - skip)
-            integers, undecided = rounded_normals(words, self.scale)
+            integers, undecided = noise_cpu.rounded_normals(words, self.scale)
             for place in undecided.nonzero().flatten().tolist():
                 integers[place] = self.settled(begin + place, int(words[place]))
             yield begin, integers
@@ -350,7 +358,9 @@ def _check_stream(
         )
 
 
-def _check_end(elements: int, offset: int, generator: str) -> None:
+def _check_use(elements: int, offset: int, generator: str) -> None:
+    """What every way to draw noise passes before it does."""
+    refuse_capture("each replay would add the same noise")
     if offset + elements > _ELEMENTS[generator]:
         raise ValueError(
             f"offset={offset!r}: with {elements} elements of out it leaves the stream's "
