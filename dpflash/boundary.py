@@ -91,18 +91,18 @@ class Boundary:
         noise_multiplier: sigma; the noise on every coordinate has standard deviation sigma C.
 
     Raises:
-        ValueError: max_grad_norm is not positive and finite, or noise_multiplier negative or
-            infinite.
+        ValueError: max_grad_norm is not positive and finite, noise_multiplier negative or
+            infinite, or float32 has no room for the noise.
     """
 
     max_grad_norm: float
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        _validate.positive(max_grad_norm=self.max_grad_norm)
+        _validate.noise_fits(
+            max_grad_norm=self.max_grad_norm, noise_multiplier=self.noise_multiplier
+        )
         _validate.finite(max_grad_norm=self.max_grad_norm)
-        _validate.non_negative(noise_multiplier=self.noise_multiplier)
-        _validate.finite(noise_multiplier=self.noise_multiplier)
 
 
 def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
@@ -125,6 +125,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Raises:
         ValueError: x has no batch dimension or is not floating point, or a number is not as
             `Boundary` wants it.
+        RuntimeError: the function is compiled, or a CUDA stream is capturing in the backward:
+            a replay would repeat the noise.
 
     Guarantees:
         Private is the release of this gradient, to a party that sees nothing else which depends
@@ -146,6 +148,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
 def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors `[B, ...]`, behind one boundary: the norm is over all of them together."""
     for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x={type(x).__name__}: expected a tensor [B, ...]")
         if x.ndim == 0 or not x.is_floating_point():
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
@@ -197,8 +201,9 @@ def _release(
     boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
-    factors = clip_factors(squares, boundary.max_grad_norm)
-    std = boundary.noise_multiplier * boundary.max_grad_norm
+    bound = float(boundary.max_grad_norm)
+    factors = clip_factors(squares, bound)
+    std = float(boundary.noise_multiplier) * bound
     if off is not None and off.active:
         std = 0.0
     grid = grid_of(boundary.max_grad_norm)

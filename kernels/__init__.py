@@ -1,6 +1,7 @@
 """Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
 
 from .block_reference import BLOCK
+from .capture import refuse_capture
 from .grads import (
     block_clip_reduce,
     block_clipped_grad,
@@ -8,6 +9,7 @@ from .grads import (
     clipped_grad,
     embedding_clipped_grad,
     embedding_grad_norm,
+    embedding_per_sample_grad,
     grad_norm,
     layer_norm_backward,
     per_sample_bias_grad,
@@ -19,7 +21,6 @@ from .grid import exact_slots, grid_of
 from .noise import NoiseStream, gaussian_noise_
 from .reference import (
     embedding_grad_inner,
-    embedding_per_sample_grad,
     grad_inner,
     grad_magnitude,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "layer_norm_backward",
     "per_sample_bias_grad",
     "per_sample_grad",
+    "refuse_capture",
     "rms_norm_backward",
     "squared_norm",
 ]

@@ -118,7 +118,7 @@ def block_clip_reduce(
     Guarantees:
         As `block_clipped_grad`.
     """
-    total = _zeros(grads, *grads.shape[1:], grid) if into is None else into
+    total = _zeros(grads, grads.shape[1], grads.shape[2], grid) if into is None else into
     factors = _add_clipped(total, grads, bound, block, grid)
     return (total, factors) if return_factors else total
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import noise_cpu, noise_reference
+from .capture import refuse_capture
 from .grid import check_grid
 from .rounded_normal import EXACT_INTEGERS, settle
 
@@ -120,6 +121,7 @@ def gaussian_noise_(
     Raises:
         ValueError: an argument is out of its range, or out of memory order, dtype or autograd's
             sight.
+        RuntimeError: a CUDA stream is capturing: replays of its graph would repeat the noise.
 
     Guarantees:
         Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
@@ -133,7 +135,7 @@ def gaussian_noise_(
     """
     _check_out(out)
     _check_stream(std, grid, key, step, parameter_id, offset, generator)
-    _check_end(out.numel(), offset, generator)
+    _check_use(out.numel(), offset, generator)
     # Numbers of other libraries, for instance numpy's, would overflow.
     stream = NoiseStream(
         std=float(std),
@@ -206,8 +208,11 @@ class NoiseStream:
         return self.std / self.grid
 
     def check_length(self, elements: int) -> None:
-        """ValueError where a result of so many elements leaves the stream."""
-        _check_end(elements, self.offset, self.generator)
+        """ValueError where a result of so many elements leaves the stream.
+
+        RuntimeError where a CUDA graph would capture the noise.
+        """
+        _check_use(elements, self.offset, self.generator)
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
@@ -353,7 +358,9 @@ def _check_stream(
         )
 
 
-def _check_end(elements: int, offset: int, generator: str) -> None:
+def _check_use(elements: int, offset: int, generator: str) -> None:
+    """What every way to draw noise passes before it does."""
+    refuse_capture("each replay would add the same noise")
     if offset + elements > _ELEMENTS[generator]:
         raise ValueError(
             f"offset={offset!r}: with {elements} elements of out it leaves the stream's "

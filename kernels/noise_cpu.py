@@ -60,7 +60,7 @@ def add_noise_(out: Tensor, stream: NoiseStream) -> Tensor:
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `rounded_normal.rounded_normals`, which decides less, and runs without a library."""
+    """See `rounded_normal.rounded_normals`, which decides less and runs without a library."""
     if native.library() is None:
         return rounded_normal.rounded_normals(words, scale)
     words = words.contiguous()

@@ -97,8 +97,8 @@ TAIL_ORIGIN = 1.6
 # coefficients (15 each), a quotient and a product (2), AS 241's own error (2). CENTER: q off by 2
 # moves the result by 2.1 times as much; q^2 and the difference are off by 0.5 absolutely, and
 # |log(CENTER)'| <= 3.1. TAIL: the logarithm off by 8 makes the root off by 5, which moves the
-# result by 1.91 times as much; the difference adds 4.2 times 1.2 at most. FAR: 1.2 and 0.3
-# instead. Together at most 50.
+# result by 1.91 times as much; the difference adds 4.2 times 1.2 at most. FAR: 1.2 and 0.3.
+# Together at most 50.
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1
