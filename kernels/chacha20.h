@@ -10,15 +10,16 @@ struct Stream {
   uint32_t nonce[3];  // the step's two words, and the parameter
 };
 
-typedef uint32_t Lanes32 __attribute__((vector_size(kVectorBytes)));
+// One 32-bit word of each block.
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 constexpr int kBlocks = kVectorBytes / 4;
 
 template <int bits>
-inline Lanes32 rotated(Lanes32 x) {
+inline Words rotated(Words x) {
   return (x << bits) | (x >> (32 - bits));
 }
 
-inline void quarter(Lanes32& a, Lanes32& b, Lanes32& c, Lanes32& d) {
+inline void quarter(Words& a, Words& b, Words& c, Words& d) {
   a += b, d = rotated<16>(d ^ a);
   c += d, b = rotated<12>(b ^ c);
   a += b, d = rotated<8>(d ^ a);
@@ -28,13 +29,13 @@ inline void quarter(Lanes32& a, Lanes32& b, Lanes32& c, Lanes32& d) {
 // The kBlocks * kBlockWords words from a block on, as the little-endian numbers that they are.
 inline void keystream(const Stream& stream, uint32_t block, int64_t* words) {
   const uint32_t constants[4] = {0x61707865, 0x3320646E, 0x79622D32, 0x6B206574};
-  Lanes32 first[16], x[16];
-  for (int i = 0; i < 4; ++i) first[i] = Lanes32{} + constants[i];
-  for (int i = 0; i < 8; ++i) first[4 + i] = Lanes32{} + stream.key[i];
+  Words first[16], x[16];
+  for (int i = 0; i < 4; ++i) first[i] = Words{} + constants[i];
+  for (int i = 0; i < 8; ++i) first[4 + i] = Words{} + stream.key[i];
   uint32_t blocks[kBlocks];
   for (int i = 0; i < kBlocks; ++i) blocks[i] = block + uint32_t(i);
   std::memcpy(&first[12], blocks, sizeof blocks);
-  for (int i = 0; i < 3; ++i) first[13 + i] = Lanes32{} + stream.nonce[i];
+  for (int i = 0; i < 3; ++i) first[13 + i] = Words{} + stream.nonce[i];
   for (int i = 0; i < 16; ++i) x[i] = first[i];
   for (int round = 0; round < 10; ++round) {
     for (int i = 0; i < 4; ++i) quarter(x[i], x[4 + i], x[8 + i], x[12 + i]);

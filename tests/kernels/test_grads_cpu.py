@@ -37,6 +37,7 @@ GRID = 2.0**-30
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Around a run of words (2048), a group (64) and every width of vectors.
 SIZES = [1, 7, 8, 9, 31, 63, 65, 2047, 2048, 2049, 4099]
+# Processors that this one can stand in for, as in test_native.py.
 PROCESSORS = {"native": ("-march=native",)}
 if platform.machine() in ("x86_64", "AMD64"):
     PROCESSORS["sse2"] = ("-march=x86-64",)
@@ -44,7 +45,11 @@ if platform.machine() in ("x86_64", "AMD64"):
         PROCESSORS["avx2"] = ("-march=x86-64-v3",)
 
 
-@pytest.fixture(params=PROCESSORS)
+# One worker of pytest-xdist compiles for all of them.
+IN_ONE_WORKER = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PROCESSORS]
+
+
+@pytest.fixture(params=IN_ONE_WORKER)
 def processor(request, monkeypatch):
     library = cpp.load(PROCESSORS[request.param])
     monkeypatch.setattr(cpp, "library", lambda: library)

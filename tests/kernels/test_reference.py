@@ -1,6 +1,7 @@
 """The plain per-sample gradient operations against float64 loops over samples."""
 
 import math
+from fractions import Fraction
 
 import hypothesis
 import hypothesis.strategies as st
@@ -22,6 +23,7 @@ from dpflash.kernels import (
     rms_norm_backward,
     squared_norm,
 )
+from dpflash.kernels.reference import hard_clip_factors
 
 few = hypothesis.settings(max_examples=40, derandomize=True)
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 17, 33])
@@ -203,3 +205,21 @@ def test_norm_backwards_give_the_gradients_of_each_sample(middle, shape, affine)
             torch.testing.assert_close(found[1][i], layer.weight.grad)
             if len(found) == 3:
                 torch.testing.assert_close(found[2][i], layer.bias.grad)
+
+
+def test_a_clipping_factor_is_rounded_down_and_0_where_a_norm_is_not_finite():
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.exp2(40 * torch.randn(500, dtype=torch.float64, generator=generator))
+    for bound in (1e-3, 1.0, 7.3):
+        factors = hard_clip_factors(norms.square(), bound)
+        assert factors.dtype == torch.float32
+        for factor, square in zip(factors.tolist(), norms.square().tolist(), strict=True):
+            assert Fraction(factor) ** 2 * Fraction(square) <= Fraction(bound) ** 2
+            if factor == 0:
+                assert bound / math.sqrt(square) < 2.0**-125
+            else:
+                nearly = min(1.0, bound / math.sqrt(square)) * (1 - 2.0**-22)
+                assert 2.0**-126 <= nearly <= factor <= 1
+    special = torch.tensor([math.nan, math.inf, -math.nan, 0.0], dtype=torch.float64)
+    for bound in (1.0, math.inf, torch.tensor([1.0, 2.0, math.inf, 1.0]).double()):
+        assert hard_clip_factors(special, bound).tolist() == [0, 0, 0, 1]
