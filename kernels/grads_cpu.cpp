@@ -32,11 +32,13 @@ inline void store_some(double* to, Doubles x, int64_t count) {
   std::memcpy(to, &x, size_t(count) * sizeof(double));
 }
 
-// Calls work(i, n) for the n numbers from i on of each vector; a constant where the vector is full.
+// Calls work(i, n) for the n numbers from i on of each vector; n is a constant for full vectors.
 template <class Work>
 inline void for_vectors(int64_t count, Work work) {
   int64_t i = 0;
-  for (; i + kDoubles <= count; i += kDoubles) work(i, std::integral_constant<int64_t, kDoubles>());
+  for (; i + kDoubles <= count; i += kDoubles) {
+    work(i, std::integral_constant<int64_t, kDoubles>());
+  }
   if (i < count) work(i, count - i);
 }
 
@@ -67,8 +69,8 @@ inline double total(double* sums) {
   return sums[0];
 }
 
-// squares[i] = the sum of the squares of sample i. A term goes through at most 127 additions to its
-// sum, 5 to its block's and 1 for each block.
+// squares[i] = the sum of the squares of sample i. A square goes through at most 127 additions to
+// its sum, 5 to its block's and 1 for each block.
 template <class F>
 void squared_norms(const F* grads, int64_t stride, int64_t batch, int64_t elements,
                    int64_t threads, double* squares) {
@@ -294,7 +296,7 @@ void add_tiles(const Tiles& p, int64_t down, int64_t first, int64_t end) {
       }
     }
     for (int64_t k = first; k < end; ++k) {
-      // A term of a sum of squares goes through no more additions than there are elements.
+      // A square goes through no more additions than there are elements.
       int64_t tile = down * across + k, terms = (bottom - top) * width_of(k);
       float factor = hard_factor(total(sums[k - first]), terms, p.bounds[tile]);
       p.factors[b * across * ((p.outputs + p.height - 1) / p.height) + tile] = factor;
@@ -314,7 +316,8 @@ void add_tiles(const Tiles& p, int64_t down, int64_t first, int64_t end) {
 
 template <class F>
 void clipped_tiles(const Tiles& p) {
-  int64_t down = (p.outputs + p.height - 1) / p.height, across = (p.inputs + p.width - 1) / p.width;
+  int64_t down = (p.outputs + p.height - 1) / p.height;
+  int64_t across = (p.inputs + p.width - 1) / p.width;
   int64_t groups = (across + kTilesAcross - 1) / kTilesAcross;
   share<PlainArithmetic>(down * groups, p.threads, [&](int64_t task, int64_t) {
     int64_t first = task % groups * kTilesAcross, end = std::min(first + kTilesAcross, across);
@@ -339,26 +342,26 @@ int status(Work work) {
 
 }  // namespace
 
-#define FOR_NUMBERS(F)                                                                             \
-  int squared_norms_##F(const F* grads, int64_t stride, int64_t batch, int64_t elements,           \
-                        int64_t threads, double* squares) {                                        \
-    return status([&] { squared_norms(grads, stride, batch, elements, threads, squares); });       \
-  }                                                                                                \
-  int clipped_sum_##F(double grid, const F* grads, const double* factors, int64_t stride,          \
-                      int64_t batch, int64_t fresh, int64_t threads, int64_t elements,             \
-                      double* sums) {                                                              \
-    return status([&] {                                                                            \
-      clipped_sum(grid, grads, factors, stride, batch, fresh, threads, elements, sums);            \
-    });                                                                                            \
-  }                                                                                                \
-  int noised_sum_##F(Noise* noise, const F* grads, const double* factors, int64_t stride,          \
-                     int64_t batch, int64_t elements, F* out) {                                    \
-    return status([&] { noised_sum(*noise, grads, factors, stride, batch, elements, out); });      \
-  }                                                                                                \
-  int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                    \
-    return status([&] { noise_alone(*noise, elements, out); });                                    \
-  }                                                                                                \
-  int clipped_tiles_##F(const Tiles* p) {                                                        \
+#define FOR_NUMBERS(F)                                                                            \
+  int squared_norms_##F(const F* grads, int64_t stride, int64_t batch, int64_t elements,          \
+                        int64_t threads, double* squares) {                                       \
+    return status([&] { squared_norms(grads, stride, batch, elements, threads, squares); });      \
+  }                                                                                               \
+  int clipped_sum_##F(double grid, const F* grads, const double* factors, int64_t stride,         \
+                      int64_t batch, int64_t fresh, int64_t threads, int64_t elements,            \
+                      double* sums) {                                                             \
+    return status([&] {                                                                           \
+      clipped_sum(grid, grads, factors, stride, batch, fresh, threads, elements, sums);           \
+    });                                                                                           \
+  }                                                                                               \
+  int noised_sum_##F(Noise* noise, const F* grads, const double* factors, int64_t stride,         \
+                     int64_t batch, int64_t elements, F* out) {                                   \
+    return status([&] { noised_sum(*noise, grads, factors, stride, batch, elements, out); });     \
+  }                                                                                               \
+  int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                   \
+    return status([&] { noise_alone(*noise, elements, out); });                                   \
+  }                                                                                               \
+  int clipped_tiles_##F(const Tiles* p) {                                                         \
     return status([&] { clipped_tiles<F>(*p); });                                                 \
   }
 

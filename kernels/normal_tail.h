@@ -1,5 +1,5 @@
-// P(N > x) of a standard normal N in integers of 128 bits, and on which side of a border the normal
-// lies that a word stands for. No floating-point rounding takes part in it.
+// P(N > x) of a standard normal N in integers of 128 bits, and on which side of a border the
+// normal lies that a word stands for. No floating-point rounding takes part in it.
 #pragma once
 
 #include <cmath>
@@ -32,8 +32,8 @@ constexpr int kTerms = 16, kNodes = 64;
 constexpr double kEnd = 9.2;
 
 // From x to x + d, for 0 <= d <= 1 / kNodes. The terms b_n = d^n times the density's derivatives
-// over n! follow (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)). After 16 of them what is left is below
-// 2^-118 (Cramer: |b_n| < 0.44 d^n / sqrt(n!)), and the 4 roundings of a term make below 2^-113.
+// over n! follow (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)). After 16 of them what is left is
+// below 2^-118 (Cramer: |b_n| < 0.44 d^n / sqrt(n!)), and the roundings make less than 2^-113.
 inline Tail moved(Tail at, Fixed x, Fixed d) {
   Fixed xd = product(x, d), dd = product(d, d), before = 0, term = at.density;
   Fixed density = 0, integral = 0;
@@ -55,7 +55,8 @@ class Nodes {
  public:
   Nodes() {
     // 1 / sqrt(2 pi)
-    Tail tail{Fixed(1) << (kFraction - 1), Fixed(Wide(0x662114cf50d942) << 64 | 0x343f2cf1402eae38)};
+    Fixed density = Fixed(Wide(0x662114cf50d942) << 64 | 0x343f2cf1402eae38);
+    Tail tail{Fixed(1) << (kFraction - 1), density};
     for (int j = 0; j < kCount; ++j) {
       of_[j] = tail;
       tail = moved(tail, place(j), Fixed(1) << kFraction >> 6);
@@ -93,8 +94,8 @@ inline Fixed border(int64_t k, double scale) {
 
 enum Side { kBelow, kAbove, kWithin };
 
-// Where the border (k + 1/2) / scale lies of all x with P(N > x) from m 2^-64 to (m + 1) 2^-64, for
-// 0 < m < 2^63. kWithin also where 2^-96 could change the answer.
+// Where the border (k + 1/2) / scale lies of all x with P(N > x) from m 2^-64 to (m + 1) 2^-64,
+// for 0 < m < 2^63. kWithin also where 2^-96 could change the answer.
 inline Side side(int64_t k, double scale, int64_t m) {
   if (double(k) + 0.5 >= kEnd * scale) return kAbove;
   Fixed above = kTails.above(border(k, scale));

@@ -96,10 +96,10 @@ inline Doubles median_quantiles(Longs m) {
 }
 
 // -log(m 2^-64) for 0 < m < kMedian, to 4 units of 2^-53 relative to itself. With m = 2^e f and
-// |log f| <= log(2) / 2 it is (64 - e) log(2) - 2 artanh(s), s = (f - 1) / (f + 1), |s| < 0.172. The
-// series without its terms from s^21 on is off by 2^-56; of 4 units of log f <= 0.35, of m's rounding
-// (1 unit, absolute), of 2 units of (64 - e) log(2) and of 1 of the difference not more than 4 are
-// left, since the result is at least 2.59.
+// |log f| <= log(2) / 2 it is (64 - e) log(2) - 2 artanh(s), s = (f - 1) / (f + 1), |s| < 0.172.
+// The series without its terms from s^21 on is off by 2^-56. With that, 4 units of log f <= 0.35,
+// the rounding of m (1 unit, absolute), 2 units of (64 - e) log(2) and 1 of the difference make at
+// most 4, since the result is at least 2.59.
 inline Doubles negative_logs(Longs m) {
   constexpr double kRootOfHalf = 0.70710678118654752, kLog2 = 0.69314718055994531;
   Longs bits = as_longs(to_doubles(m));
@@ -158,8 +158,8 @@ struct Run {
   int32_t places[kRun];
 };
 
-// run.normals = round(scale * N) of `count` words, kOpen where further words are needed; whether any
-// is. Reads and writes up to kGroup more.
+// run.normals = round(scale * N) of `count` words, kOpen where further words are needed; returns
+// whether there is such. Reads and writes up to kGroup more.
 inline bool normals_of_words(const int64_t* words, int count, double scale, Run& run) {
   double* normals = run.normals;
   bool open = false;
