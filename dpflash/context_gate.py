@@ -140,7 +140,7 @@ class ContextGate(Gate):
         share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        matrix = share.view(self.batch_size, share.shape[1] // width, width)
+        matrix = owner.rows.only(share).view(self.batch_size, share.shape[1] // width, width)
         total, factors = share.new_zeros(0), share.new_ones(self.batch_size, 0)
         if matrix.shape[1]:
             bound = self._tile_bound(matrix.shape[1]) / scale

@@ -1,7 +1,7 @@
 """What stands around a model's own forward: where a call begins and ends, and its level.
 
 The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
-of both.
+of both. The generators of random masks are seeded around the forward, see `masks`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .gate import PrivateBackward
 from .grad_rules import PrivateModule
+from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
 
@@ -41,10 +42,17 @@ class LeveledForward:
         optimization: what is done, also once the compiler has failed.
     """
 
-    def __init__(self, module: nn.Module, backward: PrivateBackward, optimization: Optimization):
+    def __init__(
+        self,
+        module: nn.Module,
+        backward: PrivateBackward,
+        optimization: Optimization,
+        masks: SecretMasks | None = None,
+    ):
         self.optimization = optimization
         self._module = module
         self._backward = backward
+        self._masks = masks
         self._original = type(module)
         self._device = backward.groups[0].parameters[0].device.type
         self._compiled = self._compile() if optimization.compiled else None
@@ -69,8 +77,14 @@ class LeveledForward:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
-        with self._backward.call(frozenset(t.shape[0] for t in tensors)):
+        with self._backward.call(frozenset(t.shape[0] for t in tensors)), self._seeded():
             return self._called(module, tensors, args, kwargs)
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Random masks of a forward that trains come from a secret seed."""
+        if self._masks is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
 
     def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()
