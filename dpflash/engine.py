@@ -52,6 +52,7 @@ from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .public_facts import PublicFacts
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
@@ -222,7 +223,8 @@ class PrivacyEngine:
                 it as many as leave about 10% of all rows empty on average. A draw comes in as
                 many of them as it needs, and step() waits for the last.
             max_batch_size: of a Poisson draw with more samples only so many are kept. What that
-                costs is accounted for; well above batch_size it is next to nothing.
+                costs is accounted for; well above batch_size it is next to nothing. Where
+                physical_batch_size holds so many too, every draw is one batch of so many rows.
             dataset_size: the size of the dataset that may be known to everybody. Sample rate,
                 steps of a pass and the divisor come from it alone; the number of entries, which
                 is private, may be another and is never compared with it. With max_batch_size it
@@ -726,7 +728,24 @@ class PrivacyEngine:
                 "per-sample gradients, so nothing is planned; engine.optimization tells what that "
                 "takes. Pass optimize='balanced' for a planned model"
             )
-        return explain_plan(backward)
+        return explain_plan(backward, self.public)
+
+    @property
+    def public(self) -> PublicFacts:
+        """What of the batches is public: slots, lengths, the dataset's size; as text, line by line.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        self._require_private("public")
+        assert self._loader is not None
+        return PublicFacts(
+            slots=self._loader.slots,
+            others=self._unamplified or self._tracker.signalled,
+            lengths=str(self._loader.lengths),
+            dataset_size=self._loader.dataset_size,
+            is_declared=self._loader.has_public_size,
+        )
 
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
         if self._backward is None or self._optimizer is None:

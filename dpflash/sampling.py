@@ -458,6 +458,9 @@ class PrivateDataLoader(DataLoader):
                 self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
                 self.slots = slots_of_size(batch_size, **bounds)
             else:
+                self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
+                if public_size is None and (max_batch_size or 0) >= num_samples:
+                    max_batch_size = None  # no draw is larger
                 self._draws = PoissonBatchSampler(
                     num_samples,
                     rate,
@@ -466,7 +469,6 @@ class PrivateDataLoader(DataLoader):
                     relation=ZERO_OUT if public_size is None else ADD_REMOVE,
                     **drawn,
                 )
-                self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
             self._draws.share = share
             self._draws.on_pass = tracker.begin_pass
             self._draws.on_draw = tracker.emitted.append

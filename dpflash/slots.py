@@ -51,7 +51,8 @@ def slots_of_draws(
     """Rows of a physical batch for Poisson draws: the most with at most 10% padding on average.
 
     Powers of two and three times such, so that loops over vectors have no odd ends. Two rows where
-    a rank expects three samples or more, whatever the padding.
+    a rank expects three samples or more, whatever the padding. Where `cap` samples fit in one
+    batch, so many: every draw is one batch then, at the price of its padding.
 
     Args:
         num_samples: public size of the dataset.
@@ -63,6 +64,8 @@ def slots_of_draws(
     expected = num_samples * sample_rate
     if sample_rate == 1:
         return slots_of_size(min(num_samples, cap or num_samples), ranks=ranks, at_most=at_most)
+    if cap is not None and at_most is not None and cap <= at_most * ranks:
+        return -(-cap // ranks)
     bound = min(at_most or num_samples, num_samples)
     chosen = 2 if expected >= _LEAST_PAIRED * ranks and bound > 1 else 1
     for slots in sorted({2**k for k in range(30)} | {3 * 2**k for k in range(1, 29)}):
@@ -153,28 +156,28 @@ class RealRows:
     """Which rows of the batch at hand are samples, for the gates; they ignore padding rows.
 
     Attributes:
-        source: gives `[B]`, bool, on the CPU; None where there are no padding rows.
+        source: gives `[B]`, bool, on the CPU, of a batch of B rows; None where none is padding.
     """
 
     def __init__(self) -> None:
-        self.source: Callable[[], Tensor | None] = lambda: None
+        self.source: Callable[[int], Tensor | None] = lambda rows: None
         self._held: tuple[Tensor, Tensor] | None = None
 
-    def on(self, device: torch.device) -> Tensor | None:
-        """The mask on a device, copied there once for each batch."""
-        mask = self.source()
+    def of(self, x: Tensor) -> Tensor | None:
+        """The mask for the rows of x, copied to its device once for each batch."""
+        mask = self.source(x.shape[0])
         if mask is None:
             return None
-        if self._held is None or self._held[0] is not mask or self._held[1].device != device:
-            self._held = (mask, mask.to(device))
+        if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
+            self._held = (mask, mask.to(x.device))
         return self._held[1]
 
     def only(self, x: Tensor) -> Tensor:
         """x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
-        mask = self.on(x.device)
+        mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
 
     def select(self, x: Tensor) -> Tensor:
         """The rows of x `[B, ...]` that are samples."""
-        mask = self.on(x.device)
+        mask = self.of(x)
         return x if mask is None else x[mask]

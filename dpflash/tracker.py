@@ -64,6 +64,8 @@ class BatchTracker:
         self.signalled = False
         self._seen = 0
         self._still_to_come = 0
+        # Also after its release: its rows may come back.
+        self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self.unstepped: Callable[[], int] = lambda: 0
         self.fetched_ahead = False
@@ -82,7 +84,7 @@ class BatchTracker:
                 stacklevel=3,
             )
         self.abandon()
-        self.current = None
+        self.current = self._last_yielded = None
         self.dropped()
         self.emitted.clear()
         self.passes += 1
@@ -101,9 +103,14 @@ class BatchTracker:
         """(draw, part) of the batch at hand; None where it is not of the private loader."""
         return None if self.current is None else (self.current.draw, self.current.part)
 
-    def real_rows(self) -> Tensor | None:
-        """`[B]`: which rows of the batch at hand are samples; None where all of them are."""
-        return None if self.current is None else self.current.real
+    def real_rows(self, rows: int) -> Tensor | None:
+        """`[rows]`: which rows of the batch at hand are samples; None where all of them are.
+
+        A batch of as many rows as the one that was just released may be that one again, whose
+        padding rows would count a sample twice.
+        """
+        mark = self.current or self._last_yielded
+        return None if mark is None or mark.size != rows else mark.real
 
     def still_to_come(self, batches: int) -> None:
         """How many batches follow in a pass of the loader's own, the one at hand left out."""
@@ -131,7 +138,7 @@ class BatchTracker:
                     "batch, an empty one too, or the number of steps tells which draws were empty",
                     stacklevel=3,
                 )
-        self.current = mark
+        self.current = self._last_yielded = mark
         self.backward_done = False
         self.next_draw = mark.draw
         self.on_batch(mark.size)
@@ -168,6 +175,14 @@ class BatchTracker:
                 "a second backward on the same batch: its samples would enter the step twice and "
                 "break the bound. Add the losses up and call engine.backward once for each batch "
                 "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
+            )
+        real = self.real_rows(batch_size)
+        if mark is None and real is not None and not bool(real.all()):
+            warnings.warn(
+                f"a batch of {batch_size} rows after the loader's last one was released: it is "
+                "taken for that batch, whose padding rows count for nothing. Train on batches of "
+                "your own outside of the loop over the private loader, or in another size",
+                stacklevel=4,
             )
         self.backward_done = True
         self._seen += batch_size if mark is None else mark.count

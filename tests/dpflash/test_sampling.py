@@ -395,7 +395,7 @@ def test_loaders_tell_the_event_of_their_own_sampler():
         max_batch_size=19,
         num_samples=40,
     )
-    assert sampler(40, 0.2).event(1.5) == poisson
+    assert sampler(40, 0.2).event(1.5) == poisson.convert("add_remove")
     assert fixed(40, 8).event(1.5) == expected["fixed_size"]
 
 
