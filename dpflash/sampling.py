@@ -31,7 +31,6 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
-
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from ._validate import positive_int
