@@ -22,6 +22,7 @@ from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
 from .reduction import check_reduction
 from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, listed, said
+from .rows import check_rows
 from .subject import LossFunction, Subject, Trial, coarsest_eps, randomness_restored
 
 _MEND = "mend it first"
@@ -99,6 +100,7 @@ def _check(
     check_reach(trial, samples, findings)
     _check_empty_batch(trial, findings)
     check_private_backward(trial, reference, findings)
+    check_rows(trial, copy.deepcopy(model), batch, findings)
     if trial.subject.dropout:
         findings.not_checked.append("dropout: switched off for the comparisons")
     if not model.training:
