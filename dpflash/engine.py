@@ -432,7 +432,7 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, self._noise_key, place)
-        self._leveled = LeveledForward(module, backward, optimization, masks)
+        self._leveled = LeveledForward(module, backward, optimization, masks, loader.order)
         self._leveled.put()
         _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker

@@ -23,6 +23,7 @@ from .grad_rules import PrivateModule
 from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
+from .row_order import RowOrder
 
 __all__ = ["LeveledForward"]
 
@@ -48,11 +49,13 @@ class LeveledForward:
         backward: PrivateBackward,
         optimization: Optimization,
         masks: SecretMasks | None = None,
+        order: RowOrder | None = None,
     ):
         self.optimization = optimization
         self._module = module
         self._backward = backward
         self._masks = masks
+        self._order = order
         self._original = type(module)
         self._device = backward.groups[0].parameters[0].device.type
         self._compiled = self._compile() if optimization.compiled else None
@@ -77,6 +80,8 @@ class LeveledForward:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+        if self._order is not None and torch.is_grad_enabled():
+            self._order.check(tensors)
         with self._backward.call(frozenset(t.shape[0] for t in tensors)), self._seeded():
             return self._called(module, tensors, args, kwargs)
 

@@ -35,6 +35,7 @@ from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from ._validate import positive_int
 from .lengths import Lengths, PadTo
+from .row_order import RowOrder
 from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .streams import uniform_words
 from .tracker import EARLIER_PASS, BatchMark, BatchTracker
@@ -406,6 +407,7 @@ class PrivateDataLoader(DataLoader):
         slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
         lengths: what is known of the shapes of its batches.
+        order: compares the rows that the model gets with those of its batches.
     """
 
     def __init__(
@@ -438,6 +440,7 @@ class PrivateDataLoader(DataLoader):
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
         self.lengths = Lengths(public_length)
+        self.order = RowOrder()
         self.slots: int | None = None
         self._draws: _DrawSampler | None = None
         self._mark: BatchMark | None = None
@@ -536,6 +539,7 @@ class PrivateDataLoader(DataLoader):
         for batch, mark in marked:
             self._mark = mark
             self.lengths.observe(batch)
+            self.order.observe(batch, mark)
             yield batch
             if mark.last and not self._tracker.may_begin(False):
                 return
