@@ -60,7 +60,7 @@ class RowOrder:
 
 
 def _reordered(x: Tensor, own: Tensor) -> bool:
-    x, own = x.flatten(1), own.flatten(1)
+    x, own = (t.reshape(len(t), -1) for t in (x, own))
     if torch.equal(x, own):
         return False
     found, expected = (torch.unique(t, dim=0, return_counts=True) for t in (x, own))

@@ -519,7 +519,8 @@ class PrivateDataLoader(DataLoader):
         The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._at_hand()
-        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
+        # The gates read the mark's own.
+        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:

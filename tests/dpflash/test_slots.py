@@ -230,11 +230,13 @@ def test_clipped_sums_are_those_of_the_real_rows_alone(kind, private, sums, dist
 
 
 @every_kind
-@pytest.mark.parametrize("where", ["loss", "input"])
+@pytest.mark.parametrize("where", ["loss", "loss of tokens", "input"])
 def test_nothing_changes_whatever_stands_in_a_padding_row(where, kind, private, sums):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
     x, real = torch.randn(4, 6, 3), torch.tensor([True, False, True, False])
+    if "tokens" in where:
+        model, x = Mixed(), torch.randint(11, (4, 6))
     found = []
     for bad in (None, math.nan, math.inf, 1e30):
         engine, own, *_ = private(copy.deepcopy(model), x, max_grad_norm=0.1, **kind)
