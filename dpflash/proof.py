@@ -558,7 +558,7 @@ def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> l
     sizes = torch.zeros(size, dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):
         products = x.detach().double() * seed.double()
-        sizes += products.abs().reshape(size, -1).sum(1).nan_to_num(0.0, 0.0).cpu()
+        sizes += products.abs().unsqueeze(1).flatten(1).sum(1).nan_to_num(0.0, 0.0).cpu()
     return sizes.argsort(descending=True)[: size // 4].tolist()
 
 
