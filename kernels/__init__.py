@@ -9,6 +9,7 @@ from .grads import (
     clipped_grad,
     embedding_clipped_grad,
     embedding_grad_norm,
+    embedding_per_sample_grad,
     grad_norm,
     layer_norm_backward,
     per_sample_bias_grad,
@@ -20,7 +21,6 @@ from .grid import exact_slots, grid_of
 from .noise import NoiseStream, gaussian_noise_
 from .reference import (
     embedding_grad_inner,
-    embedding_per_sample_grad,
     grad_inner,
     grad_magnitude,
 )

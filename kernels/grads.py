@@ -201,6 +201,13 @@ def squared_norm(grads: Tensor) -> Tensor:
     return _house(grads).squared_norm(grads)
 
 
+@_documented_by(reference.embedding_per_sample_grad)
+def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+    """See `reference.embedding_per_sample_grad`."""
+    _check_look_ups(indices, dy)
+    return _house(dy).embedding_per_sample_grad(indices, dy, num_embeddings)
+
+
 @_documented_by(reference.embedding_grad_norm)
 def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     """See `reference.embedding_grad_norm`."""

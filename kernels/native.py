@@ -188,10 +188,12 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
 
     By its path it is safe as well: nobody else can replace a file of an `OwnedFolder`.
     """
-    name = str(path)
-    if os.path.exists("/proc/self/fd"):
-        # The loader takes a name that it had before for the library that it had before.
-        name = f"/proc/self/{'./' * next(_loads)}fd/{descriptor}"
+    open_files = "/proc/self/fd"
+    folder, file = path.parent, path.name
+    if os.path.exists(open_files):
+        folder, file = Path(open_files), str(descriptor)
+    # A name of its own: the loader takes a name that it had before for the library of that time.
+    name = f"{folder}/{'./' * next(_loads)}{file}"
     try:
         library = ctypes.CDLL(name)
         for function in ("problem_bytes", "vector_bytes"):

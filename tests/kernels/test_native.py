@@ -192,15 +192,15 @@ def test_the_libraries_of_the_system_are_known_by_version():
     assert any(re.fullmatch(r"libstdc\+\+\.so\.6[.\d]*", name) for name in found)
 
 
-def test_a_damaged_library_is_made_anew(tiny, cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_library_is_made_anew(damage, tiny, cache):
     native.load()
     (kept,) = cache.glob("*.so")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    damaged = tmp_path / "other" / "dpflash" / kept.name
-    damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(kept.read_bytes()[:1000])
+    whole = kept.read_bytes()
+    # The names of symbols, at the end of the file, matter to nobody who loads it.
+    plant(kept, whole[:1000] if damage == "cut" else whole[:-40] + b"damaged." + whole[-32:])
     assert native.load().vector_bytes() == 16
-    assert damaged.stat().st_size == kept.stat().st_size
+    assert kept.read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tiny, tmp_path, monkeypatch):
@@ -301,9 +301,12 @@ def test_a_cache_that_moves_with_the_work_is_none(tiny, tmp_path, monkeypatch):
 
 
 def test_what_could_not_be_kept_leaves_nothing_behind(tiny, cache, monkeypatch):
-    def full(*_):
-        raise OSError("no space left")
+    def full(copy, path):
+        if path.parent == cache:
+            raise OSError("no space left")
+        replace(copy, path)
 
+    replace = os.replace
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="cannot be written: no space left"):
         library = native.load()
