@@ -78,9 +78,9 @@ def block_clipped_grad(
         tile's norm is not finite.
 
     Guarantees:
-        c_ik ||tile k of G_i|| <= C_k (see `block_bounds`), for the very G_i that is summed, in
-        real arithmetic with a grid, in fp32 without; so one sample moves the sum by at most
-        bound. c_ik depends on sample i alone.
+        c_ik ||tile k of G_i|| <= C_k (see `block_bounds`) in real arithmetic, for the very G_i
+        that is summed; so one sample moves the sum by at most bound, exactly with a grid, up to
+        the sum's rounding without. c_ik depends on sample i alone.
     """
     batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -109,7 +109,8 @@ def block_clip_reduce(
 
     Args:
         grads: [B, O, I], B samples, fp16, bf16, fp32 or fp64.
-        bound, block, grid, into, return_factors: as for `block_clipped_grad`.
+        bound, block, grid, into, return_factors: as for `block_clipped_grad`; bound may be
+            math.inf.
 
     Returns:
         As `block_clipped_grad`.

@@ -77,7 +77,7 @@ class Nodes {
 
 const Nodes kTails;
 
-// (k + 1/2) / scale, rounded down; below kEnd, for 0 <= k < 2^50 and 2^-6 <= scale < 2^46.
+// (k + 1/2) / scale, rounded down, where it is below kEnd; for 0 <= k and scale < 2^46.
 inline Fixed border(int64_t k, double scale) {
   int exponent;
   uint64_t mantissa = uint64_t(std::ldexp(std::frexp(scale, &exponent), 53));

@@ -134,7 +134,7 @@ constexpr double kOpen = std::numeric_limits<double>::quiet_NaN();
 // One word's value, or kOpen.
 inline double settled(int64_t word, double scale) {
   int64_t m = word & kMagnitude;
-  if (m == 0 || scale < 1.0 / 64) return kOpen;
+  if (m == 0) return kOpen;
   double y = quantile(m) * scale, margin = y * kRelativeError + 2 * scale / double(m);
   // kRelativeError leaves room for the roundings of these.
   double least = std::floor(y - margin + 0.5), most = std::floor(y + margin + 0.5);
