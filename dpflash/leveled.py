@@ -127,7 +127,7 @@ class LeveledForward:
             backward.discard()
             raise RuntimeError(refusal)
         second, layers = ForwardRows(), list(backward.used)
-        replacement = Replacement.drawn(copies, size, proof.draw)
+        replacement = Replacement.drawn(copies, size, first, proof.draw)
         others, changed = replacement.applied(copies)
         if alone and not changed:
             proof.forward_repeated(layers, 0)
@@ -368,10 +368,9 @@ def _guards(original: type[nn.Module], leveled: LeveledForward, prefix: str) -> 
 
     @functools.wraps(original._apply)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        was_changed = unchanged.refusal() is not None
+        changed = unchanged.changed()
         result = original._apply(self, *args, **kwargs)
-        if not was_changed:
-            unchanged.moved()
+        unchanged.moved(apart_from=changed)
         return result
 
     base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Leveled

@@ -181,7 +181,8 @@ def test_balanced_multiplies_in_bfloat16_and_gives_float32(private, tiny_lm):
     _, model, *_ = private(copy.deepcopy(plain), optimize="balanced")
     model.mix.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     found = model(tokens())
-    assert seen == [torch.bfloat16] and found.dtype == torch.float32
+    # The first call is repeated with other samples.
+    assert set(seen) == {torch.bfloat16} and found.dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(found, plain(tokens()).float())
