@@ -29,7 +29,7 @@ _REFUSED = {
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
     "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
     "wrap_model": "the model is never wrapped; it comes back as the same object",
-    "rand_on_empty": "empty batches are yielded with zero samples",
+    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
 }
 
 

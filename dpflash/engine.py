@@ -101,8 +101,9 @@ class PrivacyEngine:
             them; every worker makes the same calls, on the same data set (of which some entries
             are compared). None for a process by itself.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
-            None for the samplers' own ("add_remove" for Poisson sampling, "replace_one" for
-            fixed-size batches, "zero_out" for shuffled ones, foreign ones and mixtures).
+            None for the samplers' own ("add_remove" for Poisson sampling with a public
+            dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
+            "replace_one" for fixed-size batches).
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
@@ -605,8 +606,9 @@ class PrivacyEngine:
         """Add the clipped gradients of a batch to the logical batch's sum.
 
         Args:
-            losses: [B], one number per sample, computed from that sample alone. A scalar only
-                where make_private got loss_reduction.
+            losses: [B], one number for each row of the batch in the loader's order, computed from
+                that row alone; those of padding rows count for nothing. A scalar only where
+                make_private got loss_reduction.
 
         Raises:
             ValueError: for another shape, or a number of losses that is not the batch's.
@@ -615,7 +617,7 @@ class PrivacyEngine:
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
-            16 bit up to how the other samples are rounded, see `make_private`.
+            batches without public slots up to how the others are rounded, see `make_private`.
         """
         backward = self._attached()
         if not isinstance(losses, Tensor):
@@ -1015,7 +1017,8 @@ class PrivacyEngine:
         """Numbers for the eyes of who trains. PRIVATE: no epsilon covers them; do not release.
 
         Returns:
-            per_sample_norms: [B] of the last backward (of the last group when per_layer);
+            per_sample_norms: of the samples of the last backward, padding rows left out (of the
+            last group when per_layer);
             clip_fraction and nonfinite_samples: over all samples so far.
         """
         backward = self._attached()

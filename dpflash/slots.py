@@ -173,7 +173,7 @@ class RealRows:
         return self._held[1]
 
     def only(self, x: Tensor) -> Tensor:
-        """X `[B, ...]` with exact zeros in padding rows, whatever stood there."""
+        """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
 

@@ -182,7 +182,7 @@ class BatchTracker:
                 f"a batch of {batch_size} rows after the loader's last one was released: it is "
                 "taken for that batch, whose padding rows count for nothing. Train on batches of "
                 "your own outside of the loop over the private loader, or in another size",
-                stacklevel=4,
+                stacklevel=3,
             )
         self.backward_done = True
         self._seen += batch_size if mark is None else mark.count
