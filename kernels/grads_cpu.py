@@ -90,7 +90,9 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
         return reference.grad_norm(x, dy, form="gram")
     squares = torch.empty(x.shape[0], dtype=torch.float64, device="cpu")
     for i in range(x.shape[0]):
-        squares[i] = squared_norm(reference.per_sample_grad(x[i : i + 1], dy[i : i + 1]))[0]
+        grad = reference.per_sample_grad(x[i : i + 1], dy[i : i + 1])
+        assert isinstance(grad, Tensor)
+        squares[i] = squared_norm(grad)[0]
     return squares
 
 
@@ -154,7 +156,8 @@ def block_clip_reduce(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clip_reduce`."""
     grads = _readable(grads)
-    sums = _BlockSums(*grads.shape, bound, block, grid, into)
+    batch, outputs, inputs = grads.shape
+    sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
     sums.add(grads, 0)
     return sums.result(grads.dtype, return_factors)
 
@@ -172,8 +175,9 @@ class _BlockSums:
         grid: float | None,
         into: Tensor | None,
     ) -> None:
-        fp64 = {"dtype": torch.float64, "device": "cpu"}
-        self._total = torch.zeros(outputs, inputs, **fp64) if into is None else into
+        if into is None:
+            into = torch.zeros(outputs, inputs, dtype=torch.float64, device="cpu")
+        self._total = into
         self._bounds = block_bounds(outputs, inputs, bound, block)
         self._factors = torch.empty(batch, self._bounds.numel(), device="cpu", dtype=torch.float32)
         self._block = block
