@@ -82,13 +82,13 @@ FLOORS = {
 }
 
 # Import name -> where it may come from, besides the standard library and the house itself.
-KERNELS_MAY_IMPORT = {"torch", "triton", "cryptography"}
+KERNELS_MAY_IMPORT = {"torch", "triton", "cryptography", "mpmath"}
 ACCOUNTING_MAY_IMPORT = {"numpy", "scipy"}
 ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION = {"opacus", "dp_accounting"}
 DPFLASH_MAY_IMPORT_AT_THE_TOP = {"torch", "numpy", "scipy", "cryptography", "tqdm", "dpflash"}
 
 NOT_IN_KERNELS = ("epsilon", "noise_multiplier", "max_grad_norm", "accountant")
-NEVER_AT_THE_TOP = ("triton", "matplotlib", "opacus", "transformers")
+NEVER_AT_THE_TOP = ("triton", "matplotlib", "mpmath", "opacus", "transformers")
 
 
 def _python_files(house: str) -> list[Path]:
