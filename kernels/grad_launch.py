@@ -7,7 +7,6 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -290,9 +289,8 @@ def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
                 tokens, inputs, outputs, pairs.shape[1],
                 BLOCK_M=sizes.block_m, RUN=run, **_options(sizes),
             )  # fmt: skip
-    squares = partial.sum(1)
-    # What overflowed has no sign to go by.
-    squares = torch.where(squares.isfinite(), squares, math.nan).clamp(min=0)
+    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
+    squares = partial.sum(1).clamp(min=0)
     x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
     dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     size = (x_norms * dy_norms).sum(1).square()
