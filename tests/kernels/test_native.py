@@ -316,7 +316,8 @@ def test_what_could_not_be_kept_leaves_nothing_behind(tiny, cache, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_while_another_thread_compiles_does_not_wait_for_it():
+def test_a_fork_while_another_thread_compiles_does_not_wait_for_it(tiny, monkeypatch):
+    monkeypatch.setattr(native, "_load_once", native._load_once.__wrapped__)
     context = multiprocessing.get_context("fork")
     with native._lock:
         child = context.Process(target=native.library)
