@@ -42,8 +42,9 @@ def check_module(name: str, module: nn.Module) -> None:
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise ValueError(
-            f"module '{name}' has max_norm={module.max_norm}: it changes its weights as it "
-            "reads the data, frozen ones too. Set max_norm=None"
+            f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it "
+            "rewrites the rows that the data look up, trainable or not, so they would leave "
+            "without noise. Set max_norm=None"
         )
     own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
     if own:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpflash.kernels import (
-    NoiseStream,
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
@@ -93,7 +91,7 @@ class ContextGate(Gate):
             self._add_share(position, share)
             return
         if mode == "sum":
-            self._sums[position] = clip_reduce(share, self.owner.factors)
+            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.owner.grid)
             if not self.owner.norms_again:
                 return
         squares = squared_norm(share)
@@ -133,15 +131,12 @@ class ContextGate(Gate):
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
         total, share = self._sums.get(position), self._shares.get(position)
-        noise = self._noise(position, parameter)
         if share is not None:
-            own = clip_reduce(share, factors, noise=noise)
+            own = clip_reduce(share, factors, grid=self.owner.grid)
             total = own if total is None else total + own
-        else:
-            # `_settle` left no parameter out.
-            assert total is not None
-            if noise is not None:
-                noise.add_to_(total)
+        # `_settle` left no parameter out.
+        assert total is not None
+        self.owner.held_for(parameter)
         return self.owner.deposit(parameter, self._whole(position, total))
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
@@ -151,18 +146,18 @@ class ContextGate(Gate):
         share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        matrix = share.view(self.batch_size, share.shape[1] // width, width)
-        total, factors = share.new_zeros(0), share.new_ones(self.batch_size, 0)
+        own = owner.rows.only(share) * scale
+        matrix = own.view(self.batch_size, share.shape[1] // width, width)
+        dtype = share.dtype if owner.grid is None else torch.float64
+        total, factors = share.new_zeros(0, dtype=dtype), share.new_ones(self.batch_size, 0)
         if matrix.shape[1]:
-            bound = self._tile_bound(matrix.shape[1]) / scale
-            total, factors = block_clip_reduce(matrix, bound, return_factors=True)
-        total = total.flatten() * scale
-        noise = self._noise(0, parameter)
-        if noise is not None:
-            noise.add_to_(total)
+            total, factors = block_clip_reduce(
+                matrix, self._tile_bound(matrix.shape[1]), grid=owner.grid, return_factors=True
+            )
         owner.note(None, self._least(factors))
-        whole = self._whole(0, total)
+        whole = self._whole(0, total.flatten())
         self.reset()
+        owner.held_for(parameter)
         return [owner.deposit(parameter, whole)]
 
     def _tile_bound(self, rows: int) -> float:
@@ -210,11 +205,6 @@ class ContextGate(Gate):
         padded = F.pad(share.flatten(), (0, size - share.numel()))
         whole = workers.all_gather(padded, self._group, "clipped sums of all workers' shares")
         return whole.flatten()[: parameter.numel()].view(parameter.shape)
-
-    def _noise(self, position: int, parameter: nn.Parameter) -> NoiseStream | None:
-        """The noise of this worker's share."""
-        noise = self.owner.noise_for(parameter)
-        return None if noise is None else replace(noise, offset=self._cut(position)[0])
 
     def _least(self, factors: Tensor) -> Tensor:
         """`[B]`: the least factor of each sample over all workers' tiles `[B, tiles]`."""

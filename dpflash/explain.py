@@ -14,6 +14,7 @@ from .ceilings import Ceilings
 from .clipping import Group
 from .gate import PrivateBackward
 from .planner import LinearShape, cost
+from .public_facts import PublicFacts
 
 _COLUMNS = 110
 _SHORTEST_NAME = 20
@@ -70,6 +71,7 @@ class PlannedUse:
         seconds: predicted, the ordinary weight gradient's product included.
         share: its part of the predicted seconds of all parameters listed, 0 to 1.
         why: in words.
+        exact: whether the clipped sum is exact, or rounded in float32.
     """
 
     parameter: str
@@ -80,6 +82,7 @@ class PlannedUse:
     seconds: float
     share: float
     why: str
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class ClippingPlan:
     Attributes:
         uses: one a parameter.
         ceilings: of the device, by which costs were predicted and ways chosen.
+        public: what of the batches is public.
     """
 
     uses: tuple[PlannedUse, ...]
     ceilings: Ceilings
+    public: PublicFacts
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
@@ -104,10 +109,11 @@ class ClippingPlan:
         return len(self.uses)
 
     def __str__(self) -> str:
-        rows = [("way", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows = [("way", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
         rows += [
             (
                 u.way,
+                "exact" if u.exact else "rounded",
                 f"{u.flops / 1e6:.1f}",
                 f"{u.moved_bytes / 2**20:.1f}",
                 f"{u.memory_bytes / 2**20:.1f}",
@@ -123,7 +129,8 @@ class ClippingPlan:
         return (
             f"{_table(list(zip(names, figures, strict=True)))}\n"
             f"+ beyond a non-private backward; time: share of the predicted {predicted:.3g} ms\n"
-            f"ceilings: {self.ceilings}"
+            f"ceilings: {self.ceilings}\n"
+            f"{self.public}"
         )
 
 
@@ -149,7 +156,7 @@ def _tiles(weight: nn.Parameter) -> int:
     return math.prod(-(-size // side) for size, side in zip(weight.shape, BLOCK, strict=True))
 
 
-def explain_plan(backward: PrivateBackward) -> ClippingPlan:
+def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
     if not backward.last_shapes:
         raise ValueError(
@@ -162,15 +169,17 @@ def explain_plan(backward: PrivateBackward) -> ClippingPlan:
             name = backward.names[backward.groups[group].parameters[position]]
             tiled = backward.groups[group].tiled
             asked = backward.way != "auto"
-            uses.append(
+            use = (
                 _explain_tiles(name, of_parameter, planned.ceilings)
                 if tiled
                 else _explain(name, of_parameter, way, planned.ceilings, asked)
             )
+            uses.append(replace(use, exact=backward.exact and (tiled or way == "stored")))
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
         planned.ceilings,
+        public,
     )
 
 

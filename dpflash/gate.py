@@ -27,9 +27,11 @@ from dpflash.kernels import (
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
+    grid_of,
     per_sample_grad,
     squared_norm,
 )
+from dpflash.kernels.reference import rounded_down
 
 from ._validate import positive
 from .ceilings import ceilings_for
@@ -48,6 +50,7 @@ from .proof import OFF
 from .rehearsal import ForwardRows
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
+from .slots import RealRows
 from .twice import BackwardsDiffer, First, Second
 from .watch import Watch, refuse_together
 from .workers import agree, gather_rows
@@ -299,53 +302,60 @@ class Gate:
             return owner.factors
         scale = self.batch_size if owner.loss_reduction == "mean" else 1
         squares = self.finish_norms(grads) * scale**2
-        factors = clip_factors(squares, self.bound, owner.clip_function)
+        factors = owner.rows.only(clip_factors(squares, self.bound, owner.clip_function))
         owner.note(squares, factors)
-        return factors * scale
+        return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
-        """The clipped sum of one parameter; what comes last to it brings the noise along."""
+        """The clipped sum of one parameter, handed to its owner."""
+        owner = self.owner
         total, kept = self._sums.get(position), self._kept.get(position)
-        if total is None and kept is None and grad is None:
+        if kept is not None:
+            own = kept.clipped(factors, self.bound)
+            total = own if total is None else total + own
+        if grad is None and total is None:
             self._deposit_nothing(parameter)
             return None
-        noise = self.owner.noise_for(parameter)
-        if kept is not None:
-            own = kept.clipped(factors, self.bound, noise if grad is None else None)
-            total = own if total is None else total + own
-        if grad is not None:
-            own = clip_reduce(grad, factors, noise=noise)
-            total = own if total is None else total + own
-        assert total is not None
-        if grad is None and kept is None and noise is not None:
-            noise.add_to_(total)
-        return self.owner.deposit(parameter, total)
+        into = owner.held_for(parameter)
+        if total is not None or owner.grid is None:
+            owner.rounded.add(owner.names[parameter])
+        if grad is None:
+            assert total is not None
+            return owner.deposit(parameter, total)
+        if total is not None:
+            return owner.deposit(parameter, total + clip_reduce(grad, factors, grid=owner.grid))
+        noise = owner.noise_to_fuse(parameter)
+        if noise is not None:
+            total = clip_reduce(grad, factors, grid=owner.grid, noise=noise)
+            return owner.deposit(parameter, total, noised=True)
+        total = clip_reduce(grad, factors, grid=owner.grid, into=into)
+        return owner.deposit(parameter, total)
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         """`finish` for the one parameter of a group that is clipped tile by tile."""
         owner = self.owner
         (parameter,) = self.group.parameters
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
-        bound = self.bound / scale
         kept = self._kept.get(0)
         if kept is None and grad is None:
             self._deposit_nothing(parameter)
             return [None]
-        noise = owner.noise_for(parameter)
-        fused = noise if scale == 1 else None
+        into = owner.held_for(parameter)
+        if owner.grid is None:
+            owner.rounded.add(owner.names[parameter])
         if kept is not None and grad is None:
-            total, factors = kept.block_clipped(bound, fused)
+            # Factors are made tile by tile, so padding rows lose their gradients instead.
+            kept.linear = [(x, owner.rows.only(dy)) for x, dy in kept.linear]
+            total, factors = kept.block_clipped(self.bound, owner.grid, into, scale=scale)
         else:
             assert grad is not None
-            dense = grad if kept is None else grad + kept.dense()
-            total, factors = block_clip_reduce(dense, bound, return_factors=True, noise=fused)
+            dense = owner.rows.only(grad if kept is None else grad + kept.dense())
+            total, factors = block_clip_reduce(
+                dense * scale, self.bound, grid=owner.grid, into=into, return_factors=True
+            )
         owner.note(None, factors.amin(1))
-        if scale != 1:
-            total = total * scale
-            if noise is not None:
-                noise.add_to_(total)
         self.reset()
         return [owner.deposit(parameter, total)]
 
@@ -374,10 +384,13 @@ class PrivateBackward:
     Attributes:
         groups: the clipping groups.
         names: dotted name of each parameter.
-        sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider, over
-            the samples of this worker; of a sharded parameter this worker's rows, over those of
-            all. Only gates write here and only this is ever released, so that an ordinary
-            gradient which reached `parameter.grad` by another road cannot be.
+        sums: for each parameter the clipped sum of the logical batch so far, over the samples of
+            this worker; of a sharded parameter this worker's rows, over those of all. fp64, exact
+            multiples of the grid, where per-sample gradients were at hand, else rounded, fp32 or
+            wider; with noise fp32. Only gates write here and only this is ever released, so that
+            an ordinary gradient which reached `parameter.grad` by another road cannot be.
+        rounded: names of the parameters of which some sum was rounded.
+        grid: what exact sums are multiples of; None where sums are rounded.
         workers: this process and its peers.
         is_sharded: whether of some parameter this worker holds a part only.
         public_batch_size: samples of a physical batch for which memory_budget shall last; never
@@ -388,6 +401,7 @@ class PrivateBackward:
         release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
         place: (draw, part) of the physical batch at hand, None when it is not ours.
+        rows: which rows of that batch are samples; the others are given the factor 0.
         convolves: whether the model has modules that convolve, for which cudnn rounds by default.
         proof: whether the model keeps samples apart, as far as it is proven.
         watches: what sees the uses of the backward under way.
@@ -411,6 +425,7 @@ class PrivateBackward:
         workers: Workers | None = None,
         gate_type: type[Gate] = Gate,
         convolves: bool = False,
+        exact: bool = True,
     ):
         self.groups = list(groups)
         self.workers = workers or Workers()
@@ -437,6 +452,8 @@ class PrivateBackward:
         self._mixed: list[Tensor] = []
         self.bound_source: Callable[[], float] = lambda: float("inf")
         self.bound = float("nan")
+        self.exact = exact
+        self.rounded: set[str] = set()
         self.batch_hint: int | None = None
         self.before_backward: Callable[[int], None] = lambda batch_size: None
         self.begin_release: Callable[[], Release | None] = lambda: None
@@ -455,6 +472,7 @@ class PrivateBackward:
         self._shared: set[str] = set()
         self._call: _Call | None = None
         self.place: Callable[[], tuple[int, int] | None] = lambda: None
+        self.rows = RealRows()
         self.is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
         self._batch_size: int | None = None
@@ -718,7 +736,8 @@ class PrivateBackward:
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
             allowed = first.allowed(squares)
-            self.factors = clip_factors(allowed, gate.bound, self.clip_function)
+            factors = clip_factors(allowed, gate.bound, self.clip_function)
+            self.factors = self.rows.only(factors)
             self.note(squares, self.factors)
         del grads
         self._summing = gate
@@ -857,7 +876,8 @@ class PrivateBackward:
 
     def note(self, squares: Tensor | None, factors: Tensor) -> None:
         """Keep what reports show. Private: it depends on the data and is not noised."""
-        self.squared_norms = None if squares is None else squares.detach()
+        factors = self.rows.select(factors)
+        self.squared_norms = None if squares is None else self.rows.select(squares).detach()
         removed = factors == 0
         # A sample that several groups remove is one sample.
         anew = removed if self._removed is None else removed & ~self._removed
@@ -866,28 +886,80 @@ class PrivateBackward:
         self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
         self.seen_samples += factors.numel()
 
+    @property
+    def grid(self) -> float | None:
+        if not self.exact or not math.isfinite(self.bound):
+            return None
+        return grid_of(self.bound)
+
     def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """What `deposit` wants to be in the sum; None where the optimizer's step will add it."""
+        """What the parameter's sum lacks; None where the optimizer's step will add it."""
         if not self._asked:
             self._asked = True
             if self.release is None:
                 self.release = self.begin_release()
         return None if self.release is None else self.release.noise_for(parameter)
 
-    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
-        """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
-        if is_sharded(parameter):
-            grad, mark = None, self.mark_of(parameter)
-            total, mixed = reduce_to_part(total, parameter, self.workers.data, mark)
-            self._mixed.append(mixed)
-        else:
-            grad = total.to(parameter.dtype)
+    def noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise for the kernel that makes a parameter's whole sum, exact and of this process."""
+        alone = self.grid is not None and parameter not in self.sums
+        return self.noise_for(parameter) if alone and not is_sharded(parameter) else None
+
+    def held_for(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of earlier microbatches, where a kernel may add to it in place."""
         held = self.sums.get(parameter)
-        self.sums[parameter] = total if held is None else held + total
+        if held is None or is_sharded(parameter):
+            return None
+        grad = parameter.grad
+        if grad is not None and torch.equal(grad, held.to(grad.dtype)):
+            # `.grad` gets the whole sum, which is not the sum of rounded ones. What else reached
+            # it stays, and is found when the batch is released.
+            parameter.grad = None
+        return held if self.grid is not None and held.dtype == torch.float64 else None
+
+    def deposit(
+        self, parameter: nn.Parameter, total: Tensor, *, noised: bool = False
+    ) -> Tensor | None:
+        """Add to a parameter's sum, and then its noise, if it is due.
+
+        Args:
+            parameter: whose sum it is.
+            total: of this microbatch, or of all so far in place, see `held_for`.
+            noised: whether `noise_to_fuse` is in it.
+
+        Returns:
+            What autograd adds to `.grad`.
+        """
+        held = self.sums.get(parameter)
+        if is_sharded(parameter):
+            self._deposit_rows(parameter, total)  # type: ignore[arg-type]
+            return None
+        if held is not None and total is not held:
+            total = held + total
+        if not noised:
+            noise = self.noise_for(parameter)
+            if noise is not None:
+                total = noise.add_to_(total.contiguous())
+                noised = True
+        if noised:
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
+        self.sums[parameter] = total
         # Last: what fails before leaves a sum that still lacks its noise, never one without.
-        if self.release is not None:
+        if noised:
+            assert self.release is not None
             self.release.noised(parameter)
-        return grad
+        return total.to(parameter.dtype)
+
+    def _deposit_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """`deposit` for this worker's rows of a sharded parameter; the step adds the noise."""
+        rows = parameter
+        assert is_sharded(rows)
+        # Workers add up in one dtype, whichever way each has taken.
+        total = total if self.grid is None else total.double()
+        own, mixed = reduce_to_part(total, rows, self.workers.data, self.mark_of(parameter))
+        self._mixed.append(mixed)
+        held = self.sums.get(parameter)
+        self.sums[parameter] = own if held is None else held + own
 
     def mark_of(self, parameter: Tensor) -> int:
         """What travels with a parameter's gradient, to tell it from those of the others."""

@@ -1,7 +1,8 @@
 """What stands around a model's own forward: where a call begins and ends, its proof and its level.
 
 The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
-of both. While the model is not proven, a call is repeated with other samples.
+of both. While the model is not proven, a call is repeated with other samples. The generators of
+random masks are seeded around the forward, see `masks`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .gate import PrivateBackward
 from .grad_rules import PrivateModule
+from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
 from .proof import allow_second_backwards
@@ -53,11 +55,13 @@ class LeveledForward:
         backward: PrivateBackward,
         optimization: Optimization,
         unchanged: Unchanged | None = None,
+        masks: SecretMasks | None = None,
     ):
         self.optimization = optimization
         self.unchanged = unchanged
         self._module = module
         self._backward = backward
+        self._masks = masks
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -91,7 +95,7 @@ class LeveledForward:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = _tensors((args, kwargs))
-        with self._backward.call(_first_dimensions(tensors)) as outermost:
+        with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             if self._backward.begin_proof():
@@ -165,6 +169,12 @@ class LeveledForward:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
                 dtype = self._autocast_dtype()
                 return self._eagerly(module, dtype, args, kwargs, inner=True)
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Random masks of a forward that trains come from a secret seed."""
+        if self._masks is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
 
     def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()

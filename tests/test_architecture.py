@@ -18,6 +18,7 @@ FLOORS = {
     "precision": 0,
     "rotary": 0,
     "clipping": 1,
+    "collating": 1,
     "corpus": 1,
     "kept": 1,
     "losses": 1,
@@ -41,6 +42,7 @@ FLOORS = {
     "attention_op": 2,
     "boundary": 2,
     "ledger": 1,
+    "ledger_file": 0,
     "relations": 1,
     "tracker": 1,
     "budget": 1,
@@ -80,13 +82,13 @@ FLOORS = {
 }
 
 # Import name -> where it may come from, besides the standard library and the house itself.
-KERNELS_MAY_IMPORT = {"torch", "triton", "cryptography"}
+KERNELS_MAY_IMPORT = {"torch", "triton", "cryptography", "mpmath"}
 ACCOUNTING_MAY_IMPORT = {"numpy", "scipy"}
 ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION = {"opacus", "dp_accounting"}
 DPFLASH_MAY_IMPORT_AT_THE_TOP = {"torch", "numpy", "scipy", "cryptography", "tqdm", "dpflash"}
 
 NOT_IN_KERNELS = ("epsilon", "noise_multiplier", "max_grad_norm", "accountant")
-NEVER_AT_THE_TOP = ("triton", "matplotlib", "opacus", "transformers")
+NEVER_AT_THE_TOP = ("triton", "matplotlib", "mpmath", "opacus", "transformers")
 
 
 def _python_files(house: str) -> list[Path]:

@@ -70,7 +70,10 @@ def oracle():
 
 @pytest.fixture
 def private():
-    """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless."""
+    """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless.
+
+    With one_part=True each draw is one physical batch, of as many rows as there are data.
+    """
 
     def make(
         model,
@@ -82,6 +85,7 @@ def private():
         accountant="rdp",
         workers=0,
         collate=None,
+        one_part=False,
         **kwargs,
     ):
         data = data or (torch.zeros(16, 1),)
@@ -90,6 +94,8 @@ def private():
             TensorDataset(*data), batch_size=batch_size, num_workers=workers, collate_fn=collate
         )
         options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, **kwargs}
+        if one_part:  # each draw is one physical batch
+            options |= {"physical_batch_size": len(data[0]), "max_batch_size": len(data[0])}
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         return engine, *engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, **options

@@ -1011,6 +1011,11 @@ def test_what_is_no_model_or_no_function_is_refused(arguments):
         check(model, vectors(), loss)
 
 
+def test_a_report_says_that_the_data_set_and_its_collate_fn_were_not_tried():
+    report = check(around(nn.ReLU()), vectors(2))
+    assert "collate_fn" in str(report).partition("not checked")[2]
+
+
 def test_two_samples_are_enough():
     assert check(around(nn.ReLU()), vectors(2)).problems == []
     assert found(check(around(PerTensorQuantizer()), vectors(2)), "coupling") == ["1"]
