@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
-from dpflash import digests, leveled, proof
+from dpflash import digests, leveled, proof, rehearsal
 from dpflash.nn import LongContextLM, MultiheadAttention
 
 KINDS = {
@@ -126,7 +126,7 @@ FORWARDS = {
     "sort": (sorted_by_first, unsorted, "b"),
     "batch mean": (lambda h: h - h.mean(0), None, "b"),
     "detached mean": (None, lambda h: h - h.detach().mean(0), "c"),
-    "detached scale": (lambda h: h / h.detach().abs().amax(0), None, "b"),
+    "detached scale": (lambda h: h / h.detach().abs().max(), None, "b"),
     "capacity": (routed, None, "b"),
 }
 BACKWARDS = {
@@ -625,6 +625,41 @@ def test_a_scalar_is_proven_by_the_gradients_at_the_outputs(call, returned, priv
         else:
             engine.backward(loss) if call == "engine" else loss.backward()
             assert engine.verified is True
+
+
+@pytest.mark.parametrize("call", ["engine", "user"])
+def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, private):
+    class Hiding(Between):
+        def forward(self, x):
+            self.hidden = torch.tanh(self.a(x))
+            return self.c(torch.tanh(self.b(self.hidden)))
+
+    torch.manual_seed(0)
+    engine, model, *_ = private(Hiding(), loss_reduction="sum")
+    loss = model(data()).square().sum() + model.hidden.square().sum()
+    with pytest.raises(RuntimeError, match="layer 'a' .*weight 0"):
+        engine.backward(loss) if call == "engine" else loss.backward()
+    assert_nothing_is_left(engine, model)
+
+
+def test_losses_of_an_earlier_forward_are_refused(private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between())
+    losses = losses_of(model, data())
+    model(data(30))
+    with pytest.raises(RuntimeError, match="reached by the gradient .* of the last forward pass"):
+        engine.backward(losses)
+    assert_nothing_is_left(engine, model)
+
+
+def test_the_arguments_of_a_repeated_forward_lie_in_memory_as_the_first_ones_do():
+    """Strides and alignment choose kernels, and whether a compiled model is compiled anew."""
+    x = torch.arange(70.0).view(5, 14)
+    for t in (x, x[:, 1:], x.t(), x[:1].expand(5, 14), x[:, :1].expand(5, 3), x[:0], x[:, 3:3]):
+        (copied,) = rehearsal.own_copies([t])
+        assert torch.equal(copied, t) and copied.stride() == t.stride()
+        assert (copied.storage_offset() - t.storage_offset()) % 16 == 0
+        assert not t.numel() or copied.data_ptr() != t.data_ptr()
 
 
 def test_outputs_may_be_changed_in_place_where_a_scalar_is_declared(private):
