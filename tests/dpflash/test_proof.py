@@ -372,6 +372,25 @@ def test_levels_are_proven_too(level, mixing, private, monkeypatch):
     assert engine.optimization.compiled == (level == "aggressive")
 
 
+@pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
+def test_of_a_model_that_the_user_compiles_the_gradients_are_proven(mixing, private):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    couple = (lambda h: h - h.mean(0)) if mixing else None
+    engine, model, optimizer, _ = private(Between(couple))
+    compiled = torch.compile(model, backend="aot_eager")
+    if mixing:
+        with pytest.raises(RuntimeError, match="layer 'a' got a gradient for samples"):
+            engine.prepare(BATCH)
+            backward(engine, compiled, data())
+        return
+    for _ in range(2):
+        engine.prepare(BATCH)
+        backward(engine, compiled, data())
+        optimizer.zero_grad()
+        assert engine.verified == "gradients"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes_are_proven(dtype, private):
     torch.manual_seed(0)
