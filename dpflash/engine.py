@@ -774,7 +774,8 @@ class PrivacyEngine:
         True, or False where make_private(verify_first_batch=False) left that out; "pending" until
         enough samples were seen, and every layer that ran had gradients that are not zero;
         "gradients" where only these are proven, since no call of the model itself was seen in
-        which samples could be replaced. It depends on the data no more than a refusal does.
+        which samples could be replaced (its layers are called one by one, or it went through
+        your own torch.compile). It depends on the data no more than a refusal does.
 
         Raises:
             ValueError: no model is private.

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
-from dpflash import digests, leveled, proof
+from dpflash import digests, leveled, proof, rehearsal
 from dpflash.nn import LongContextLM, MultiheadAttention
 
 KINDS = {
@@ -126,7 +126,7 @@ FORWARDS = {
     "sort": (sorted_by_first, unsorted, "b"),
     "batch mean": (lambda h: h - h.mean(0), None, "b"),
     "detached mean": (None, lambda h: h - h.detach().mean(0), "c"),
-    "detached scale": (lambda h: h / h.detach().abs().amax(0), None, "b"),
+    "detached scale": (lambda h: h / h.detach().abs().max(), None, "b"),
     "capacity": (routed, None, "b"),
 }
 BACKWARDS = {
@@ -372,6 +372,25 @@ def test_levels_are_proven_too(level, mixing, private, monkeypatch):
     assert engine.optimization.compiled == (level == "aggressive")
 
 
+@pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
+def test_of_a_model_that_the_user_compiles_the_gradients_are_proven(mixing, private):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    couple = (lambda h: h - h.mean(0)) if mixing else None
+    engine, model, optimizer, _ = private(Between(couple))
+    compiled = torch.compile(model, backend="aot_eager")
+    if mixing:
+        with pytest.raises(RuntimeError, match="layer 'a' got a gradient for samples"):
+            engine.prepare(BATCH)
+            backward(engine, compiled, data())
+        return
+    for _ in range(2):
+        engine.prepare(BATCH)
+        backward(engine, compiled, data())
+        optimizer.zero_grad()
+        assert engine.verified == "gradients"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes_are_proven(dtype, private):
     torch.manual_seed(0)
@@ -575,20 +594,16 @@ def test_weights_are_zeros_and_ones_half_each_and_secret():
 
 def test_the_forward_is_repeated_under_the_same_random_numbers_and_leaves_none_behind(private):
     """Dropout masks of the repeat are those of the first forward, and the user's come next."""
-    torch.manual_seed(0)
-    engine, model, *_ = private(Dropping())
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    first = model(data())
-    drawn = torch.rand(3), random.random(), np.random.rand()
-    engine.detach(model)
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    assert torch.equal(model(data()), first)
-    assert torch.equal(torch.rand(3), drawn[0])
-    assert (random.random(), np.random.rand()) == drawn[1:]
+    found = []
+    for verify in (True, False):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        engine, model, *_ = private(Dropping(), verify_first_batch=verify)
+        outputs = [model(data()).tolist() for _ in range(2)]
+        assert outputs[0] != outputs[1]
+        found.append((outputs, torch.rand(3).tolist(), random.random(), np.random.rand()))
+    assert found[0] == found[1]
 
 
 def test_masks_that_only_some_samples_have_stay_in_the_repeat(private):
@@ -629,6 +644,41 @@ def test_a_scalar_is_proven_by_the_gradients_at_the_outputs(call, returned, priv
         else:
             engine.backward(loss) if call == "engine" else loss.backward()
             assert engine.verified is True
+
+
+@pytest.mark.parametrize("call", ["engine", "user"])
+def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, private):
+    class Hiding(Between):
+        def forward(self, x):
+            self.hidden = torch.tanh(self.a(x))
+            return self.c(torch.tanh(self.b(self.hidden)))
+
+    torch.manual_seed(0)
+    engine, model, *_ = private(Hiding(), loss_reduction="sum")
+    loss = model(data()).square().sum() + model.hidden.square().sum()
+    with pytest.raises(RuntimeError, match="layer 'a' .*weight 0"):
+        engine.backward(loss) if call == "engine" else loss.backward()
+    assert_nothing_is_left(engine, model)
+
+
+def test_losses_of_an_earlier_forward_are_refused(private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between())
+    losses = losses_of(model, data())
+    model(data(30))
+    with pytest.raises(RuntimeError, match="reached by the gradient .* of the last forward pass"):
+        engine.backward(losses)
+    assert_nothing_is_left(engine, model)
+
+
+def test_the_arguments_of_a_repeated_forward_lie_in_memory_as_the_first_ones_do():
+    """Strides and alignment choose kernels, and whether a compiled model is compiled anew."""
+    x = torch.arange(70.0).view(5, 14)
+    for t in (x, x[:, 1:], x.t(), x[:1].expand(5, 14), x[:, :1].expand(5, 3), x[:0], x[:, 3:3]):
+        (copied,) = rehearsal.own_copies([t])
+        assert torch.equal(copied, t) and copied.stride() == t.stride()
+        assert (copied.storage_offset() - t.storage_offset()) % 16 == 0
+        assert not t.numel() or copied.data_ptr() != t.data_ptr()
 
 
 def test_outputs_may_be_changed_in_place_where_a_scalar_is_declared(private):

@@ -213,16 +213,6 @@ def test_frozen_parameters_are_allowed_by_name_and_so_are_those_of_two_names(pri
         step(engine, model, optimizer)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_a_frozen_table_that_the_data_rewrite_is_refused(kind, private):
-    model = Keeping()
-    model.table = kind(7, 5, max_norm=1.0).requires_grad_(False)
-    with pytest.raises(
-        ValueError, match="module 'table' has max_norm=1.0: it changes its weights"
-    ):
-        private(model)
-
-
 def test_fake_quantisation_whose_observers_see_the_data_is_refused(private):
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
