@@ -76,8 +76,8 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         warnings.warn(
             "attention on the CPU, exact sums and noise run in plain PyTorch, for want of their "
-            "C++ kernels: attention takes time and memory as the square of the tokens, sums and noise "
-            f"take some ten times as long: {error}",
+            "C++ kernels: attention takes time and memory as the square of the tokens, sums and "
+            f"noise some ten times as long: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
