@@ -11,9 +11,13 @@ def _real(name: str, value: object) -> float:
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
             "pass a plain int or float"
         )
-    if math.isnan(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
+    if math.isnan(number):
         raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
-    return float(value)
+    return number
 
 
 def positive(**values: object) -> None:
@@ -67,8 +71,10 @@ def error_rate(**values: object) -> None:
 
 
 def whole(least: int, **values: object) -> None:
-    """Refuses what is not an integer of at least `least`."""
+    """Refuses what is not an integer of at least `least`, below 2^63."""
     for name, value in values.items():
+        if isinstance(value, Integral) and not value < 1 << 63:
+            raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(
                 f"{name}={value!r}: expected an integer >= {least}; pass a whole number such as 1"
@@ -78,7 +84,8 @@ def whole(least: int, **values: object) -> None:
 def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
     """Refuses a value that is not among those of its (value, allowed)."""
     for name, (value, allowed) in choices.items():
-        if value not in allowed:
+        # Arrays compare element by element.
+        if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(map(repr, allowed))
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from typing import cast
 
 from . import _validate
 from ._search import least_that_passes
@@ -16,6 +17,7 @@ from .prv import PRVAccountant
 from .rdp import RDPAccountant
 
 __all__ = [
+    "as_accountant",
     "as_phase",
     "create_accountant",
     "epochs_to_steps",
@@ -59,6 +61,24 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
     return ACCOUNTANTS[name](neighboring_relation=neighboring_relation)
 
 
+def as_accountant(accountant: object) -> Accountant:
+    """A new accountant by its name, or the object itself: of ours, or with Opacus' interface.
+
+    Raises:
+        ValueError: it is neither, or there is no accountant of this name.
+    """
+    if isinstance(accountant, str):
+        return create_accountant(accountant)
+    has_interface = all(hasattr(accountant, name) for name in ("history", "step", "get_epsilon"))
+    if isinstance(accountant, type) or not has_interface:
+        kind = accountant.__name__ if isinstance(accountant, type) else type(accountant).__name__
+        raise ValueError(
+            f"accountant={kind}: expected an accountant, with history, step and get_epsilon; pass "
+            f"one, or a name: {', '.join(map(repr, ACCOUNTANTS))}"
+        )
+    return cast(Accountant, accountant)
+
+
 def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
     """The steps of that many passes over the data, a begun step counted whole.
 
@@ -76,9 +96,9 @@ def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
     _validate.positive(epochs=epochs, sample_rate=sample_rate)
     _validate.rate(sample_rate=sample_rate)
     steps = epochs / sample_rate
-    if steps == math.inf:
+    if steps >= 1 << 63:
         raise ValueError(
-            f"epochs={epochs!r}, sample_rate={sample_rate!r}: expected finitely many steps; "
+            f"epochs={epochs!r}, sample_rate={sample_rate!r}: expected fewer than 2^63 steps; "
             "pass fewer epochs or a greater sample_rate"
         )
     nearest = round(steps)
@@ -121,6 +141,7 @@ def get_noise_multiplier(
     _validate.positive(target_epsilon=target_epsilon, sample_rate=sample_rate)
     _validate.probability(target_delta=target_delta)
     _validate.rate(sample_rate=sample_rate)
+    sample_rate = float(sample_rate)
     steps = _number_of_steps(steps, epochs, sample_rate)
     relation = ADD_REMOVE
     if isinstance(accountant, Accountant):
@@ -342,9 +363,7 @@ def as_phase(accountant: object, event: Event) -> tuple[float, float]:
 
 def _meter(accountant: str | Accountant) -> Accountant:
     """A new accountant of that kind, empty."""
-    if isinstance(accountant, str):
-        return create_accountant(accountant)
-    meter = copy.copy(accountant)
+    meter = copy.copy(as_accountant(accountant))
     meter.history = []
     if isinstance(accountant, Accountant):
         meter.events = []

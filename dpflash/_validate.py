@@ -7,6 +7,9 @@ import math
 from collections.abc import Collection
 from numbers import Integral, Real
 
+_LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
+_LEAST_NOISE, _MOST_STD = 2.0**-30, 1e36
+
 
 def _real(name: str, value: object) -> float:
     """The value as a float; refuses booleans, non-numbers and NaN."""
@@ -15,12 +18,13 @@ def _real(name: str, value: object) -> float:
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
             "pass a plain int or float"
         )
-    if math.isnan(value):
-        raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
+    if math.isnan(number):
+        raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
+    return number
 
 
 def positive(**values: object) -> None:
@@ -44,6 +48,38 @@ def finite(**values: object) -> None:
             raise ValueError(f"{name}={value!r}: expected a finite number; pass a bounded one")
 
 
+def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
+    """Refuses a bound and noise which float32 sums cannot hold; without noise, any bound passes.
+
+    Sums of 10^8 samples and noise of 300 standard deviations stay below float32's 3.4e38. The step
+    in which clipped gradients are counted, 2^-30 of the bound, stays above its smallest number,
+    and noise is not less than that.
+    """
+    positive(max_grad_norm=max_grad_norm)
+    non_negative(noise_multiplier=noise_multiplier)
+    finite(noise_multiplier=noise_multiplier)
+    if noise_multiplier == 0:
+        return
+    if not _LEAST_BOUND <= float(max_grad_norm) <= _MOST_BOUND:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} with noise: expected a number between "
+            f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, whose sums float32 holds; scale the losses "
+            "and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
+        )
+    if noise_multiplier < _LEAST_NOISE:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r}: expected 0 or at least {_LEAST_NOISE:.3g}; "
+            "less would be rounded away, so pass 0 for no noise, or more"
+        )
+    if float(noise_multiplier) * float(max_grad_norm) > _MOST_STD:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r} with max_grad_norm={max_grad_norm!r}: "
+            f"expected a product, the noise's standard deviation, of at most {_MOST_STD:g}, which "
+            "leaves float32 room for its tail; pass less noise, or scale the losses and "
+            "max_grad_norm down"
+        )
+
+
 def probability(**values: object) -> None:
     """Refuses what is not a number of the open interval (0, 1)."""
     for name, value in values.items():
@@ -54,8 +90,10 @@ def probability(**values: object) -> None:
 
 
 def positive_int(**values: object) -> None:
-    """Refuses what is not an integer of at least 1."""
+    """Refuses what is not an integer of at least 1, below 2^63."""
     for name, value in values.items():
+        if isinstance(value, Integral) and not value < 1 << 63:
+            raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(
                 f"{name}={value!r}: expected an integer >= 1; pass a whole number such as 1"
@@ -65,6 +103,7 @@ def positive_int(**values: object) -> None:
 def one_of(**choices: tuple[object, Collection[object]]) -> None:
     """Refuses a value outside of its allowed ones: ``one_of(clipping=(value, ("flat",)))``."""
     for name, (value, allowed) in choices.items():
-        if value not in allowed:
+        # Arrays and tensors compare element by element.
+        if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")

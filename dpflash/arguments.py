@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+
+from dpflash.kernels import exact_slots, grid_of
 
 from ._validate import one_of, positive, positive_int
 from .attach import owners, tileable
 from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
 from .optimizer import PrivateOptimizer
 from .sampling import SAMPLINGS, PublicSize
+
+# Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
+_MOST_NOISE = 2.0**14
 
 # Arguments of peers that have no counterpart here.
 _REFUSED = {
@@ -35,6 +41,7 @@ def sampling_of(
 ) -> str:
     """The sampler that the arguments ask for together."""
     one_of(sampling=(sampling, (None, *SAMPLINGS)))
+    one_of(poisson_sampling=(poisson_sampling, (True, False)))
     if sampling not in (None, "shuffled") and not poisson_sampling:
         raise ValueError(
             f"sampling={sampling!r} with poisson_sampling=False, which asks for the loader's own "
@@ -55,6 +62,47 @@ def sampling_of(
                 "never larger than batch_size; leave it out"
             )
     return chosen
+
+
+def check_exact(
+    exact: bool | str, way: str, noise_multiplier: float, max_grad_norm: float
+) -> None:
+    """Refuse what cannot be summed or noised on the grid.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if exact not in ("auto", True, False) or not isinstance(exact, bool | str):
+        raise ValueError(f"exact={exact!r}: expected 'auto', True or False")
+    if exact is True and way not in ("auto", "stored"):
+        raise ValueError(
+            f"exact=True with way={way!r}, which never holds a sample's gradient and rounds the "
+            "sum; leave way='auto', or exact='auto'"
+        )
+    if exact is True and math.isinf(max_grad_norm):
+        raise ValueError("exact=True with max_grad_norm=inf, which has no grid; give a bound")
+    if noise_multiplier >= _MOST_NOISE:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r}: expected less than {_MOST_NOISE:g}, up to "
+            "which noise is exact in float64"
+        )
+
+
+def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
+    """Refuse batches whose sums could leave what float64 holds exactly.
+
+    Raises:
+        ValueError: naming batch_size.
+    """
+    if math.isinf(max_grad_norm):
+        return
+    most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
+    # No draw is twice as large as a large batch.
+    if 2 * expected_batch_size + 4096 > most:
+        raise ValueError(
+            f"data_loader.batch_size={expected_batch_size:g}: expected at most "
+            f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
+        )
 
 
 def public_size_of(

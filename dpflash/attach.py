@@ -40,6 +40,12 @@ def check_module(name: str, module: nn.Module) -> None:
             f"module '{name}' is {type(module).__name__} with track_running_stats=True: its "
             "statistics mix samples and leave the model unprotected. Set it to False"
         )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise ValueError(
+            f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it "
+            "rewrites the rows that the data look up, trainable or not, so they would leave "
+            "without noise. Set max_norm=None"
+        )
     own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
     if own:
         _check_owner(name, module, own)
@@ -62,11 +68,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
-        if module.max_norm is not None:
-            raise ValueError(
-                f"module '{name}' has max_norm={module.max_norm}: it changes its weights as it "
-                "reads the data. Set max_norm=None"
-            )
         for flag in ("scale_grad_by_freq", "sparse"):
             if getattr(module, flag):
                 raise ValueError(

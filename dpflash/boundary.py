@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dpflash.kernels import gaussian_noise_, squared_norm
+from dpflash.kernels import gaussian_noise_, grid_of, squared_norm
+from dpflash.kernels.grid import truncated
 
 from . import _validate
 from .clipping import clip_factors
@@ -89,18 +91,18 @@ class Boundary:
         noise_multiplier: sigma; the noise on every coordinate has standard deviation sigma C.
 
     Raises:
-        ValueError: max_grad_norm is not positive and finite, or noise_multiplier negative or
-            infinite.
+        ValueError: max_grad_norm is not positive and finite, noise_multiplier negative or
+            infinite, or float32 has no room for the noise.
     """
 
     max_grad_norm: float
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        _validate.positive(max_grad_norm=self.max_grad_norm)
+        _validate.noise_fits(
+            max_grad_norm=self.max_grad_norm, noise_multiplier=self.noise_multiplier
+        )
         _validate.finite(max_grad_norm=self.max_grad_norm)
-        _validate.non_negative(noise_multiplier=self.noise_multiplier)
-        _validate.finite(noise_multiplier=self.noise_multiplier)
 
 
 def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
@@ -123,6 +125,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Raises:
         ValueError: x has no batch dimension or is not floating point, or a number is not as
             `Boundary` wants it.
+        RuntimeError: the function is compiled, or a CUDA stream is capturing in the backward:
+            a replay would repeat the noise.
 
     Guarantees:
         Private is the release of this gradient, to a party that sees nothing else which depends
@@ -144,6 +148,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
 def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors `[B, ...]`, behind one boundary: the norm is over all of them together."""
     for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x={type(x).__name__}: expected a tensor [B, ...]")
         if x.ndim == 0 or not x.is_floating_point():
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
@@ -195,23 +201,27 @@ def _release(
     boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
-    factors = clip_factors(squares, boundary.max_grad_norm)
-    std = boundary.noise_multiplier * boundary.max_grad_norm
+    bound = float(boundary.max_grad_norm)
+    factors = clip_factors(squares, bound)
+    std = float(boundary.noise_multiplier) * bound
     if off is not None and off.active:
         std = 0.0
+    grid = grid_of(boundary.max_grad_norm)
     step = next(_releases)
     return tuple(
-        _clipped_and_noised(grad, factors, std, step, number) for number, grad in enumerate(grads)
+        _clipped_and_noised(grad, factors, std, grid, step, number)
+        for number, grad in enumerate(grads)
     )
 
 
 def _clipped_and_noised(
-    grad: Tensor, factors: Tensor, std: float, step: int, number: int
+    grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
 ) -> Tensor:
-    """``c_i dx_i`` plus noise, rounded once to the gradient's dtype."""
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    weights = factors.to(dtype).view(-1, *[1] * (grad.ndim - 1))
-    clipped = (grad.to(dtype) * weights).masked_fill(weights == 0, 0.0).contiguous()
+    """``c_i dx_i`` on the grid plus noise on it, rounded once to the gradient's dtype."""
+    weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
+    clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
+    clipped = truncated(clipped, grid).contiguous()
     if std > 0:
-        gaussian_noise_(clipped, std=std, key=_key, step=step, parameter_id=number)
+        std = math.nextafter(std, math.inf)
+        gaussian_noise_(clipped, std=std, grid=grid, key=_key, step=step, parameter_id=number)
     return clipped.to(grad.dtype)

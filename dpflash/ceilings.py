@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from dpflash.kernels.owned_folder import OwnedFolder
+
 FORMAT = 1
 
 
@@ -141,11 +143,9 @@ def save_measured(entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """
     path = cache_path()
     held = {"format": FORMAT, "devices": {**_read(path), **entries}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed in one piece: another process reads the old file or the new one.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    # The kernels that native.py compiles are kept in the same folder.
+    folder = OwnedFolder(path.parent, make=True)
+    folder.write(path.name, (json.dumps(held, indent=2) + "\n").encode())
     forget()
     return path
 
@@ -160,7 +160,8 @@ def forget() -> None:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The file's entries by device name; none where it is missing or of no use."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        os.lstat(path)  # without a file there is nothing to say about its folder
+        held = json.loads(OwnedFolder(path.parent).read(path.name))
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
         devices = held.get("devices")

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from dpflash.kernels.reference import ROUND_DOWN, hard_clip_factors
+from dpflash.kernels.reference import FP64_SLACK, hard_clip_factors, rounded_down
 
 # gamma of automatic clipping, as in its paper.
 _STABILITY = 0.01
@@ -19,7 +18,7 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     """c_i = min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic", rounded down.
 
     Args:
-        squared_norms: [B], fp64, the n_i^2.
+        squared_norms: [B], fp64, upper bounds of the n_i^2, see `squared_norm`.
         bound: clipping bound, in the units of the norms.
         function: "hard" or "automatic"; the latter needs a finite bound.
 
@@ -29,15 +28,13 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
         [B], fp32. A non-finite norm gives 0, as does one so large that c_i would be subnormal.
 
     Guarantees:
-        c_i n_i <= bound in fp32 arithmetic; c_i depends on sample i alone.
+        c_i n_i <= bound in real arithmetic; c_i depends on sample i alone.
     """
     squares = squared_norms.double()
     if function == "hard":
         return hard_clip_factors(squares, bound)
     norms = squares.sqrt()
-    factors = bound / (norms + _STABILITY) * ROUND_DOWN
-    usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
-    return torch.where(usable, factors, 0.0).float()
+    return rounded_down(bound / (norms + _STABILITY) * (1 - 2 * FP64_SLACK))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpflash.kernels import (
-    NoiseStream,
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
@@ -44,23 +42,27 @@ class ContextGate(Gate):
         self._shares: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._mixed: list[Tensor] = []
+        self._is_settled = False
 
-    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
         """See `Gate.take_linear`; what it returns has been taken already."""
-        self._enter()
-        self._take(position, per_sample_grad(x, dy))
+        self._only_seen(position, *((x, dy) if swapped else (dy, x)))
+        if self.owner.mode != "prove":
+            self._take(position, per_sample_grad(x, dy))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_embedding`."""
-        self._enter()
-        self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
+        self._only_seen(position, dy, indices)
+        if self.owner.mode != "prove":
+            self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
         """See `Gate.take_tiled`: its gradient goes to the handle."""
-        self._enter()
-        return False
+        return self._only_seen(position, *use.rows)
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from all shares of all workers."""
@@ -79,28 +81,35 @@ class ContextGate(Gate):
         self._shares = {}
         self._taken = set()
         self._mixed = []
+        self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
         """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
         share = self._share(position, grad)
-        if self._single(position) and self.owner.mode == "norms":
-            squares = squared_norm(share)
-            self.squares = squares if self.squares is None else self.squares + squares
-        elif self._single(position) and self.owner.mode == "sum":
-            self._sums[position] = clip_reduce(share, self.owner.factors)
-        else:
+        mode = self.owner.mode
+        if mode not in ("norms", "sum") or not self._single(position):
             self._add_share(position, share)
+            return
+        if mode == "sum":
+            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.owner.grid)
+            if not self.owner.norms_again:
+                return
+        squares = squared_norm(share)
+        self.squares = squares if self.squares is None else self.squares + squares
 
     def _add_share(self, position: int, share: Tensor) -> None:
         held = self._shares.get(position)
         self._shares[position] = share if held is None else held + share
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Take what reached the handles by autograd; zeros for what got no gradient here.
+        """Take what reached the handles by autograd, once; zeros for what got no gradient here.
 
         Raises:
             RuntimeError: gradients of different parameters met.
         """
+        if self._is_settled:
+            return
+        self._is_settled = True
         refuse_mixed(self._mixed)
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
@@ -122,15 +131,12 @@ class ContextGate(Gate):
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
         total, share = self._sums.get(position), self._shares.get(position)
-        noise = self._noise(position, parameter)
         if share is not None:
-            own = clip_reduce(share, factors, noise=noise)
+            own = clip_reduce(share, factors, grid=self.owner.grid)
             total = own if total is None else total + own
-        else:
-            # `_settle` left no parameter out.
-            assert total is not None
-            if noise is not None:
-                noise.add_to_(total)
+        # `_settle` left no parameter out.
+        assert total is not None
+        self.owner.held_for(parameter)
         return self.owner.deposit(parameter, self._whole(position, total))
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
@@ -140,18 +146,18 @@ class ContextGate(Gate):
         share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        matrix = owner.rows.only(share).view(self.batch_size, share.shape[1] // width, width)
-        total, factors = share.new_zeros(0), share.new_ones(self.batch_size, 0)
+        own = owner.rows.only(share) * scale
+        matrix = own.view(self.batch_size, share.shape[1] // width, width)
+        dtype = share.dtype if owner.grid is None else torch.float64
+        total, factors = share.new_zeros(0, dtype=dtype), share.new_ones(self.batch_size, 0)
         if matrix.shape[1]:
-            bound = self._tile_bound(matrix.shape[1]) / scale
-            total, factors = block_clip_reduce(matrix, bound, return_factors=True)
-        total = total.flatten() * scale
-        noise = self._noise(0, parameter)
-        if noise is not None:
-            noise.add_to_(total)
+            total, factors = block_clip_reduce(
+                matrix, self._tile_bound(matrix.shape[1]), grid=owner.grid, return_factors=True
+            )
         owner.note(None, self._least(factors))
-        whole = self._whole(0, total)
+        whole = self._whole(0, total.flatten())
         self.reset()
+        owner.held_for(parameter)
         return [owner.deposit(parameter, whole)]
 
     def _tile_bound(self, rows: int) -> float:
@@ -199,11 +205,6 @@ class ContextGate(Gate):
         padded = F.pad(share.flatten(), (0, size - share.numel()))
         whole = workers.all_gather(padded, self._group, "clipped sums of all workers' shares")
         return whole.flatten()[: parameter.numel()].view(parameter.shape)
-
-    def _noise(self, position: int, parameter: nn.Parameter) -> NoiseStream | None:
-        """The noise of this worker's share."""
-        noise = self.owner.noise_for(parameter)
-        return None if noise is None else replace(noise, offset=self._cut(position)[0])
 
     def _least(self, factors: Tensor) -> Tensor:
         """`[B]`: the least factor of each sample over all workers' tiles `[B, tiles]`."""

@@ -9,7 +9,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader
 from dpflash.accounting import Accountant, Event, Gaussian, Interval
 
 from . import checkpoint, sharded_checkpoint
-from ._validate import finite, non_negative, one_of, positive, positive_int, probability
+from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .arguments import (
+    check_exact,
+    check_slots,
     make_groups,
     public_size_of,
     refuse_keywords,
@@ -34,6 +36,7 @@ from .attach import attach, check_model, detach
 from .budget import BudgetSpent, PrivacyBudget
 from .check import CheckReport, run_check
 from .clipping import Group
+from .collating import refuse_mixing
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .gate import Gate, PrivateBackward
@@ -52,12 +55,14 @@ from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .proof import Proof, allow_second_backwards
 from .public_facts import PublicFacts
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
 from .streams import derive_key, master_key
 from .tracker import BatchTracker
+from .unchanged import Unchanged, check_allowed
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
@@ -195,6 +200,9 @@ class PrivacyEngine:
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
+        exact: bool | str = "auto",
+        verify_first_batch: bool = True,
+        allow_buffers: Sequence[str] = (),
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -203,9 +211,13 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, of all workers together.
+                privacy unit, batch_size the expected batch size, of all workers together. The
+                dataset and collate_fn must make each row of its own entry alone: a collate_fn
+                that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
+                cannot be.
             noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
-            max_grad_norm: L2 bound C of one sample's gradient over all parameters.
+            max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise
+                between 1e-30 and 1e30.
             clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
                 an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
                 weight, and one a parameter elsewhere, C^2 shared by number of elements). None
@@ -251,6 +263,26 @@ class PrivacyEngine:
                 "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
                 per_layer clipping, and torch.compile). `engine.optimization` tells what was
                 changed, and what was left out; epsilon never is.
+            exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm)
+                - 30), wherever per-sample gradients are at hand (way "stored", tiles, layers
+                other than linear ones and tables), and never changes the way. True takes ways
+                that are exact for all parameters; False sums in float32 everywhere. Noise is
+                exact in all three. `engine.plan()` and `engine.rounded_sums` say what was.
+            verify_first_batch: prove on the first batch that the model keeps its samples apart,
+                see below. False leaves that out, and `engine.verified` says so.
+            allow_buffers: names of buffers and frozen parameters that the forward may change,
+                since you vouch that they hold nothing of the data (a counter of steps). All
+                others are compared, and a change is refused.
+
+        The proof of the first batch is one more forward and one more backward. In the backward a
+        random half of the losses has weight 0: each layer must then see zeros for these samples,
+        and the same gradients as before for the others. In the forward most samples are replaced:
+        what each layer gets for the others, and what the model returns, must not change. Sorted
+        rows, statistics of the batch, scales and routing across samples are refused by the
+        layer's name. It is done again where layers run that did not run before, and where
+        training flags change; with less than 16 samples, or gradients that are all zero, it goes
+        on with the next batches. Of a scalar loss (loss_reduction) the rows of its gradient at
+        the model's outputs are weighted, so what makes the scalar of them is not proven.
 
         Batches of the private loader have a public number of rows, and a sample's row is secret
         and does not depend on the others, so a sample more changes none of the kernels that round
@@ -272,16 +304,14 @@ class PrivacyEngine:
         """
         if unknown:
             refuse_keywords(unknown, self.make_private)
-        non_negative(noise_multiplier=noise_multiplier)
-        finite(noise_multiplier=noise_multiplier)
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         if isinstance(max_grad_norm, list | tuple):
             raise ValueError(
                 f"max_grad_norm={max_grad_norm!r}: expected one number; clipping='per_layer' "
                 "gives each layer an equal share of it"
             )
-        positive(max_grad_norm=max_grad_norm)
-        if noise_multiplier > 0:
-            finite(max_grad_norm=max_grad_norm)
+        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
         one_of(optimize=(optimize, LEVELS))
         one_of(way=(way, ("auto", *WAYS)))
         asked_clipping = clipping
@@ -289,6 +319,7 @@ class PrivacyEngine:
         one_of(clipping=(clipping, CLIPPINGS))
         one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
         one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
+        one_of(verify_first_batch=(verify_first_batch, (True, False)))
         if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
             raise ValueError(
                 f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
@@ -297,6 +328,7 @@ class PrivacyEngine:
             )
         if clipping != "flat" and way != "auto":
             raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
+        check_exact(exact, way, noise_multiplier, max_grad_norm)
         if optimize == "none" and way not in ("auto", "stored"):
             raise ValueError(
                 f"way={way!r} with optimize='none', where each layer keeps its per-sample "
@@ -338,6 +370,8 @@ class PrivacyEngine:
                 public_size=public_size,
                 public_length=public_length,
             )
+            check_slots(loader.expected_batch_size, max_grad_norm)
+            refuse_mixing(data_loader)
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
@@ -350,6 +384,7 @@ class PrivacyEngine:
                 refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
                 refuse_coarse_mean(f"optimize={optimize!r}" if optimization.autocast else None)
             groups = make_groups(module, trained, clipping)
+            check_allowed(module, trained, allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
         trained, loader, groups, entries, planned, optimization = self._workers.on_all(
@@ -358,7 +393,7 @@ class PrivacyEngine:
         backward = PrivateBackward(
             groups,
             names={p: n for n, p in module.named_parameters()},
-            way="stored" if optimize == "none" else way,
+            way="stored" if optimize == "none" or exact is True else way,
             memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
             public_batch_size=planned,
             loss_reduction=loss_reduction,
@@ -367,6 +402,7 @@ class PrivacyEngine:
             workers=self._workers,
             gate_type=Gate if self._workers.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
+            exact=exact is not False,
         )
         self._workers.agree(
             "make_private",
@@ -377,11 +413,14 @@ class PrivacyEngine:
                 "clip_function": clip_function,
                 "way": way,
                 "optimize": optimize,
+                "exact": exact,
                 "sampling": self._sampling_of(loader),
                 "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
                 "physical_batch_size": physical_batch_size,
                 "loss_reduction": loss_reduction,
                 "budget": budget,
+                "verify_first_batch": verify_first_batch,
+                "allow_buffers": sorted(allow_buffers),
                 "parameters": [(backward.names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
@@ -425,6 +464,17 @@ class PrivacyEngine:
             )
         for parameter in trained:
             parameter.grad = None
+        unchanged = Unchanged(module, trained, allow_buffers)
+        backward.changed = unchanged.before_backward
+        backward.proof = Proof(
+            module.modules(),
+            device=trained[0].device,
+            group=backward.meeting,
+            context=self._workers.context,
+            is_on=verify_first_batch,
+        )
+        if verify_first_batch:
+            allow_second_backwards()
         attach(module, backward)
 
         def place() -> tuple[object, ...]:
@@ -432,7 +482,9 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, self._noise_key, place)
-        self._leveled = LeveledForward(module, backward, optimization, masks, loader.order)
+        self._leveled = LeveledForward(
+            module, backward, optimization, unchanged, masks, loader.order
+        )
         self._leveled.put()
         _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker
@@ -466,6 +518,9 @@ class PrivacyEngine:
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
         optimize: str = DEFAULT_LEVEL,
+        exact: bool | str = "auto",
+        verify_first_batch: bool = True,
+        allow_buffers: Sequence[str] = (),
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` passes.
@@ -541,6 +596,9 @@ class PrivacyEngine:
             memory_budget=memory_budget,
             budget=budget,
             optimize=optimize,
+            exact=exact,
+            verify_first_batch=verify_first_batch,
+            allow_buffers=allow_buffers,
         )
         if budget is None:
             self._spending.delta = target_delta
@@ -711,6 +769,22 @@ class PrivacyEngine:
             raise ValueError("optimization before make_private: there is no private model yet")
         return self._leveled.optimization
 
+    @property
+    def verified(self) -> bool | str:
+        """Whether real batches have proven that the model keeps its samples apart.
+
+        True, or False where make_private(verify_first_batch=False) left that out; "pending" until
+        enough samples were seen, and every layer that ran had gradients that are not zero;
+        "gradients" where only these are proven, since no call of the model itself was seen in
+        which samples could be replaced (its layers are called one by one, or it went through
+        your own torch.compile). It depends on the data no more than a refusal does.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        backward, _ = self._require_private("verified")
+        return backward.proof.verified
+
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.
 
@@ -749,6 +823,19 @@ class PrivacyEngine:
             is_declared=self._loader.has_public_size,
         )
 
+    @property
+    def rounded_sums(self) -> tuple[str, ...]:
+        """Names of the parameters whose sums were rounded in float32 in some batch so far.
+
+        Of all others each sum was exact: one sample moves it by at most its bound in real
+        arithmetic, whatever the order of the samples.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        backward, _ = self._require_private("rounded_sums")
+        return tuple(sorted(backward.rounded))
+
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
         if self._backward is None or self._optimizer is None:
             raise ValueError(f"{method}() before make_private: there is no private model yet")
@@ -764,7 +851,12 @@ class PrivacyEngine:
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
-        assert self._leveled is not None
+        assert self._leveled is not None and self._leveled.unchanged is not None
+        refusal = self._leveled.unchanged.refusal()
+        if refusal is not None:
+            warnings.warn(
+                f"the model that is given back is not for release: {refusal}", stacklevel=2
+            )
         self._leveled.remove()
         detach(model)
         part(model)
@@ -797,11 +889,14 @@ class PrivacyEngine:
         Raises:
             ValueError: extra holds what could not be read again; path is a folder where a file
                 is to be written, or the reverse.
-            RuntimeError: another worker failed, as its message says; the checkpoint before this
+            RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
+                or another worker failed, as its message says; the checkpoint before this
                 one is as it was.
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
+        assert self._leveled is not None and self._leveled.unchanged is not None
+        self._workers.on_all("save_checkpoint", self._leveled.unchanged.compare)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(extra),

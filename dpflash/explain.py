@@ -71,6 +71,7 @@ class PlannedUse:
         seconds: predicted, the ordinary weight gradient's product included.
         share: its part of the predicted seconds of all parameters listed, 0 to 1.
         why: in words.
+        exact: whether the clipped sum is exact, or rounded in float32.
     """
 
     parameter: str
@@ -81,6 +82,7 @@ class PlannedUse:
     seconds: float
     share: float
     why: str
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,11 @@ class ClippingPlan:
         return len(self.uses)
 
     def __str__(self) -> str:
-        rows = [("way", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows = [("way", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
         rows += [
             (
                 u.way,
+                "exact" if u.exact else "rounded",
                 f"{u.flops / 1e6:.1f}",
                 f"{u.moved_bytes / 2**20:.1f}",
                 f"{u.memory_bytes / 2**20:.1f}",
@@ -166,11 +169,12 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
             name = backward.names[backward.groups[group].parameters[position]]
             tiled = backward.groups[group].tiled
             asked = backward.way != "auto"
-            uses.append(
+            use = (
                 _explain_tiles(name, of_parameter, planned.ceilings)
                 if tiled
                 else _explain(name, of_parameter, way, planned.ceilings, asked)
             )
+            uses.append(replace(use, exact=backward.exact and (tiled or way == "stored")))
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),

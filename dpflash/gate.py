@@ -13,22 +13,25 @@ gate instead (see `planner`), and autograd still tells when the last use is thro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dpflash.kernels import (
     NoiseStream,
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
+    grid_of,
     per_sample_grad,
     squared_norm,
 )
+from dpflash.kernels.reference import rounded_down
 
 from ._validate import positive
 from .ceilings import ceilings_for
@@ -43,11 +46,28 @@ from .precision import (
     refuse_coarse_products,
     without_autocast,
 )
+from .proof import OFF
+from .rehearsal import ForwardRows
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
 from .slots import RealRows
-from .workers import agree
+from .twice import BackwardsDiffer, First, Second
+from .watch import Watch, refuse_together
+from .workers import agree, gather_rows
 
+# In these a gate does what its plan says. "prove" only looks.
+_CLIPS = ("clip", "prove")
+# What `aside` puts back.
+_OF_A_PASS = (
+    "_gates",
+    "_used",
+    "_shared",
+    "_batch_size",
+    "_stale",
+    "_call",
+    "last_shapes",
+    "_shapes_generation",
+)
 _SHARED = (
     "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
     "layer that got the batch; elsewhere expand it"
@@ -116,6 +136,24 @@ class Gate:
         owner.refuse_coarse_products(self.device.type)
         self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, group.parameters))
 
+    @property
+    def index(self) -> int:
+        """Number of its group."""
+        return self.owner._index[id(self.group)]
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+        return len(self.group.parameters)
+
+    def layer_of(self, position: int) -> str:
+        """Dotted name of the module of a parameter."""
+        return self.owner.layer_of(self.group.parameters[position])
+
+    def is_dense(self, position: int) -> bool:
+        """Whether the gradient at the handle has a use in it that leaves nothing with the gate."""
+        return position not in self.shapes or position in self._dense
+
     def register(self, position: int, shape: LinearShape) -> None:
         """Note a use of a matrix parameter, so that its way can be planned."""
         self.shapes.setdefault(position, []).append(shape)
@@ -126,13 +164,19 @@ class Gate:
         """Note a use whose per-sample gradient reaches the handle by autograd alone."""
         self._dense.add(position)
 
-    def take_linear(self, position: int, x: Tensor, dy: Tensor) -> Tensor | None:
-        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient."""
-        self._enter()
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
+        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient.
+
+        Where they are `swapped`, for a transposed weight, x is what the losses' gradient makes.
+        """
+        if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
+            return None
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(self._rows(position), linear=[(x, dy)]))
-        elif mode == "clip" and not self.group.tiled and self._way(position) == "stored":
+        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "stored":
             return per_sample_grad(x, dy)
         else:
             self._keep(position).linear.append((x, dy))
@@ -140,12 +184,13 @@ class Gate:
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """A look-up: indices [B, T], dy [B, T, E]. Returns the handle's gradient."""
-        self._enter()
+        if self._only_seen(position, dy, indices):
+            return None
         mode = self.owner.mode
         rows = self._rows(position)
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(rows, embedding=[(indices, dy)]))
-        elif mode == "clip" and self._way(position) == "stored":
+        elif mode in _CLIPS and self._way(position) == "stored":
             return embedding_per_sample_grad(indices, dy, rows)
         else:
             self._keep(position).embedding.append((indices, dy))
@@ -153,9 +198,10 @@ class Gate:
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
         """A use that makes its gradient anew. False: return it to the handle instead."""
-        self._enter()
+        if self._only_seen(position, *use.rows):
+            return True
         mode = self.owner.mode
-        if mode == "clip" and self._way(position) == "stored":
+        if mode in _CLIPS and self._way(position) == "stored":
             return False
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(self._rows(position), tiled=[use]))
@@ -179,6 +225,13 @@ class Gate:
             self.reset()
             self._task = task
 
+    def _only_seen(self, position: int, *rows: Tensor) -> bool:
+        """Show a use's rows to the watches; whether that is all that the backward is for."""
+        self._enter()
+        for watch in self.owner.watches:
+            watch.use(self, position, rows)
+        return self.owner.mode == "prove" and position not in self._dense
+
     def _single(self, position: int) -> bool:
         """Whether a use is the parameter's only one, so that there is no cross term."""
         return len(self.shapes[position]) == 1 and position not in self._dense
@@ -198,7 +251,8 @@ class Gate:
         """A pass of two, and the parameter's only use: nothing needs to be kept."""
         if self.owner.mode == "sum":
             self._sums[position] = use.clipped(self.owner.factors, self.bound)
-            return
+            if not self.owner.norms_again:
+                return
         squares = use.squared_norm()
         self.squares = squares if self.squares is None else self.squares + squares
 
@@ -221,6 +275,7 @@ class Gate:
         """The backward of the gate: per-sample gradients in, clipped sums out."""
         self._enter()
         self.owner.arrived(self)
+        self.owner.compare(self, grads)
         if self.group.tiled:
             return self._finish_tiles(grads[0])
         factors = self._factors(grads)
@@ -249,53 +304,58 @@ class Gate:
         squares = self.finish_norms(grads) * scale**2
         factors = owner.rows.only(clip_factors(squares, self.bound, owner.clip_function))
         owner.note(squares, factors)
-        return factors * scale
+        return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
-        """The clipped sum of one parameter; what comes last to it brings the noise along."""
+        """The clipped sum of one parameter, handed to its owner."""
+        owner = self.owner
         total, kept = self._sums.get(position), self._kept.get(position)
-        if total is None and kept is None and grad is None:
+        if kept is not None:
+            own = kept.clipped(factors, self.bound)
+            total = own if total is None else total + own
+        if grad is None and total is None:
             self._deposit_nothing(parameter)
             return None
-        noise = self.owner.noise_for(parameter)
-        if kept is not None:
-            own = kept.clipped(factors, self.bound, noise if grad is None else None)
-            total = own if total is None else total + own
-        if grad is not None:
-            own = clip_reduce(grad, factors, noise=noise)
-            total = own if total is None else total + own
-        assert total is not None
-        if grad is None and kept is None and noise is not None:
-            noise.add_to_(total)
-        return self.owner.deposit(parameter, total)
+        into = owner.held_for(parameter)
+        if total is not None or owner.grid is None:
+            owner.rounded.add(owner.names[parameter])
+        if grad is None:
+            assert total is not None
+            return owner.deposit(parameter, total)
+        if total is not None:
+            return owner.deposit(parameter, total + clip_reduce(grad, factors, grid=owner.grid))
+        noise = owner.noise_to_fuse(parameter)
+        if noise is not None:
+            total = clip_reduce(grad, factors, grid=owner.grid, noise=noise)
+            return owner.deposit(parameter, total, noised=True)
+        total = clip_reduce(grad, factors, grid=owner.grid, into=into)
+        return owner.deposit(parameter, total)
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         """`finish` for the one parameter of a group that is clipped tile by tile."""
         owner = self.owner
         (parameter,) = self.group.parameters
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
-        bound = self.bound / scale
         kept = self._kept.get(0)
         if kept is None and grad is None:
             self._deposit_nothing(parameter)
             return [None]
-        noise = owner.noise_for(parameter)
-        fused = noise if scale == 1 else None
+        into = owner.held_for(parameter)
+        if owner.grid is None:
+            owner.rounded.add(owner.names[parameter])
         if kept is not None and grad is None:
             # Factors are made tile by tile, so padding rows lose their gradients instead.
             kept.linear = [(x, owner.rows.only(dy)) for x, dy in kept.linear]
-            total, factors = kept.block_clipped(bound, fused)
+            total, factors = kept.block_clipped(self.bound, owner.grid, into, scale=scale)
         else:
             assert grad is not None
             dense = owner.rows.only(grad if kept is None else grad + kept.dense())
-            total, factors = block_clip_reduce(dense, bound, return_factors=True, noise=fused)
+            total, factors = block_clip_reduce(
+                dense * scale, self.bound, grid=owner.grid, into=into, return_factors=True
+            )
         owner.note(None, factors.amin(1))
-        if scale != 1:
-            total = total * scale
-            if noise is not None:
-                noise.add_to_(total)
         self.reset()
         return [owner.deposit(parameter, total)]
 
@@ -324,10 +384,13 @@ class PrivateBackward:
     Attributes:
         groups: the clipping groups.
         names: dotted name of each parameter.
-        sums: for each parameter the clipped sum of the logical batch so far, fp32 or wider, over
-            the samples of this worker; of a sharded parameter this worker's rows, over those of
-            all. Only gates write here and only this is ever released, so that an ordinary
-            gradient which reached `parameter.grad` by another road cannot be.
+        sums: for each parameter the clipped sum of the logical batch so far, over the samples of
+            this worker; of a sharded parameter this worker's rows, over those of all. fp64, exact
+            multiples of the grid, where per-sample gradients were at hand, else rounded, fp32 or
+            wider; with noise fp32. Only gates write here and only this is ever released, so that
+            an ordinary gradient which reached `parameter.grad` by another road cannot be.
+        rounded: names of the parameters of which some sum was rounded.
+        grid: what exact sums are multiples of; None where sums are rounded.
         workers: this process and its peers.
         is_sharded: whether of some parameter this worker holds a part only.
         public_batch_size: samples of a physical batch for which memory_budget shall last; never
@@ -340,6 +403,12 @@ class PrivateBackward:
         place: (draw, part) of the physical batch at hand, None when it is not ours.
         rows: which rows of that batch are samples; the others are given the factor 0.
         convolves: whether the model has modules that convolve, for which cudnn rounds by default.
+        proof: whether the model keeps samples apart, as far as it is proven.
+        watches: what sees the uses of the backward under way.
+        forward_rows: what notes the layers' inputs in the forward under way; None for nothing.
+        changed: why nothing may be released, where something else than sums is not as it was.
+        norms_again: whether a pass that sums also norms.
+        compiled: whether the forward goes through this library's own torch.compile.
     """
 
     def __init__(
@@ -356,6 +425,7 @@ class PrivateBackward:
         workers: Workers | None = None,
         gate_type: type[Gate] = Gate,
         convolves: bool = False,
+        exact: bool = True,
     ):
         self.groups = list(groups)
         self.workers = workers or Workers()
@@ -372,10 +442,18 @@ class PrivateBackward:
             id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group.parameters)
         }
         self.mode = "clip"
+        self.proof = OFF
+        self.watches: tuple[Watch, ...] = ()
+        self.forward_rows: ForwardRows | None = None
+        self.changed: Callable[[], str | None] = lambda: None
+        self.norms_again = False
+        self.compiled = False
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._mixed: list[Tensor] = []
         self.bound_source: Callable[[], float] = lambda: float("inf")
         self.bound = float("nan")
+        self.exact = exact
+        self.rounded: set[str] = set()
         self.batch_hint: int | None = None
         self.before_backward: Callable[[int], None] = lambda batch_size: None
         self.begin_release: Callable[[], Release | None] = lambda: None
@@ -411,19 +489,34 @@ class PrivateBackward:
     # Forward
 
     @contextmanager
-    def call(self, sizes: frozenset[int]) -> Iterator[None]:
+    def call(self, sizes: frozenset[int]) -> Iterator[bool]:
         """A call of the model itself, given tensors with these first dimensions.
 
         B is told anew in each: what another call left, differentiated or not, tells nothing.
+        Yields whether it is a call from outside: not from the model itself, nor in a backward.
         """
         if self._call is not None or _recomputing():
-            yield
+            yield False
             return
         self._call = _Call(sizes)
+        self.watches = self.proof.resting
+        try:
+            yield True
+        finally:
+            self._call = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A forward which is no part of the pass under way, and leaves nothing."""
+        held = {name: getattr(self, name) for name in _OF_A_PASS}
+        self._gates, self._used, self._shared = {}, {}, set()
+        self._call, self._stale = None, True
         try:
             yield
         finally:
-            self._call = None
+            self._release_gates()
+            for name, value in held.items():
+                setattr(self, name, value)
 
     def batch_size_for(self, x: Tensor, name: str) -> int:
         """B of the pass to which an operation of module `name` on x belongs.
@@ -457,6 +550,11 @@ class PrivateBackward:
             f"entries in the first dimension, {why}. Give each layer inputs whose first dimension "
             f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
         )
+
+    @property
+    def used(self) -> Collection[str]:
+        """Names of the modules that ran in the pass under way."""
+        return self._used.keys()
 
     def known_batch_size(self) -> int | None:
         """B where an operation of this call has told it, or the compiler has to be told."""
@@ -544,15 +642,22 @@ class PrivateBackward:
         """Run the backward of [B] losses, or of a scalar where loss_reduction is declared."""
         self._in_backward = True
         self._expected_size = losses.shape[0] if losses.ndim else None
+        self.watches = self.proof.resting
         try:
             self.refuse_coarse_use(losses)
             self._begin()
             gates = list(self._gates.values())
             twice = len(self.groups) == 1 and bool(gates) and self._two_pass(gates[0])
-            if self._meet(twice):
-                self._backward_twice(losses, gates[0])
+            twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
+            seed = torch.ones_like(losses)
+            if self.loss_reduction == "mean":
+                seed /= max(1, losses.numel())
+            if proving:
+                self._prove([losses], [seed], len(losses))
+            if twice:
+                self._backward_twice(losses, seed, gates[0])
             else:
-                (losses.mean() if self.loss_reduction == "mean" else losses.sum()).backward()
+                torch.autograd.backward(losses, seed)
             if not self._arrived:
                 raise RuntimeError(
                     "losses did not reach any private layer: no parameter got a gradient. Compute "
@@ -563,26 +668,39 @@ class PrivateBackward:
             raise
         finally:
             self.mode = "clip"
+            self.watches = self.proof.resting
+            self.norms_again = False
             self._summing = None
             self._in_backward = False
             self._expected_size = None
 
-    def _meet(self, twice: bool) -> bool:
+    @property
+    def meeting(self) -> ProcessGroup | None:
+        """The workers whose gradients meet in the backward; None where none do."""
+        return self.workers.everyone if self.is_sharded else self.workers.context
+
+    def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
         """Make sure that workers whose gradients meet are about to do the same.
 
         Args:
             twice: whether this worker would go backward in two passes.
+            proving: whether it would prove this batch.
 
         Returns:
             Whether one of the workers would, and so all of them do.
 
         Raises:
             ValueError: on all of them, naming what differs.
+            RuntimeError: on all of them, where something was changed that is never released.
         """
-        workers = self.workers
-        group = workers.everyone if self.is_sharded else workers.context
+        workers, group = self.workers, self.meeting
+        try:
+            refuse_together(self.changed(), group, "engine.backward")
+        except RuntimeError:
+            self.discard()
+            raise
         if group is None:
-            return twice
+            return twice, proving
         what = "engine.backward"
         # Other modules, or another order, and gradients of one would be added to another's.
         same = {
@@ -593,31 +711,114 @@ class PrivateBackward:
         size = {"number of samples": self._batch_size}
         if group is workers.context:
             same |= size
-        told = agree(what, same, group, tell=[int(twice)])
+        told = agree(what, same, group, tell=[int(twice), int(proving)])
         if group is not workers.context:
             agree(what, size, workers.context)
-        return any(row[0] for row in told)
+        return any(row[0] for row in told), any(row[1] for row in told)
 
     def _two_pass(self, gate: Gate) -> bool:
         return self.two_pass_allowed and bool(gate.shapes) and gate.plan().two_pass
 
-    def _backward_twice(self, losses: Tensor, gate: Gate) -> None:
+    def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
         # Both passes are the same computation, and the gate applies the factors to what the
         # second one brings. Weighted losses would round anew at every layer, beyond the bound.
-        total = losses.sum()
+        first = First(gate.device)
+        self.watches = (*self.watches, first)
         self.mode = "norms"
-        grads = torch.autograd.grad(total, gate.handles, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(
+            losses, gate.handles, grad_outputs=seed, retain_graph=True, allow_unused=True
+        )
         # What the uses left is attached to the graph.
         with torch.no_grad():
+            self.compare(gate, grads)
             squares = gate.finish_norms(grads)
             gate.reset()
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
-            self.factors = self.rows.only(clip_factors(squares, gate.bound, self.clip_function))
+            allowed = first.allowed(squares)
+            factors = clip_factors(allowed, gate.bound, self.clip_function)
+            self.factors = self.rows.only(factors)
             self.note(squares, self.factors)
+        del grads
         self._summing = gate
+        self.watches = (Second(first, allowed, self.meeting),)
+        self.norms_again = not first.exact
         self.mode = "sum"
-        total.backward()
+        try:
+            torch.autograd.backward(losses, seed)
+        except BackwardsDiffer:
+            # The planner does not come back to it.
+            self.two_pass_allowed = self.two_pass_allowed and self.way != "auto"
+            raise
+
+    # Proof
+
+    def begin_proof(self) -> bool:
+        """A call of the model begins; whether it is to be repeated with other samples."""
+        return self.proof.begin_forward(new_pass=self._stale)
+
+    def expect_scalar(self, outputs: Any, size: int) -> Any:
+        """The model's outputs, for a loss that may be a scalar where that is declared."""
+        if self.loss_reduction is None or not self.proof.is_on:
+            return outputs
+        return self.proof.cross(outputs, size, self)
+
+    def _wants_proof(self, size: int | None) -> bool:
+        return self.proof.wants_backward(self._used, size)
+
+    def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
+        """A backward that only looks; the ordinary one is compared with it as it runs."""
+        watch = self.proof.prove(self, outputs, seeds, size)
+        if watch is not None:
+            self.watches = (watch,)
+
+    def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
+        """See `dpflash.proof.CrossedBackward`: the rows of a scalar's gradient are weighted."""
+        if self._expected_size is not None:
+            return  # Losses are weighted one by one.
+        try:
+            wanted = self._wants_proof(size)
+            rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
+            if any(row[0] for row in rows):
+                self._prove(outputs, grads, size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def compare(self, gate: Gate, grads: Sequence[Tensor | None]) -> None:
+        """Have the watches compare what has arrived at a gate, before anything is released."""
+        try:
+            for watch in self.watches:
+                watch.gate(gate, grads)
+        except BaseException:
+            self.discard()
+            raise
+
+    def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
+        """See `dpflash.proof.ProvableBackward`."""
+        for index, gate in self._gates.items():
+            for position, handle in enumerate(gate.handles):
+                yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
+        for index, handles in enumerate(self._prepared):
+            for position, handle in enumerate(handles):
+                layer = self.layer_of(self.groups[index].parameters[position])
+                yield (index, position), layer, True, handle
+
+    def layer_of(self, parameter: nn.Parameter) -> str:
+        """Dotted name of the module that holds a parameter."""
+        return self.names[parameter].rpartition(".")[0] or "(the model itself)"
+
+    @contextmanager
+    def only_watched(self, watch: Watch) -> Iterator[None]:
+        """See `dpflash.proof.ProvableBackward`."""
+        held = self.mode, self.watches
+        self.mode, self.watches = "prove", (watch,)
+        try:
+            yield
+        finally:
+            self.mode, self.watches = held
+            for gate in self._gates.values():
+                gate.reset()
 
     def _begin(self) -> None:
         self._arrived = set()
@@ -642,7 +843,7 @@ class PrivateBackward:
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._begin()
-                self._meet(False)
+                self._meet()
                 self._task = task
                 self.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:
@@ -685,28 +886,80 @@ class PrivateBackward:
         self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
         self.seen_samples += factors.numel()
 
+    @property
+    def grid(self) -> float | None:
+        if not self.exact or not math.isfinite(self.bound):
+            return None
+        return grid_of(self.bound)
+
     def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """What `deposit` wants to be in the sum; None where the optimizer's step will add it."""
+        """What the parameter's sum lacks; None where the optimizer's step will add it."""
         if not self._asked:
             self._asked = True
             if self.release is None:
                 self.release = self.begin_release()
         return None if self.release is None else self.release.noise_for(parameter)
 
-    def deposit(self, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
-        """Add to a parameter's sum, what `noise_for` gave included. Returns what .grad gets."""
-        if is_sharded(parameter):
-            grad, mark = None, self.mark_of(parameter)
-            total, mixed = reduce_to_part(total, parameter, self.workers.data, mark)
-            self._mixed.append(mixed)
-        else:
-            grad = total.to(parameter.dtype)
+    def noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise for the kernel that makes a parameter's whole sum, exact and of this process."""
+        alone = self.grid is not None and parameter not in self.sums
+        return self.noise_for(parameter) if alone and not is_sharded(parameter) else None
+
+    def held_for(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of earlier microbatches, where a kernel may add to it in place."""
         held = self.sums.get(parameter)
-        self.sums[parameter] = total if held is None else held + total
+        if held is None or is_sharded(parameter):
+            return None
+        grad = parameter.grad
+        if grad is not None and torch.equal(grad, held.to(grad.dtype)):
+            # `.grad` gets the whole sum, which is not the sum of rounded ones. What else reached
+            # it stays, and is found when the batch is released.
+            parameter.grad = None
+        return held if self.grid is not None and held.dtype == torch.float64 else None
+
+    def deposit(
+        self, parameter: nn.Parameter, total: Tensor, *, noised: bool = False
+    ) -> Tensor | None:
+        """Add to a parameter's sum, and then its noise, if it is due.
+
+        Args:
+            parameter: whose sum it is.
+            total: of this microbatch, or of all so far in place, see `held_for`.
+            noised: whether `noise_to_fuse` is in it.
+
+        Returns:
+            What autograd adds to `.grad`.
+        """
+        held = self.sums.get(parameter)
+        if is_sharded(parameter):
+            self._deposit_rows(parameter, total)  # type: ignore[arg-type]
+            return None
+        if held is not None and total is not held:
+            total = held + total
+        if not noised:
+            noise = self.noise_for(parameter)
+            if noise is not None:
+                total = noise.add_to_(total.contiguous())
+                noised = True
+        if noised:
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
+        self.sums[parameter] = total
         # Last: what fails before leaves a sum that still lacks its noise, never one without.
-        if self.release is not None:
+        if noised:
+            assert self.release is not None
             self.release.noised(parameter)
-        return grad
+        return total.to(parameter.dtype)
+
+    def _deposit_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """`deposit` for this worker's rows of a sharded parameter; the step adds the noise."""
+        rows = parameter
+        assert is_sharded(rows)
+        # Workers add up in one dtype, whichever way each has taken.
+        total = total if self.grid is None else total.double()
+        own, mixed = reduce_to_part(total, rows, self.workers.data, self.mark_of(parameter))
+        self._mixed.append(mixed)
+        held = self.sums.get(parameter)
+        self.sums[parameter] = own if held is None else held + own
 
     def mark_of(self, parameter: Tensor) -> int:
         """What travels with a parameter's gradient, to tell it from those of the others."""
@@ -745,6 +998,7 @@ class PrivateBackward:
         self._mixed = []
         self.bound = float("nan")
         self.release = None
+        self.watches = self.proof.resting
         self._release_gates()
         self._stale = True
 

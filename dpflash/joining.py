@@ -25,6 +25,8 @@ def open_ledger(path: str | os.PathLike[str] | None, workers: Workers) -> Ledger
     """The ledger at a path, which the first worker keeps and the others copy."""
     if path is None:
         return None
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"ledger={path!r}: expected the path of a file, or None for no ledger")
     kept: list[Ledger] = []
 
     def read() -> bytes:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dpflash.kernels import (
-    NoiseStream,
     block_clipped_grad,
     clip_reduce,
     clipped_grad,
@@ -29,6 +28,8 @@ from dpflash.kernels import (
 # its own.
 _HARMLESS_CANCELLATION = 256.0
 _LEAST_SHARED_FACTOR = 2.0**-90
+# log2 of what a product in fp32 rounds: on a CPU, and in three TF32 products on a GPU.
+_PRODUCT_BITS = {False: -24, True: -20}
 
 
 class TiledUse(Protocol):
@@ -37,6 +38,10 @@ class TiledUse(Protocol):
     @property
     def batch_size(self) -> int:
         """B."""
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """All `[B, ...]` that G is made of; the first is linear in the losses' gradient."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """(samples, rows) of tiles that are small enough to hold; together they are all of G."""
@@ -63,26 +68,26 @@ class KeptUses:
     _magnitudes: Tensor | None = None
 
     def squared_norm(self) -> Tensor:
-        """||G_i||^2 [B] of the sum over the uses, cross terms included.
+        """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.
 
-        Of a sample whose tokens cancel far, `clipped` releases its own G_i, as `stored` does, so
-        that is what is normed too.
+        What products of T tokens round is at most T 2^-24 of the sizes of what they add up, so
+        that much is added to the norm. Of a sample whose tokens cancel far, `clipped` releases
+        its own G_i, as `stored` does, so that is what is normed too.
         """
         if self.tiled:
             return self._squares()
-        squares = self._squares().clamp(min=0)
-        cancelling = self._sizes() > _HARMLESS_CANCELLATION * squares.sqrt()
-        for i in cancelling.nonzero().flatten().tolist():
+        norms, sizes = self._squares().clamp(min=0).sqrt(), self._sizes()
+        squares = (norms + self._rounding() * sizes).square()
+        for i in (sizes > _HARMLESS_CANCELLATION * norms).nonzero().flatten().tolist():
             squares[i] = squared_norm(self._sample(i).dense())[0]
         return squares
 
-    def clipped(self, factors: Tensor, bound: float, noise: NoiseStream | None = None) -> Tensor:
-        """sum_i factors_i G_i, and noise where asked for.
+    def clipped(self, factors: Tensor, bound: float) -> Tensor:
+        """sum_i factors_i G_i, rounded as a whole.
 
         Args:
             factors: [B], fp32.
             bound: what one sample may move the sum by.
-            noise: added to the sum.
         """
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
@@ -92,30 +97,33 @@ class KeptUses:
                     total = grad.new_zeros(self.rows, *grad.shape[2:])
                 total[part] += clip_reduce(grad, factors[samples])
             assert total is not None
-            return total if noise is None else noise.add_to_(total)
+            return total
         apart = factors.double() * self._sizes() > _HARMLESS_CANCELLATION * bound
         apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
         shared = factors.masked_fill(apart, 0)
         if linear is not None and embedding is None:
-            total = clipped_grad(*linear, shared, noise=noise)
+            total = clipped_grad(*linear, shared)
         else:
             assert embedding is not None
             total = embedding_clipped_grad(*embedding, shared, self.rows)
             if linear is not None:
                 total += clipped_grad(*linear, shared)
-            if noise is not None:
-                noise.add_to_(total)
         for i in apart.nonzero().flatten().tolist():
             total += clip_reduce(self._sample(i).dense(), factors[i : i + 1])
         return total
 
     def block_clipped(
-        self, bound: float, noise: NoiseStream | None = None
+        self, bound: float, grid: float | None, into: Tensor | None, *, scale: int
     ) -> tuple[Tensor, Tensor]:
-        """sum_i of G_i with each tile clipped, and the factors [B, tiles]; linear uses only."""
+        """sum_i of scale G_i with each tile clipped, and the factors [B, tiles].
+
+        Linear uses only; grid and into are `block_clipped_grad`'s.
+        """
         linear = _joined(self.linear)
         assert linear is not None and not self.embedding and not self.tiled
-        return block_clipped_grad(*linear, bound, return_factors=True, noise=noise)
+        x, dy = linear
+        dy = dy if scale == 1 else dy * scale
+        return block_clipped_grad(x, dy, bound, grid=grid, into=into, return_factors=True)
 
     def dense(self) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...] after all."""
@@ -166,6 +174,15 @@ class KeptUses:
             ]
             self._magnitudes = torch.stack(sizes).sum(0)
         return self._magnitudes
+
+    def _rounding(self) -> float:
+        """What a product over the uses' tokens rounds, relative to the sizes of its terms."""
+        uses = [*self.linear, *self.embedding]
+        tokens = sum(dy.shape[1] for _, dy in uses)
+        wide = all(dy.dtype == torch.float64 for _, dy in uses)
+        # Two more for the Gram form in fp64: (I + O + T^2) 2^-46 of the sizes, with norms of at
+        # least 1/256 of these.
+        return (tokens + 2) * 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
 
     def _sample(self, i: int) -> KeptUses:
         one = slice(i, i + 1)

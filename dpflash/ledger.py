@@ -8,13 +8,19 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dpflash.accounting import Event, Gaussian, ShuffledGaussian, event_from_dict
 
+from .ledger_file import LedgerFile, Tail
+
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
+# Lines of version 2. Those of version 3 have a digest besides.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
+_DIGEST = b', "digest": "%s"}\n'
+_DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class LedgerLine:
         epsilon: upper end of all steps up to the last, None where it was not known.
         delta: of that epsilon.
         accountant: which computed it.
+        digest: of all lines before it and of its other values; None in a line of version 2.
     """
 
     first: int
@@ -37,6 +44,7 @@ class LedgerLine:
     epsilon: float | None
     delta: float | None
     accountant: str
+    digest: str | None = None
 
     @property
     def steps(self) -> int:
@@ -47,27 +55,42 @@ class LedgerLine:
 class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
+    Each line holds a digest of everything before it, and the file's head a copy of the last line
+    (see `LedgerFile`). Files of version 2, without digests, can be read and continued.
+
     Attributes:
         lines: what the file held then.
         releases: steps in the file by now.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
-        over-count. A file whose lines cannot be read is refused, never shortened.
+        over-count. A file whose lines cannot be read, or that was changed, cut or emptied behind
+        its head, is refused. Nothing but the start of a line that was never released is removed.
 
     Raises:
-        ValueError: naming the file and the line that is damaged.
+        ValueError: naming the file and the line that is damaged, or the head.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
+        self._file = LedgerFile(path)
+        content, self._tail = self._file.read()
+        self._begin(path, content)
+        if self._tail.unfinished and self._tail.head is None:
+            raise ValueError(
+                f"ledger {self.path} ends in the middle of line {len(self.lines) + 1}: a release "
+                "was about to be made when the process died and was not made. Remove that last, "
+                "unfinished line to go on"
+            )
+        self._check_head(content)
+
+    def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
-        content = self.content()
         self.lines = self._read(content)
         self._payer: str | None = None
         for line in self.lines:
             self._payer = _payer_after(self._payer, line)
         self.releases = self.lines[-1].last if self.lines else 0
-        self._size = len(content)
+        self._running = _hash(content)
 
     def append(
         self,
@@ -83,7 +106,8 @@ class Ledger:
 
         Raises:
             ValueError: the line could not be read again.
-            RuntimeError: the file is not as this object left it.
+            RuntimeError: the file is not as this object left it: another process has added to it,
+                or changed it.
             OSError: the line could not be written; the file is as before.
         """
         record = {
@@ -94,62 +118,51 @@ class Ledger:
             "delta": delta,
             "accountant": accountant,
         }
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # What the next opening would refuse must not get in.
         payer = _payer_after(self._payer, _parse(line))
-        self._store(line)
-        self._size += len(line)
+        running = self._running.copy()
+        running.update(line)
+        tail = self._store(line)
         self.releases += count
         self._payer = payer
+        self._running = running
+        # The last: after an interrupt before it the next line is refused.
+        self._tail = tail
 
-    def _store(self, line: bytes) -> None:
-        # Only a ledger without lines may be made: one that is missing was spent.
-        new = self._size == 0 and not self.path.exists()
-        try:
-            flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if new else 0)
-            handle = os.open(self.path, flags, 0o666)
-        except FileNotFoundError:
-            if new:
-                raise
-            self._refuse_changed()
-        try:
-            if new:
-                flush_folder(self.path.parent)
-            self._write(handle, line)
-        finally:
-            os.close(handle)
+    def _store(self, line: bytes) -> Tail:
+        return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
         """Digest of the lines of the first steps (all by default); None where there are fewer."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
-        content = self.content()
         if wanted == self.releases:
-            return _digest(content[: self._size])
+            return self._running.hexdigest()
+        content = self.content()
         raw = content.splitlines(keepends=True)
         lines, taken = self._read(content), 0
         while taken < len(lines) and lines[taken].first <= wanted:
             taken += 1
-        return _digest(b"".join(raw[:taken]))
+        return _hash(b"".join(raw[:taken])).hexdigest()
 
     def content(self) -> bytes:
-        """The whole file."""
-        try:
-            return self.path.read_bytes()
-        except FileNotFoundError:
-            return b""
-        except OSError as error:
-            raise ValueError(
-                f"ledger={str(self.path)!r}: cannot be read ({error.strerror}), so the privacy "
-                "spent so far is unknown; pass the path of a file that can be read and written"
-            ) from error
+        """The lines that this object knows, as the file has them.
+
+        Raises:
+            RuntimeError: the file has others.
+        """
+        content = self._file.read()[0][: self._tail.size]
+        if _hash(content).digest() != self._running.digest():
+            self._file.refuse_changed()
+        return content
 
     def _read(self, content: bytes) -> list[LedgerLine]:
-        *whole, rest = content.split(b"\n")
         lines: list[LedgerLine] = []
         payer: str | None = None
-        for number, raw in enumerate(whole, start=1):
+        running = _hash(b"")
+        for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             try:
                 line = _parse(raw)
                 expected = lines[-1].last + 1 if lines else 1
@@ -159,42 +172,48 @@ class Ledger:
                         "is missing, doubled or out of order"
                     )
                 payer = _payer_after(payer, line)
+                begun = bool(lines) and lines[-1].digest is not None
+                _check_digest(line, raw + b"\n", running, begun=begun)
             except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                 raise ValueError(
                     f"ledger {self.path} is damaged at line {number} ({error}): the privacy spent "
                     "so far is unknown. Restore the file from a copy; do not delete the line"
                 ) from error
             lines.append(line)
-        if rest:
-            raise ValueError(
-                f"ledger {self.path} ends in the middle of line {len(lines) + 1}: a release was "
-                "about to be made when the process died and was not made. Remove that last, "
-                "unfinished line to go on"
-            )
+            running.update(raw + b"\n")
         return lines
 
-    def _write(self, handle: int, line: bytes) -> None:
-        if os.fstat(handle).st_size != self._size:
-            self._refuse_changed()
-        end = self._size + len(line)
+    def _check_head(self, content: bytes) -> None:
+        """Refuse a file that lacks the line of its head."""
+        head, where = self._tail.head, self._file.head_path
+        command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
+        anew = f"Only if you know that the ledger is whole, make it anew: {command}"
+        if head is None:
+            if self.lines and self.lines[-1].digest:
+                raise ValueError(
+                    f"ledger {self.path}: its head {where} is missing, without which nobody can "
+                    f"tell whether lines were cut off. Restore it from a copy. {anew}"
+                )
+            return
+        if not head or head.endswith(b"\n") and b"\n" + head in b"\n" + content:
+            return
         try:
-            if os.write(handle, line) != len(line):
-                raise OSError(f"ledger {self.path}: a line was written in part; disk full?")
-            os.fsync(handle)
-        except BaseException:
-            # The release is not made; half a line would make the file unreadable. What another
-            # process wrote meanwhile stays, and is found out at the next opening.
-            if os.fstat(handle).st_size <= end:
-                os.ftruncate(handle, self._size)
-            raise
-        if os.fstat(handle).st_size != end:
-            self._refuse_changed()
-
-    def _refuse_changed(self) -> None:
-        raise RuntimeError(
-            f"ledger {self.path} was changed or removed by another process or engine, so what "
-            "this one knows of the privacy spent is incomplete. Give each running engine a "
-            "ledger of its own, or start anew from this one"
+            step = _parse(head.removesuffix(b"\n")).last
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(
+                f"ledger {self.path}: its head {where} is damaged ({error}). Restore it from a "
+                f"copy. {anew}"
+            ) from error
+        if step > self.releases:
+            raise ValueError(
+                f"ledger {self.path} ends with step {self.releases}, and its head {where} with "
+                f"step {step}: the ledger was removed, emptied or cut off, and the privacy spent "
+                "so far is unknown. Restore it from a copy; for other data use another path"
+            )
+        raise ValueError(
+            f"ledger {self.path} and its head {where} differ in step {step}: one of them was "
+            "changed or is of another ledger, and the privacy spent so far is unknown. Restore "
+            "both from a copy"
         )
 
 
@@ -203,13 +222,15 @@ class LedgerCopy(Ledger):
 
     def __init__(self, path: str | os.PathLike[str], content: bytes):
         self._held = content
-        super().__init__(path)
+        self._tail = Tail(len(content), b"", b"", None)
+        self._begin(path, content)
 
     def content(self) -> bytes:
         return self._held
 
-    def _store(self, line: bytes) -> None:
+    def _store(self, line: bytes) -> Tail:
         self._held += line
+        return self._tail
 
 
 def _parse(raw: bytes) -> LedgerLine:
@@ -228,7 +249,7 @@ def _parse(raw: bytes) -> LedgerLine:
             "it is in the format of an older version, which did not tell the samplers apart; "
             "start a new ledger and add the old epsilon to the new one's"
         )
-    if sorted(record) != sorted(_KEYS):
+    if sorted(record.keys() - {"digest"}) != sorted(_KEYS):
         raise ValueError(f"it has the keys {sorted(record)}, not {sorted(_KEYS)}")
     steps = record["steps"]
     if not isinstance(steps, list) or len(steps) != 2 or any(type(s) is not int for s in steps):
@@ -248,6 +269,8 @@ def _parse(raw: bytes) -> LedgerLine:
     event = record["event"]
     if event is not None and not isinstance(event, dict):
         raise ValueError(f"event={event!r}: expected null or an object")
+    if not isinstance(record.get("digest", ""), str):
+        raise ValueError(f"digest={record['digest']!r}: expected text")
     done = None if event is None else event_from_dict(event)
     if done is not None and not any(count for _, count in done.pairs()):
         raise ValueError(f"event={event!r} costs nothing, and no release does")
@@ -259,7 +282,30 @@ def _parse(raw: bytes) -> LedgerLine:
         epsilon=epsilon,
         delta=delta,
         accountant=record["accountant"],
+        digest=record.get("digest"),
     )
+
+
+def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
+    """A record as a line, with the digest of all lines before it and of the record."""
+    covered = before.copy()
+    covered.update(record)
+    return record[:-1] + _DIGEST % covered.hexdigest().encode()
+
+
+def _check_digest(line: LedgerLine, raw: bytes, before: hashlib.blake2b, *, begun: bool) -> None:
+    """Refuse a line whose digest is not that of all lines up to it.
+
+    Args:
+        before: hash of the lines before it.
+        begun: whether the line before it has a digest.
+    """
+    if line.digest is None:
+        if begun:
+            raise ValueError("it has no digest, and the line before it has one")
+        return
+    if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
+        raise ValueError("its digest is wrong: this line or one before it was changed")
 
 
 def _payer_after(payer: str | None, line: LedgerLine) -> str | None:
@@ -305,14 +351,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def flush_folder(folder: Path) -> None:
-    """Put the name of a new file on the disk too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _hash(content: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=16)

@@ -1,7 +1,8 @@
-"""What stands around a model's own forward: where a call begins and ends, and its level.
+"""What stands around a model's own forward: where a call begins and ends, its proof and its level.
 
 The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
-of both. The generators of random masks are seeded around the forward, see `masks`.
+of both. While the model is not proven, a call is repeated with other samples. The generators of
+random masks are seeded around the forward, see `masks`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .gate import PrivateBackward
@@ -23,7 +25,11 @@ from .grad_rules import PrivateModule
 from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
+from .proof import allow_second_backwards
+from .random_state import RandomState, random_state_kept
+from .rehearsal import ForwardRows, Replacement, first_difference, own_copies
 from .row_order import RowOrder
+from .unchanged import Unchanged
 
 __all__ = ["LeveledForward"]
 
@@ -41,6 +47,7 @@ class LeveledForward:
 
     Attributes:
         optimization: what is done, also once the compiler has failed.
+        unchanged: the model's buffers and frozen parameters; None where nobody looks.
     """
 
     def __init__(
@@ -48,25 +55,36 @@ class LeveledForward:
         module: nn.Module,
         backward: PrivateBackward,
         optimization: Optimization,
+        unchanged: Unchanged | None = None,
         masks: SecretMasks | None = None,
         order: RowOrder | None = None,
     ):
         self.optimization = optimization
+        self.unchanged = unchanged
         self._module = module
         self._backward = backward
         self._masks = masks
         self._order = order
         self._original = type(module)
-        self._device = backward.groups[0].parameters[0].device.type
+        self._parameter_device = backward.groups[0].parameters[0].device
+        self._device = self._parameter_device.type
         self._compiled = self._compile() if optimization.compiled else None
+        # What users save of a wrapped model is the inner one.
+        self._inner = module.module if isinstance(module, DistributedDataParallel) else None
+        self._inner_class: type[nn.Module] = type(self._inner or module)
 
     def put(self) -> None:
-        """Stand around the model's forward."""
+        """Stand around the model's forward, and before its state_dict."""
         object.__setattr__(self._module, "__class__", _class_around(self._original, self))
+        if self._inner is not None:
+            kind = _class_with(self._inner_class, _guards(self._inner_class, self, "module."))
+            object.__setattr__(self._inner, "__class__", kind)
 
     def remove(self) -> None:
         """Give the model its class back."""
         object.__setattr__(self._module, "__class__", self._original)
+        if self._inner is not None:
+            object.__setattr__(self._inner, "__class__", self._inner_class)
 
     def leave_compiler(self, why: str) -> None:
         """Go on without torch.compile, and write so."""
@@ -79,11 +97,83 @@ class LeveledForward:
         """What the model's forward is now."""
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+        tensors = _tensors((args, kwargs))
         if self._order is not None and torch.is_grad_enabled():
             self._order.check(tensors)
-        with self._backward.call(frozenset(t.shape[0] for t in tensors)), self._seeded():
+        with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
+            if not outermost or not torch.is_grad_enabled() or module is not self._module:
+                return self._called(module, tensors, args, kwargs)
+            if self._backward.begin_proof():
+                outputs = self._proven(module, tensors, args, kwargs)
+            else:
+                outputs = self._called(module, tensors, args, kwargs)
+            return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+
+    def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """A call of the model, made again with the contents of most samples replaced.
+
+        Raises:
+            RuntimeError: the others' results changed, or a buffer of the model did.
+        """
+        backward, proof = self._backward, self._backward.proof
+        alone = proof.group is None
+        if alone and max(_first_dimensions(tensors), default=0) < 2:
             return self._called(module, tensors, args, kwargs)
+        copies = own_copies((args, kwargs))
+        state = RandomState(self._parameter_device)
+        allowed = None if self.unchanged is None else self.unchanged.allowed_contents()
+        first = ForwardRows()
+        outputs = self._noted(first, lambda: self._called(module, tensors, args, kwargs))
+        size = self._size_of_call(tensors)
+        if alone and size < 2:
+            return outputs
+        refusal = None if self.unchanged is None else self.unchanged.refusal()
+        if alone and refusal is not None:
+            backward.discard()
+            raise RuntimeError(refusal)
+        second, layers = ForwardRows(), list(backward.used)
+        replacement = Replacement.drawn(copies, size, first, proof.draw)
+        others, changed = replacement.applied(copies)
+        if alone and not changed:
+            proof.forward_repeated(layers, 0)
+            return outputs
+        after = None if self.unchanged is None else self.unchanged.allowed_contents()
+        with random_state_kept(self._parameter_device), backward.aside():
+            state.restore()
+            if allowed is not None:
+                allowed.restore()
+            try:
+                self._noted(second, lambda: self._again(module, *others))
+            finally:
+                if after is not None:
+                    after.restore()
+        refusal = refusal or first_difference(first, second, replacement.kept)
+        try:
+            proof.forward_repeated(layers, size if changed else 0, refusal)
+        except RuntimeError:
+            backward.discard()
+            raise
+        return outputs
+
+    def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
+        """The outputs of a call whose layers' inputs are noted, and they too."""
+        self._backward.forward_rows = rows
+        try:
+            outputs = call()
+        finally:
+            self._backward.forward_rows = None
+        rows.note_outputs(outputs)
+        return outputs
+
+    def _again(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A forward of which only the results count."""
+        tensors = _tensors((args, kwargs))
+        with self._backward.call(_first_dimensions(tensors)):
+            if self._compiles(module):
+                return self._called(module, tensors, args, kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                dtype = self._autocast_dtype()
+                return self._eagerly(module, dtype, args, kwargs, inner=True)
 
     def _seeded(self) -> AbstractContextManager[None]:
         """Random masks of a forward that trains come from a secret seed."""
@@ -105,6 +195,11 @@ class LeveledForward:
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
 
+    def _size_of_call(self, tensors: list[Tensor]) -> int:
+        """B of a call that has been made."""
+        size = self._backward.known_batch_size()
+        return self._batch_size(tensors) if size is None else size
+
     def _autocast_dtype(self) -> torch.dtype | None:
         """In what the forward multiplies: a region of the user's own counts."""
         if torch.is_autocast_enabled(self._device):
@@ -112,10 +207,20 @@ class LeveledForward:
         return torch.bfloat16 if self.optimization.autocast else None
 
     def _eagerly(
-        self, module: nn.Module, dtype: torch.dtype | None, args: Any, kwargs: Any
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        args: Any,
+        kwargs: Any,
+        *,
+        inner: bool = False,
     ) -> Any:
         with self._autocast(dtype):
-            outputs = self._original.forward(module, *args, **kwargs)
+            if inner and self._inner is not None:
+                # The wrapper prepares for the backward of its last forward.
+                outputs = self._inner(*args, **kwargs)
+            else:
+                outputs = self._original.forward(module, *args, **kwargs)
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -158,6 +263,9 @@ class LeveledForward:
             for tensor in (*batch, *(h for own in self._backward._prepared for h in own)):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         assert self._compiled is not None
+        if self._backward.proof.is_on:
+            allow_second_backwards()
+        self._backward.compiled = True
         # Inside of the user's autocast the compiler would put the backward there too.
         try:
             with without_autocast(self._device):
@@ -176,6 +284,22 @@ class LeveledForward:
                 stacklevel=7,
             )
         return _widened(outputs) if self.optimization.autocast else outputs
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
+
+
+def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
+    return frozenset(t.shape[0] for t in tensors)
+
+
+def _drop(x: Tensor) -> None:
+    """What a backward would need of a forward that has none."""
+
+
+def _dropped(packed: None) -> Tensor:
+    raise AssertionError("a backward through a forward of which only the results count")
 
 
 def _is_low(output: Any) -> bool:
@@ -211,10 +335,58 @@ def _class_around(original: type[nn.Module], leveled: LeveledForward) -> type[nn
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return leveled(self, args, kwargs)
 
+    return _class_with(original, {"forward": forward, **_guards(original, leveled, "")})
+
+
+def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """A subclass under the same name, with methods of its own."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not issubclass(original, PrivateModule):
-        return type(original.__name__, (_Leveled, original), {"forward": forward, **names})
+        return type(original.__name__, (_Leveled, original), {**methods, **names})
     # Its second base is its plain class, by which private modules find that.
     rule, plain = original.__bases__
-    leveled_rule = type(rule.__name__, (rule,), {"forward": forward})
-    return type(original.__name__, (leveled_rule, plain), names)
+    return type(original.__name__, (type(rule.__name__, (rule,), methods), plain), names)
+
+
+def _guards(original: type[nn.Module], leveled: LeveledForward, prefix: str) -> dict[str, Any]:
+    """Methods by which a model's state leaves or is changed on purpose.
+
+    Args:
+        original: whose methods these stand around.
+        leveled: of the whole model.
+        prefix: of the names in the whole model.
+    """
+    unchanged = leveled.unchanged
+    if unchanged is None:
+        return {}
+
+    @functools.wraps(original.state_dict)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unchanged.compare()
+        return original.state_dict(self, *args, **kwargs)
+
+    @functools.wraps(original.load_state_dict)
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.load_state_dict(self, state_dict, *args, **kwargs)
+        unchanged.loaded(prefix + name for name in state_dict)
+        return result
+
+    @functools.wraps(original._apply)
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        changed = unchanged.changed()
+        result = original._apply(self, *args, **kwargs)
+        unchanged.moved(apart_from=changed)
+        return result
+
+    base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Leveled
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        unchanged.compare()
+        return base.__reduce_ex__(self, protocol)
+
+    return {
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "_apply": apply,
+        "__reduce_ex__": reduce,
+    }

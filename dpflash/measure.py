@@ -167,7 +167,7 @@ def _add_noise(out: Tensor) -> Callable[[], Tensor] | None:
 
     def add_noise() -> Tensor:
         # Nothing is released here, so any key does.
-        return gaussian_noise_(out, std=1.0, key=bytes(32), step=0, parameter_id=0)
+        return gaussian_noise_(out, std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
 
     try:
         add_noise()

@@ -6,17 +6,21 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ._validate import finite, non_negative, positive
+from dpflash.kernels import refuse_capture
+
+from ._validate import finite, noise_fits, non_negative
 from .gate import PrivateBackward
 from .release import Release
 from .sharding import as_grad, is_sharded, local_shape
 from .tracker import BatchTracker
 from .workers import all_reduce_all_
+
+_CAPTURED = "each replay would release anew, unpaid and with the same noise"
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -74,6 +78,24 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._releasing = False
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a copy of a private optimizer would release with the same noise, unpaid; keep "
+            "state_dict() instead, or engine.save_checkpoint(path) to go on from later"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+    def _patch_step_function(self) -> None:
+        """PyTorch would put the wrapped optimizer's step hooks around our `step`, for the class.
+
+        It does so when any object of the class is unpickled; `_refuse_other_steps` is such a hook.
+        """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if not self._releasing:
@@ -186,7 +208,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Returns:
             What closure returned, else None.
+
+        Raises:
+            RuntimeError: a CUDA stream is capturing, or what was to be released is not what the
+                private layers made; nothing is released.
         """
+        refuse_capture(_CAPTURED)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -215,6 +242,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def begin_release(self) -> Release | None:
         """The release that the backward under way makes; None where only `step` can tell."""
+        refuse_capture(_CAPTURED)
         mark = self._tracker.current
         if self._step_skip_queue or mark is None or not mark.last:
             return None
@@ -233,17 +261,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _open_release(self) -> Release:
         """Pay for a release and give it a place in the noise streams that no other has."""
         bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
-        positive(max_grad_norm=bound)
-        if not self._is_noiseless() and math.isinf(bound):
-            raise ValueError(
-                "max_grad_norm=inf: noise needs a finite bound; pass noise_multiplier=0 for an "
-                "unclipped, noiseless step"
-            )
+        noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
         self._charge(self.noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
-        std = 0.0 if self.noise_multiplier == 0 else self.noise_multiplier * bound
-        return Release(std, self._noise_key, step, self._parameter_ids)
+        return Release(self.noise_multiplier, bound, self._noise_key, step, self._parameter_ids)
 
     def _release(self) -> None:
         backward = self._backward
@@ -257,13 +279,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
         divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
         self._released = []
         # An interrupted release goes on with the sums as they were, and the same noise.
-        totals = [_total(parameter, backward.sums.get(parameter)) for parameter in parameters]
+        # Workers add up in one dtype; a sum that has its noise is this process' alone.
+        wide = backward.workers.data is not None
+        totals = [_total(p, backward.sums.get(p), wide=wide) for p in parameters]
         whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
         all_reduce_all_(whole, backward.workers.data)
         for parameter, total in zip(parameters, totals, strict=True):
             noise = backward.release.noise_for(parameter)
             if noise is not None:
                 noise.add_to_(total)
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
             grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
             parameter.grad = grad
             self._released.append(weakref.ref(grad))
@@ -322,11 +347,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
 
-def _total(parameter: Tensor, clipped_sum: Tensor | None) -> Tensor:
+def _total(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:
     """A copy of a parameter's sum, zeros where it got none; of a sharded one of its part."""
+    dtype = torch.float64 if wide or parameter.dtype == torch.float64 else torch.float32
     if clipped_sum is not None:
-        return clipped_sum.clone(memory_format=torch.contiguous_format)
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(dtype, clipped_sum.dtype)
+        return clipped_sum.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
 
 
@@ -339,8 +365,4 @@ def _scale(grad: Tensor, total: Tensor) -> float | None:
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:
-    if grad.dtype == total.dtype:
-        return torch.equal(grad, total)
-    # Low-precision .grad rounds at each accumulation; it is not what is released.
-    scale = total.abs().max()
-    return bool((grad.to(total.dtype) - total).abs().max() <= scale * 2.0**-5)
+    return torch.equal(grad, total.to(grad.dtype))

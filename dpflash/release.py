@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
-from dpflash.kernels import NoiseStream
+from dpflash.kernels import NoiseStream, grid_of
 
 from .sharding import first_element
 
@@ -16,25 +18,37 @@ class Release:
     holds a part of it, or a copy, draws what the others draw for the same elements.
 
     Args:
-        std: standard deviation of the noise, in the units of the clipped sum; 0 for none.
+        noise_multiplier: standard deviation of the noise over the bound; 0 for none.
+        bound: what one sample may move the sum by; it says the grid of the noise.
         key: 32 bytes, secret.
         step: number of the release; no other under the same key has it.
         parameter_ids: number of each parameter; no two have the same.
     """
 
-    def __init__(self, std: float, key: bytes, step: int, parameter_ids: dict[nn.Parameter, int]):
-        self._std = std
+    def __init__(
+        self,
+        noise_multiplier: float,
+        bound: float,
+        key: bytes,
+        step: int,
+        parameter_ids: dict[nn.Parameter, int],
+    ):
+        # Rounded up: never less noise than is paid for.
+        std = noise_multiplier * bound if noise_multiplier else 0.0
+        self._std = math.nextafter(std, math.inf) if std else 0.0
+        self._grid = grid_of(bound) if std else 1.0
         self._key = key
         self._step = step
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
 
     def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """The noise that the parameter's sum lacks; None where it lacks none."""
+        """Noise still to be added to this parameter's sum, or None."""
         if self._std == 0 or parameter in self._noised or parameter not in self._parameter_ids:
             return None
         return NoiseStream(
             std=self._std,
+            grid=self._grid,
             key=self._key,
             step=self._step,
             parameter_id=self._parameter_ids[parameter],

@@ -29,12 +29,17 @@ _NOT_COVERED = {
     "clip_fraction": "made from the gradients of single documents",
     "tokens_per_second": "depends on which documents were drawn",
     "peak_memory_mb": "depends on which documents were drawn",
+    "verified": "depends on how many documents were drawn together",
     "num_documents": "taken as public, with sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
     "bits_per_byte_before": "measured on the held-out documents, which have no protection",
     "bits_per_byte_after": "measured on the held-out documents, which have no protection; the "
     "training documents have it",
 }
+_UNVERIFIED = (
+    "that the model keeps documents apart is not proven by its first batches (verified): too few "
+    "documents were seen together, or some gradients are still zero"
+)
 _SEEDED = "seeded: whoever knows the seed can subtract the noise. For research, not for release"
 
 
@@ -71,6 +76,8 @@ def make_report(
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
+    if state.verified is not True:
+        notes.append(_UNVERIFIED)
     report = {
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
@@ -79,6 +86,7 @@ def make_report(
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
         "privacy_unit": "one document (a file); a draw of it trains on one window",
+        "verified": state.verified,
         "sampler": sampler,
         "accountant": config.accountant,
         "noise_multiplier": state.noise_multiplier,

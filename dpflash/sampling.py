@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -34,6 +35,7 @@ from dpflash.accounting import (
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from ._validate import positive_int
+from .collating import TriedCollate
 from .lengths import Lengths, PadTo
 from .row_order import RowOrder
 from .slots import SlotSampler, slots_of_draws, slots_of_size
@@ -487,7 +489,7 @@ class PrivateDataLoader(DataLoader):
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
-        collate = loader.collate_fn
+        collate = TriedCollate(loader.collate_fn) if loader.num_workers else loader.collate_fn
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,
@@ -587,6 +589,26 @@ class PrivateDataLoader(DataLoader):
             self._draws.resume(self._tracker.next_draw)
 
 
+def _length(dataset: Any) -> int:
+    """Entries of a map-style dataset, of which some are needed."""
+    remedy = "use a map-style dataset, with __len__ and __getitem__"
+    try:
+        num_samples = len(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no length (len raised "
+            f"{type(error).__name__}), so the chance of a sample is unknown; {remedy}"
+        ) from error
+    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, by which its "
+            f"entries are drawn; {remedy}"
+        )
+    if num_samples == 0:
+        raise ValueError("data_loader.dataset is empty; training needs at least one sample")
+    return num_samples
+
+
 def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     """Refuse loaders whose sampling cannot be replaced or accounted for.
 
@@ -609,9 +631,8 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
             "data_loader has no batch_size (a batch_sampler of its own, or batching disabled), "
             "so the expected batch size is unknown; pass DataLoader(dataset, batch_size=...)"
         )
-    num_samples = len(loader.dataset)  # type: ignore[arg-type]
-    if num_samples == 0:
-        raise ValueError("data_loader.dataset is empty; training needs at least one sample")
+    positive_int(**{"data_loader.batch_size": loader.batch_size})
+    num_samples = _length(loader.dataset)
     # A subclass may draw as it likes.
     plain = type(loader.sampler) is SequentialSampler or (
         type(loader.sampler) is RandomSampler

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import checkpoint
-from .ledger import flush_folder
+from .ledger_file import flush_folder
 from .mesh import Workers
 from .sharding import as_grad, is_sharded, local_rows
 from .workers import rank_in, world_size

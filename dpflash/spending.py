@@ -21,7 +21,7 @@ from dpflash.accounting import (
     noise_multiplier_for,
     remaining_steps,
 )
-from dpflash.accounting.calibration import as_phase
+from dpflash.accounting.calibration import as_accountant, as_phase
 from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE
 
 from ._validate import one_of
@@ -64,9 +64,7 @@ class Spending:
         ledger: Ledger | None = None,
     ):
         one_of(neighboring_relation=(relation, (None, *RELATIONS)))
-        self.accountant: Accountant = (
-            create_accountant(accountant) if isinstance(accountant, str) else accountant
-        )
+        self.accountant: Accountant = as_accountant(accountant)
         self.is_ours = isinstance(self.accountant, Accountant)
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation

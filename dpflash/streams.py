@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from numbers import Integral
 
 import numpy as np
 
@@ -19,6 +20,10 @@ def master_key(seed: int | None = None) -> bytes:
     """A new 32-byte key: from the operating system, or from a seed for reproducible research."""
     if seed is None:
         return os.urandom(KEY_BYTES)
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(
+            f"seed={seed!r}: expected an integer, or None for keys from the operating system"
+        )
     return hashlib.blake2b(
         str(int(seed)).encode(), digest_size=KEY_BYTES, person=b"dpflash-seed"
     ).digest()

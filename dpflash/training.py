@@ -203,7 +203,9 @@ class TrainingRun:
             )
         given = given or {}
         saved = sharded_checkpoint.read_plain(path).get("extra", {})
-        if saved.keys() != {f.name for f in fields(TrainingState)}:
+        names = {f.name for f in fields(TrainingState)}
+        # A run of an older version lacks what it did not know.
+        if not names - {"verified"} <= saved.keys() <= names:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
             )
@@ -363,6 +365,7 @@ class TrainingRun:
                     if self.step == before:
                         continue
                     figures.seconds = time.perf_counter() - begun
+                    state.verified = self._engine.verified
                     state.history.append(self._entry(figures))
                     bar.set_postfix(_postfix(state.history[-1]), refresh=False)
                     bar.update()

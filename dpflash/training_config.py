@@ -220,6 +220,7 @@ class TrainingState:
     seen_samples: int = 0
     peak_memory_mb: float = 0.0
     stopped: str | None = None
+    verified: bool | str = "pending"
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:

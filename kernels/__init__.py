@@ -1,6 +1,7 @@
 """Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
 
 from .block_reference import BLOCK
+from .capture import refuse_capture
 from .grads import (
     block_clip_reduce,
     block_clipped_grad,
@@ -8,6 +9,7 @@ from .grads import (
     clipped_grad,
     embedding_clipped_grad,
     embedding_grad_norm,
+    embedding_per_sample_grad,
     grad_norm,
     layer_norm_backward,
     per_sample_bias_grad,
@@ -15,13 +17,12 @@ from .grads import (
     rms_norm_backward,
     squared_norm,
 )
+from .grid import exact_slots, grid_of
 from .noise import NoiseStream, gaussian_noise_
 from .reference import (
     embedding_grad_inner,
-    embedding_per_sample_grad,
     grad_inner,
     grad_magnitude,
-    normals_from_bits,
 )
 
 __all__ = [
@@ -35,14 +36,16 @@ __all__ = [
     "embedding_grad_inner",
     "embedding_grad_norm",
     "embedding_per_sample_grad",
+    "exact_slots",
     "gaussian_noise_",
     "grad_inner",
     "grad_magnitude",
     "grad_norm",
+    "grid_of",
     "layer_norm_backward",
-    "normals_from_bits",
     "per_sample_bias_grad",
     "per_sample_grad",
+    "refuse_capture",
     "rms_norm_backward",
     "squared_norm",
 ]

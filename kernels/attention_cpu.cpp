@@ -314,7 +314,7 @@ void forward(const Problem& p) {
   // The last first: they are the long ones where queries are causal.
   int64_t count = int64_t(tiles.size());
   Memory<F> scratch(p.threads, scratch_elements<F>(p));
-  share(count, p.threads, [&](int64_t task, int64_t thread) {
+  share<FlushToZero>(count, p.threads, [&](int64_t task, int64_t thread) {
     forward_tile<F>(p, tiles[count - 1 - task], scratch.of(thread));
   });
 }
@@ -338,7 +338,7 @@ void backward(const Problem& p) {
   std::vector<int64_t> turns(size_t(p.batch * p.key_heads));
   std::mutex mutex;
   std::condition_variable turned;
-  share(int64_t(parts.size()), threads, [&](int64_t task, int64_t thread) {
+  share<FlushToZero>(int64_t(parts.size()), threads, [&](int64_t task, int64_t thread) {
     const Part& part = parts[size_t(task)];
     int64_t offset = part.unit * p.keys * p.padded;
     F *dk = static_cast<F*>(p.dk) + offset, *dv = static_cast<F*>(p.dv) + offset;

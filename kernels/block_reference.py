@@ -5,20 +5,14 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from .reference import _FP32_ROW, hard_clip_factors
-
-if TYPE_CHECKING:
-    from .noise import NoiseStream
+from .grid import truncated
+from .reference import hard_clip_factors, upper_bound
 
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 21
-# Samples from which one pass over all of them beats a pass over each.
-_MANY = 16
 
 # Outputs and inputs of a clipping group of block_clipped_grad. It says what is released, so it
 # depends on no device, dtype or tuning.
@@ -57,8 +51,9 @@ def block_clipped_grad(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """sum_i of G_i = dy_i^T x_i with each tile of G_i clipped to the tile's own bound.
 
@@ -71,44 +66,34 @@ def block_clipped_grad(
             nothing, but still removes the tiles whose norm is not finite.
         block: outputs and inputs of a tile, powers of two from 16 to 128. Part of what the
             result means: the tiles are the clipping groups.
+        grid: a power of two: each clipped tile is truncated toward zero onto the grid, and the
+            sum is exact. None for a sum in fp32 (fp64), rounded.
+        into: [O, I], contiguous, fp64, on the grid: the sum of earlier samples, which the sum of
+            these is added to in place. Only with a grid.
         return_factors: also return the factors c_ik.
-        noise: added to the sum, to element [o, i] the stream's element offset + o I + i.
 
     Returns:
-        [O, I], fp32 (fp64 for fp64 operands); with return_factors also [B, tiles], fp32, tiles
-        row by row. A factor is 0 where the tile's norm is not finite.
+        [O, I], fp64 exact multiples of the grid, or without one fp32 (fp64 for fp64 operands);
+        with return_factors also [B, tiles], fp32, tiles row by row. A factor is 0 where the
+        tile's norm is not finite.
 
     Guarantees:
-        c_ik ||tile k of G_i|| <= C_k (see `block_bounds`) in fp32 arithmetic, for the very G_i
-        that is summed; so one sample moves the sum by at most bound. c_ik depends on sample i
-        alone.
+        c_ik ||tile k of G_i|| <= C_k (see `block_bounds`) in real arithmetic, for the very G_i
+        that is summed; so one sample moves the sum by at most bound, exactly with a grid, up to
+        the sum's rounding without. c_ik depends on sample i alone.
     """
     batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
-    bounds = block_bounds(outputs, inputs, bound, block).to(x.device)
-    (down, height), (across, width) = _tiling(outputs, block[0]), _tiling(inputs, block[1])
-    if width > _FP32_ROW:
-        width = -(-width // _FP32_ROW) * _FP32_ROW
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.to(dtype), dy.to(dtype)
-    elements = down * height * across * width
-    chunk = max(1, min(batch, _CHUNK // max(1, elements)))
-    # Behind the edges stay zeros.
-    whole = (outputs, inputs) == (down * height, across * width)
-    make = x.new_empty if whole else x.new_zeros
-    grads = make((chunk, down * height, across * width))
-    total = x.new_zeros(down * height, across, width)
-    factors = x.new_empty(batch, down, across, dtype=torch.float32)
-    for start in range(0, batch if elements else 0, chunk):
-        part = grads[: batch - start]
+    total = _zeros(x, outputs, inputs, grid) if into is None else into
+    tiles = block_bounds(outputs, inputs, bound, block).numel()
+    factors = torch.empty(batch, tiles, dtype=torch.float32, device=x.device)
+    chunk = max(1, _CHUNK // max(1, outputs * inputs))
+    for start in range(0, batch, chunk):
         now = slice(start, start + chunk)
-        torch.bmm(dy[now].transpose(1, 2), x[now], out=part[:, :outputs, :inputs])
-        tiles = part.view(-1, down, height, across, width)
-        factors[now] = hard_clip_factors(_tile_squares(tiles), bounds)
-        _add_clipped(total, tiles, factors[now])
-    result = total.view(down * height, across * width)[:outputs, :inputs].contiguous()
-    if noise is not None:
-        noise.add_to_(result)
-    return (result, factors.flatten(1)) if return_factors else result
+        grads = torch.bmm(dy[now].transpose(1, 2), x[now])
+        factors[now] = _add_clipped(total, grads, bound, block, grid)
+    return (total, factors) if return_factors else total
 
 
 def block_clip_reduce(
@@ -116,14 +101,16 @@ def block_clip_reduce(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`block_clipped_grad` of stored per-sample gradients.
 
     Args:
         grads: [B, O, I], B samples, fp16, bf16, fp32 or fp64.
-        bound, block, return_factors, noise: as for `block_clipped_grad`; bound may be math.inf.
+        bound, block, grid, into, return_factors: as for `block_clipped_grad`; bound may be
+            math.inf.
 
     Returns:
         As `block_clipped_grad`.
@@ -131,53 +118,33 @@ def block_clip_reduce(
     Guarantees:
         As `block_clipped_grad`.
     """
-    batch, outputs, inputs = grads.shape
-    bounds = block_bounds(outputs, inputs, bound, block).to(grads.device)
-    dtype = torch.promote_types(grads.dtype, torch.float32)
-    total = torch.zeros(outputs, inputs, dtype=dtype, device=grads.device)
-    factors = torch.ones(batch, *bounds.shape, dtype=torch.float32, device=grads.device)
+    total = _zeros(grads, grads.shape[1], grads.shape[2], grid) if into is None else into
+    factors = _add_clipped(total, grads, bound, block, grid)
+    return (total, factors) if return_factors else total
+
+
+def _zeros(like: Tensor, outputs: int, inputs: int, grid: float | None) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32) if grid is None else torch.float64
+    return torch.zeros(outputs, inputs, dtype=dtype, device=like.device)
+
+
+def _add_clipped(
+    total: Tensor, grads: Tensor, bound: float, block: tuple[int, int], grid: float | None
+) -> Tensor:
+    """Adds the clipped tiles of grads [b, O, I] to total; returns the factors [b, tiles]."""
+    outputs, inputs = grads.shape[1:]
+    bounds = block_bounds(outputs, inputs, bound, block)
+    factors = torch.empty(grads.shape[0], *bounds.shape, dtype=torch.float32, device=grads.device)
     for i, top in enumerate(range(0, outputs, block[0])):
         for k, left in enumerate(range(0, inputs, block[1])):
             corner = (slice(top, top + block[0]), slice(left, left + block[1]))
-            tiles = grads[:, corner[0], corner[1]].to(dtype)
-            squares = torch.linalg.vector_norm(tiles, dim=(1, 2), dtype=torch.float64).square()
-            own = hard_clip_factors(squares, bounds[i, k])
+            tiles = grads[:, corner[0], corner[1]].double()
+            squares = upper_bound(tiles.square().sum((1, 2)), tiles[0:1].numel())
+            own = hard_clip_factors(squares, float(bounds[i, k]))
             factors[:, i, k] = own
-            weights = own.to(dtype).view(-1, 1, 1)
-            total[corner] = torch.where(weights == 0, 0.0, tiles * weights).sum(0)
-    if noise is not None:
-        noise.add_to_(total)
-    return (total, factors.flatten(1)) if return_factors else total
-
-
-def _tiling(size: int, side: int) -> tuple[int, int]:
-    """How many tiles a side has, and how long they are."""
-    return -(-size // side), min(size, side)
-
-
-def _tile_squares(tiles: Tensor) -> Tensor:
-    """Squared norms [b, down, across] of tiles [b, down, height, across, width], fp64."""
-    samples, down, height, across, width = tiles.shape
-    runs = tiles.unflatten(4, (-1, min(width, _FP32_ROW)))
-    squares = torch.linalg.vector_norm(runs, dim=5).double().square_()
-    squares = (
-        squares.view(samples * down, height, -1).sum(1).view(samples, down, across, -1).sum(3)
-    )
-    overflowed = ~torch.isfinite(squares)
-    if bool(overflowed.any()):
-        squares = torch.where(overflowed, tiles.double().square().sum((2, 4)), squares)
-    return squares
-
-
-def _add_clipped(total: Tensor, tiles: Tensor, factors: Tensor) -> None:
-    """Adds sum_i factors_i tiles_i to total; a factor of 0 removes what may be NaN."""
-    removed = factors == 0
-    if bool(removed.any()):
-        tiles = torch.where(removed[:, :, None, :, None], 0.0, tiles)
-    of_rows = factors.repeat_interleave(tiles.shape[2], 1).unsqueeze(3).to(total.dtype)
-    rows = tiles.flatten(1, 2)
-    if rows.shape[0] > _MANY:
-        total += (rows * of_rows).sum(0)
-        return
-    for grad, weights in zip(rows, of_rows, strict=True):
-        total.addcmul_(grad, weights)
+            weights = own.double().view(-1, 1, 1)
+            clipped = torch.where(weights == 0, 0.0, tiles * weights)
+            if grid is not None:
+                clipped = truncated(clipped, grid)
+            total[corner] += clipped.sum(0)
+    return factors.flatten(1)

@@ -17,7 +17,16 @@ from .attention_configs import architecture
 from .block_reference import BLOCK, block_bounds
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .noise import NoiseStream
-from .noise_triton import OPTIONS, stream_words
+from .noise_triton import (
+    OPTIONS,
+    OpenList,
+    address_of,
+    bits_of,
+    on_device,
+    open_list,
+    settle,
+)
+from .reference import upper_bound
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
@@ -27,11 +36,13 @@ TOKEN_CHUNK = 512
 TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
 TILE_ROWS = 16
+# Steps of a Gram product that are added up before their sum is added to that of others.
+GRAM_STEPS = 4
+# Elements of per-sample gradients that an exact block_clipped_grad holds, one sample at least.
+CHUNK = 1 << 24
 
-# What a Gram norm's products and sums in fp32 round, relative to (sum_t ||x_t|| ||dy_t||)^2.
-_GRAM_ROUNDING = 4 * 2.0**-24
-# Where the square is at least this part of that, single roundings do not add up to a bias.
-_HARMLESS_CANCELLATION = 2.0**12
+# What an addition in fp32 may round: tensor cores truncate.
+_ROUNDING = 2.0**-23
 # Products below it are not normal numbers in fp32.
 _LEAST_NORMAL = 2.0**-126
 
@@ -49,12 +60,16 @@ def per_sample_grad(
 
 
 def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
-    """See `reference.grad_norm`.
+    """See `reference.grad_norm`; an upper bound, of what depends on the form.
 
-    The Gram form multiplies in fp32 and adds in fp64. What that rounds is added to the square
-    wherever it could matter: where the tokens cancel to less than 1/64 of
-    ``sum_t ||x_t|| ||dy_t||``, and where products leave fp32's normal numbers. So rounding cannot
-    hide a norm. A product that overflows gives a non-finite square.
+    "tile": of ||H_i||^2 for H_i = G_i as `per_sample_grad` makes it, with products and sums in
+    fp32 (of fp32 operands, with three TF32 products for each). H_i differs from G_i by the
+    rounding of T products, at most T 2^-20 `grad_magnitude`, which is not added here.
+
+    "gram": of ||G_i||^2 in real arithmetic. What fp32 may round in the products of tokens, see
+    `_gram_rounding`, is added relative to `grad_magnitude` squared: where tokens are orthogonal
+    and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in 32. A product that
+    overflows gives a non-finite square.
     """
     x, dy = _operands(x, dy)
     if form is None:
@@ -68,13 +83,11 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     return squares
 
 
-def clipped_grad(
-    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
-) -> Tensor:
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
     sizes = _config("clipped_grad", x)
-    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False, noise)
+    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False)
 
 
 def block_clipped_grad(
@@ -83,17 +96,34 @@ def block_clipped_grad(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clipped_grad`; a program owns one clipping group."""
+    """See `block_reference.block_clipped_grad`.
+
+    Without a grid a program owns one clipping group, and no G_i leaves the chip. An exact sum does
+    not fit there in fp64: with a grid the G_i of a few samples are written to memory.
+    """
     x, dy = _operands(x, dy)
-    outputs, inputs = dy.shape[2], x.shape[2]
+    batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
     bounds = block_bounds(outputs, inputs, bound, block).flatten().to(x.device)
-    factors = torch.empty((x.shape[0], bounds.numel()), dtype=torch.float32, device=x.device)
-    sizes = _config("block_clipped_grad", x)._replace(block_m=block[0], block_n=block[1])
-    total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors, noise)
-    return (total, factors) if return_factors else total
+    if grid is None:
+        factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=x.device)
+        sizes = _config("block_clipped_grad", x)._replace(block_m=block[0], block_n=block[1])
+        total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors)
+        return (total, factors) if return_factors else total
+    if into is None:
+        into = torch.zeros((outputs, inputs), dtype=torch.float64, device=x.device)
+    chunk = max(1, CHUNK // max(1, outputs * inputs))
+    parts = [torch.empty((0, bounds.numel()), dtype=torch.float32, device=x.device)]
+    for start in range(0, batch, chunk):
+        now = slice(start, start + chunk)
+        grads = per_sample_grad(x[now], dy[now])
+        assert isinstance(grads, Tensor)
+        parts.append(_tile_factors(grads, bounds, block))
+        _launch_reduce(grads, parts[-1], block, grid=grid, into=into)
+    return (into, torch.cat(parts)) if return_factors else into
 
 
 def block_clip_reduce(
@@ -101,41 +131,58 @@ def block_clip_reduce(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clip_reduce`; first the factors, then the sum."""
-    batch, outputs, inputs = grads.shape
     grads = grads.contiguous()
+    outputs, inputs = grads.shape[1:]
     bounds = block_bounds(outputs, inputs, bound, block).flatten().to(grads.device)
-    factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=grads.device)
-    if factors.numel():
-        kernels._tile_factors_kernel[(factors.numel(),)](
-            grads, bounds, factors, grads.stride(0),
-            inputs, outputs, _blocks(inputs, block[1]), bounds.numel(),
-            BLOCK_M=block[0], BLOCK_N=block[1], ROWS=TILE_ROWS,
-        )  # fmt: skip
-    total = _launch_reduce(grads, factors, 1.0, block, noise)
+    factors = _tile_factors(grads, bounds, block)
+    total = _launch_reduce(grads, factors, block, grid=grid, into=into)
     return (total, factors) if return_factors else total
 
 
 def clip_reduce(
-    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+    grads: Tensor,
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    noise: NoiseStream | None = None,
 ) -> Tensor:
-    """See `reference.clip_reduce`."""
-    return _launch_reduce(
-        grads.contiguous(), factors.float().contiguous(), float(divisor), None, noise
-    )
+    """See `reference.clip_reduce`; noise waits for the device once."""
+    grads, factors = grads.contiguous(), factors.float().contiguous()
+    if grid is not None:
+        return _launch_reduce(grads, factors, None, grid=grid, into=into, noise=noise)
+    total = _launch_reduce(grads, factors, None)
+    return total if noise is None else noise.add_to_(total)
 
 
 def squared_norm(grads: Tensor) -> Tensor:
     """See `reference.squared_norm`; everything in fp64, without a wider copy."""
     flat = grads.reshape(grads.shape[0], grads.shape[1:].numel())
-    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    # The root and its square round as well.
+    return upper_bound(squares, flat.shape[1] + 4)
+
+
+def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+    """See `reference.embedding_per_sample_grad`; nothing is atomic, so its bits repeat."""
+    batch, _, width = dy.shape
+    # Each sample has a table of its own.
+    tables = torch.arange(batch, device=dy.device).view(-1, 1) * num_embeddings
+    ones = torch.ones(batch, device=dy.device)
+    grads = embedding_clipped_grad(indices.long() + tables, dy, ones, batch * num_embeddings)
+    return grads.view(batch, num_embeddings, width)
 
 
 def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
-    """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row."""
+    """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row.
+
+    An upper bound of the squared norm in real arithmetic: what fp64 may round is included.
+    """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
     in_order, order = torch.sort(indices.long(), dim=1, stable=True)
@@ -143,11 +190,12 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     blocks = _blocks(width, WIDTH_BLOCK)
     squares = torch.empty((batch, tokens, blocks), dtype=torch.float64, device=dy.device)
     if squares.numel():
-        kernels._embedding_grad_norm_kernel[(squares.numel(),)](
-            dy, order.contiguous(), ends.contiguous(), squares, *dy.stride()[:2],
-            tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
-        )  # fmt: skip
-    return squares.sum((1, 2))
+        with on_device(dy):
+            kernels._embedding_grad_norm_kernel[(squares.numel(),)](
+                dy, order.contiguous(), ends.contiguous(), squares, *dy.stride()[:2],
+                tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
+            )  # fmt: skip
+    return upper_bound(squares.sum((1, 2)), tokens * width + 4)
 
 
 def embedding_clipped_grad(
@@ -161,10 +209,11 @@ def embedding_clipped_grad(
     out = torch.zeros((num_embeddings, width), dtype=torch.float32, device=dy.device)
     blocks = _blocks(width, WIDTH_BLOCK)
     if dy.numel():
-        kernels._embedding_clipped_grad_kernel[(rows.numel() * blocks,)](
-            dy, order, rows, ends, factors.float().contiguous(), out, *dy.stride()[:2],
-            tokens, width, rows.numel(), blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
-        )  # fmt: skip
+        with on_device(dy):
+            kernels._embedding_clipped_grad_kernel[(rows.numel() * blocks,)](
+                dy, order, rows, ends, factors.float().contiguous(), out, *dy.stride()[:2],
+                tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
+            )  # fmt: skip
     return out
 
 
@@ -204,15 +253,10 @@ def precision(hip: bool) -> str:
     return "ieee" if hip else "tf32x3"
 
 
-def noise_width(hip: bool) -> int:
-    """Columns of a tile that get their noise at a time: about one group of 8 for each thread."""
-    return 32 if hip else 16
-
-
 def _launch_per_sample(
     x: Tensor, dy: Tensor, grads: Tensor | None, squares: bool
 ) -> Tensor | None:
-    """Writes grads where given; returns the squared norms [B] where asked for."""
+    """Writes grads where given; returns bounds of their squared norms [B] where asked for."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("per_sample_grad", x)
     tiles_i = _blocks(inputs, sizes.block_n)
@@ -221,35 +265,50 @@ def _launch_per_sample(
     if squares:
         partial = torch.empty((batch, num_tiles), dtype=torch.float64, device=x.device)
     if batch * num_tiles:
-        kernels._per_sample_grad_kernel[(batch * num_tiles,)](
-            x, dy, grads, partial, *x.stride()[:2], *dy.stride()[:2],
-            tokens, inputs, outputs, tiles_i, num_tiles,
-            STORE=grads is not None, SQUARES=squares,
-            BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
-        )  # fmt: skip
-    return None if partial is None else partial.sum(1)
+        with on_device(x):
+            kernels._per_sample_grad_kernel[(batch * num_tiles,)](
+                x, dy, grads, partial, *x.stride()[:2], *dy.stride()[:2],
+                tokens, inputs, outputs, tiles_i, num_tiles,
+                STORE=grads is not None, SQUARES=squares,
+                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
+            )  # fmt: skip
+    return None if partial is None else upper_bound(partial.sum(1), inputs * outputs)
 
 
 def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
     """||G_i||^2 [B] by pairs of token tiles, raised by what the pairs' products may round."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("gram", x)
+    run = GRAM_STEPS * sizes.block_k
     pairs = _pairs(_blocks(tokens, sizes.block_m), x.device)
     partial = torch.empty((batch, pairs.shape[1]), dtype=torch.float64, device=x.device)
     if partial.numel():
-        kernels._grad_norm_gram_kernel[(partial.numel(),)](
-            x, dy, pairs, partial, *x.stride()[:2], *dy.stride()[:2],
-            tokens, inputs, outputs, pairs.shape[1],
-            BLOCK_M=sizes.block_m, **_options(sizes),
-        )  # fmt: skip
+        with on_device(x):
+            kernels._grad_norm_gram_kernel[(partial.numel(),)](
+                x, dy, pairs, partial, *x.stride()[:2], *dy.stride()[:2],
+                tokens, inputs, outputs, pairs.shape[1],
+                BLOCK_M=sizes.block_m, RUN=run, **_options(sizes),
+            )  # fmt: skip
+    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
     squares = partial.sum(1).clamp(min=0)
     x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
     dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     size = (x_norms * dy_norms).sum(1).square()
-    cancelled = (size - _HARMLESS_CANCELLATION * squares).clamp(min=0)
+    rounding = _gram_rounding(inputs, run, x.dtype) + _gram_rounding(outputs, run, x.dtype)
     # A vanished product of inputs meets the product of the outputs, and the other way round.
     vanished = inputs * dy_norms.sum(1).square() + outputs * x_norms.sum(1).square()
-    return squares + _GRAM_ROUNDING * cancelled + _LEAST_NORMAL * vanished
+    return squares + (rounding + tokens**2 * 2.0**-52) * size + _LEAST_NORMAL * vanished
+
+
+def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
+    """What a Gram kernel's product of two tokens may be off by, relative to their norms.
+
+    Each addition rounds by at most 2^-23 of the terms added up so far, and a tensor core's block
+    of four or more terms by once more. A product of fp32 is three chains of TF32 products, which
+    leave out 2^-21 of it.
+    """
+    chains = 3 if dtype == torch.float32 else 1
+    return (chains * min(width, run) * 5 / 4 + _blocks(width, run) + 8) * _ROUNDING
 
 
 def _launch_clipped(
@@ -259,7 +318,6 @@ def _launch_clipped(
     bounds: Tensor | None,
     sizes: GradConfig,
     store_factors: bool,
-    noise: NoiseStream | None,
 ) -> Tensor:
     """sum_i c_i G_i by tiles: with given factors, or clipped to the tiles' bounds."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
@@ -267,37 +325,68 @@ def _launch_clipped(
     tiles_i = _blocks(inputs, sizes.block_n)
     num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
     if num_tiles:
-        kernels._clipped_grad_kernel[(num_tiles,)](
-            x, dy, factors, bounds, out, *x.stride()[:2], *dy.stride()[:2],
-            batch, tokens, inputs, outputs, tiles_i, num_tiles, *_address(noise),
-            CLIP=bounds is not None, STORE_FACTORS=store_factors,
-            BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n,
-            WIDTH=min(noise_width(torch.version.hip is not None), sizes.block_n),
-            **(_options(sizes) | _noise_options(noise, inputs)),
-        )  # fmt: skip
+        with on_device(x):
+            kernels._clipped_grad_kernel[(num_tiles,)](
+                x, dy, factors, bounds, out, *x.stride()[:2], *dy.stride()[:2],
+                batch, tokens, inputs, outputs, tiles_i, num_tiles,
+                CLIP=bounds is not None, STORE_FACTORS=store_factors,
+                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
+            )  # fmt: skip
     return out
+
+
+def _tile_factors(grads: Tensor, bounds: Tensor, block: tuple[int, int]) -> Tensor:
+    """Factors [B, tiles] of contiguous grads [B, O, I]."""
+    batch, outputs, inputs = grads.shape
+    factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=grads.device)
+    if factors.numel():
+        with on_device(grads):
+            kernels._tile_factors_kernel[(factors.numel(),)](
+                grads, bounds, factors, grads.stride(0),
+                inputs, outputs, _blocks(inputs, block[1]), bounds.numel(),
+                BLOCK_M=block[0], BLOCK_N=block[1], ROWS=TILE_ROWS,
+            )  # fmt: skip
+    return factors
 
 
 def _launch_reduce(
     grads: Tensor,
     factors: Tensor,
-    divisor: float,
     block: tuple[int, int] | None,
-    noise: NoiseStream | None,
+    *,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    noise: NoiseStream | None = None,
 ) -> Tensor:
-    """(sum_i c_i G_i + noise) / divisor, with a factor for each sample or each block of it."""
+    """sum_i c_i G_i of contiguous grads, with a factor for each sample or each block of it.
+
+    With a grid in fp64 and exact, or with noise in fp32.
+    """
     shape = grads.shape[1:]
-    out = torch.empty(shape, dtype=torch.float32, device=grads.device)
+    narrow = grid is None or noise is not None
+    out = into
+    if out is None:
+        dtype = torch.float32 if narrow else torch.float64
+        out = torch.empty(shape, dtype=dtype, device=grads.device)
+    found = None if noise is None or noise.std == 0 else open_list(out, noise)
     rows, columns = block or (1, 1)
     inputs = shape[1] if block else 1
-    before = 0 if noise is None else noise.offset % 8
+    before = 0 if found is None else int(found.stream.offset) % 8
     if out.numel():
-        kernels._clip_reduce_kernel[(_blocks(before + out.numel(), REDUCE_BLOCK),)](
-            grads, factors, out, out.numel(), grads.shape[0], out.numel(), divisor,
-            inputs, _blocks(inputs, columns), factors[:1].numel(), *_address(noise),
-            BLOCK_M=rows, BLOCK_N=columns, TILED=block is not None,
-            DIVIDE=divisor != 1, BLOCK=REDUCE_BLOCK, **_noise_options(noise),
-        )  # fmt: skip
+        with on_device(grads):
+            kernels._clip_reduce_kernel[(_blocks(before + out.numel(), REDUCE_BLOCK),)](
+                grads, factors, out,
+                None if found is None else found.entries, 0 if found is None else found.capacity,
+                out.numel(), grads.shape[0], out.numel(),
+                inputs, _blocks(inputs, columns), factors[:1].numel(), *_address(grid, found),
+                BLOCK_M=rows, BLOCK_N=columns, TILED=block is not None, BLOCK=REDUCE_BLOCK,
+                EXACT=grid is not None, INTO=into is not None, **_noise_options(found),
+            )  # fmt: skip
+    if into is not None:
+        # Autograd shall notice, as it does with PyTorch's own operations.
+        torch.autograd.graph.increment_version(into)
+    if found is not None:
+        settle([found])
     return out
 
 
@@ -317,13 +406,14 @@ def _token_sums(
     make = functools.partial(torch.empty, shape, dtype=torch.float32, device=dy.device)
     products, totals = make() if x is not None else None, make() if sums else None
     if batch * chunks * blocks:
-        kernels._token_sums_kernel[(batch * chunks * blocks,)](
-            dy, x, *(None if v is None else v.float().contiguous() for v in (mean, rstd)),
-            products, totals, *dy.stride()[:2], *(dy if x is None else x).stride()[:2],
-            tokens, width, chunks, blocks,
-            CHUNK=TOKEN_CHUNK, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
-            PRODUCTS=x is not None, HAS_MEAN=mean is not None, SUMS=sums,
-        )  # fmt: skip
+        with on_device(dy):
+            kernels._token_sums_kernel[(batch * chunks * blocks,)](
+                dy, x, *(None if v is None else v.float().contiguous() for v in (mean, rstd)),
+                products, totals, *dy.stride()[:2], *(dy if x is None else x).stride()[:2],
+                tokens, width, chunks, blocks,
+                CHUNK=TOKEN_CHUNK, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
+                PRODUCTS=x is not None, HAS_MEAN=mean is not None, SUMS=sums,
+            )  # fmt: skip
     empty = dy.new_empty(0, dtype=torch.float32)
     return (
         empty if products is None else products.sum(1),
@@ -376,22 +466,20 @@ def _options(sizes: GradConfig) -> dict[str, object]:
     }
 
 
-def _address(noise: NoiseStream | None) -> tuple[int, ...]:
-    """What kernels take from `std_bits` to `first`."""
-    if noise is None:
-        return (0,) * 13
-    step, parameter_id = int(noise.step), int(noise.parameter_id)
-    words = stream_words(float(noise.std), noise.key, step, parameter_id, noise.generator)
-    return (*words, int(noise.offset))
+def _address(grid: float | None, found: OpenList | None) -> tuple[int, ...]:
+    """What kernels take as `ADDRESS`."""
+    if found is not None:
+        return address_of(found.stream)
+    return (bits_of(1.0 if grid is None else float(grid)), *(0,) * 13)
 
 
-def _noise_options(noise: NoiseStream | None, width: int = 0) -> dict[str, object]:
-    """Constexprs and launch options for noise on rows of so many elements."""
-    if noise is None or noise.std == 0:
-        return {"NOISE": False, "ALIGNED": True, "PHILOX": False, "enable_fp_fusion": True}
+def _noise_options(found: OpenList | None) -> dict[str, object]:
+    """Constexprs and launch options that follow from the noise."""
+    if found is None:
+        return {"NOISE": False, "ALIGNED": True, "PHILOX": False, **OPTIONS}
     return {
         "NOISE": True,
-        "ALIGNED": noise.offset % 8 == 0 and width % 8 == 0,
-        "PHILOX": noise.generator == "philox",
-        "enable_fp_fusion": OPTIONS["enable_fp_fusion"],
+        "ALIGNED": found.stream.offset % 8 == 0,
+        "PHILOX": found.stream.generator == "philox",
+        **OPTIONS,
     }

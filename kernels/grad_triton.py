@@ -1,13 +1,11 @@
 """Per-sample gradient kernels: products, norms, clipped sums and the reductions of norm layers.
 
-Each program owns its outputs and walks samples and tokens in order. No kernel uses atomics: what
-several programs contribute to is written as partial sums and added outside, so results repeat bit
-for bit. Products accumulate in fp32; squares are taken and added in fp64, where neither 1e30
-overflows nor 1e-30 vanishes and the rounding is far below a clip's slack.
+Each program owns its outputs and walks samples and tokens in order. No result depends on the order
+of atomics: what several programs contribute to is written as partial sums and added outside, so
+results repeat bit for bit. Products accumulate in fp32; squares are taken and added in fp64, where
+neither 1e30 overflows nor 1e-30 vanishes.
 
-A kernel with NOISE adds ``std * normal`` to the sum on chip, by the address that the arguments
-from ``std_bits`` to ``first`` give: element e of the result gets element ``first + e`` of the
-stream. It is compiled without fusion, see `noise_triton.py`.
+No kernel compiles anew for another number of samples or tokens.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elements of a parameter.
 """
@@ -15,14 +13,10 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elemen
 import triton
 import triton.language as tl
 
-from .noise_triton import as_key, as_std, normals_of_groups, normals_of_rows
+from .noise_triton import ADDRESS, as_fp64, as_key, noisy, reciprocal_of_grid
 
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
-# No kernel is compiled anew for another address.
-_KEY = [f"k{i}" for i in range(8)]
-_ADDRESS = ["std_bits", *_KEY, "step_low", "step_high", "parameter_id", "first"]
 
 
 @triton.jit
@@ -61,7 +55,7 @@ def _sum_of_squares(tile):
     return tl.sum(tl.sum(wide * wide, 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _per_sample_grad_kernel(
     x_ptr, dy_ptr, grads_ptr, squares_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
@@ -92,25 +86,31 @@ def _per_sample_grad_kernel(
 @triton.jit
 def _gram_tile(
     ptr, stride, first, second, num_tokens, width,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``z_s . z_t`` for the tokens s of one tile and t of another, fp32."""
+    """``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
+
+    Columns are added up in runs, and the runs' sums after that: each rounding is of fewer terms.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
-    for start in range(0, width, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)
-        left = _load_tile(ptr, stride, first, num_tokens, columns, width, UPCAST)
-        right = _load_tile(ptr, stride, second, num_tokens, columns, width, UPCAST)
-        acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
+    for run in range(0, width, RUN):
+        part = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
+        for start in range(run, run + RUN, BLOCK_K):
+            columns = start + tl.arange(0, BLOCK_K)
+            left = _load_tile(ptr, stride, first, num_tokens, columns, width, UPCAST)
+            right = _load_tile(ptr, stride, second, num_tokens, columns, width, UPCAST)
+            part = tl.dot(left, tl.trans(right), part, input_precision=PRECISION)
+        acc += part
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _grad_norm_gram_kernel(
     x_ptr, dy_ptr, pairs_ptr, squares_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     num_tokens, num_inputs, num_outputs, num_pairs,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``sum_st (x_s . x_t)(dy_s . dy_t)`` for a pair of token tiles t >= s; [B, pairs].
@@ -126,11 +126,11 @@ def _grad_norm_gram_kernel(
     second = t * BLOCK_M + tl.arange(0, BLOCK_M)
     inputs = _gram_tile(
         x_ptr + b * stride_xb, stride_xt, first, second, num_tokens, num_inputs,
-        BLOCK_M, BLOCK_K, UPCAST, PRECISION,
+        BLOCK_M, BLOCK_K, RUN, UPCAST, PRECISION,
     )  # fmt: skip
     outputs = _gram_tile(
         dy_ptr + b * stride_dyb, stride_dyt, first, second, num_tokens, num_outputs,
-        BLOCK_M, BLOCK_K, UPCAST, PRECISION,
+        BLOCK_M, BLOCK_K, RUN, UPCAST, PRECISION,
     )  # fmt: skip
     total = tl.sum(tl.sum(inputs.to(tl.float64) * outputs.to(tl.float64), 1), 0)
     if s != t:
@@ -139,75 +139,43 @@ def _grad_norm_gram_kernel(
 
 
 @triton.jit
-def _factor(square, bound):
-    """``min(1, bound / sqrt(square))`` in fp32, rounded down; 0 where square is not finite."""
-    round_down: tl.constexpr = 1.0 - 2.0**-22
-    least_normal: tl.constexpr = 2.0**-126
-    norm = tl.sqrt(square)
+def _factor(square, bound, TERMS: tl.constexpr):
+    """``min(1, bound / norm)`` in fp32, rounded down; 0 where the norm is not finite.
+
+    square: a sum of TERMS squares, fp64. The result times the norm, in real arithmetic, is at most
+    bound: see `reference.upper_bound` and `reference.hard_clip_factors`.
+    """
+    up: tl.constexpr = (1.0 + TERMS * 2.0**-53) * (1.0 + 2.0**-40)
+    down: tl.constexpr = 1.0 - 2.0**-40
+    norm = tl.sqrt(square) * up
     over = norm > bound
-    ratio = tl.where(over, bound / tl.where(over, norm, 1.0) * round_down, 1.0)
-    # Not so for NaN and infinity either.
-    usable = (norm < float("inf")) & (ratio >= least_normal)
-    return tl.where(usable, ratio, 0.0).to(tl.float32)
+    ratio = tl.where(over, bound / tl.where(over, norm, 1.0) * down, 1.0)
+    nearest = ratio.to(tl.float32)
+    # The next lower number of fp32; all are positive.
+    next_lower = (nearest.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    lower = tl.where(nearest.to(tl.float64) > ratio, next_lower, nearest)
+    # Not so for NaN and infinity either; below it fp32 has fewer digits.
+    usable = (norm < float("inf")) & (lower >= 2.0**-126)
+    return tl.where(usable, lower, 0.0)
 
 
-@triton.jit
-def _store_tile(out_ptr, tile, first_row, first_column, num_rows, num_columns):
-    """Writes a tile of ``[num_rows, num_columns]``."""
-    rows = first_row + tl.arange(0, tile.shape[0])
-    columns = first_column + tl.arange(0, tile.shape[1])
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(out_ptr + offsets, tile, mask=mask)
-
-
-@triton.jit
-def _store_noisy_tile(
-    out_ptr, tile, first_row, first_column, num_rows, num_columns,
-    std, key, step_low, step_high, parameter_id, first,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile of a sum with its noise, WIDTH columns at a time: normals take registers."""
-    strips: tl.constexpr = tile.shape[1] // WIDTH
-    cut = tl.reshape(tile, [tile.shape[0], strips, WIDTH])
-    of_strip = tl.arange(0, strips)[None, :, None]
-    rows = (first_row + tl.arange(0, tile.shape[0])).to(tl.int64)
-    for strip in range(strips):
-        # The others are 0, whatever they hold.
-        total = tl.sum(tl.where(of_strip == strip, cut, 0.0), 1)
-        column = first_column + strip * WIDTH
-        normals = normals_of_rows(
-            key, first + rows * num_columns + column, step_low, step_high, parameter_id,
-            WIDTH, ALIGNED, PHILOX,
-        )  # fmt: skip
-        total = tl.fma(normals, std, total)
-        _store_tile(out_ptr, total, first_row, column, num_rows, num_columns)
-
-
-@triton.jit(do_not_specialize=_ADDRESS)
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _clipped_grad_kernel(
     x_ptr, dy_ptr, factors_ptr, bounds_ptr, out_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     batch, num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
-    std_bits: tl.uint64,
-    k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
-    k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
-    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     CLIP: tl.constexpr, STORE_FACTORS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    NOISE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``sum_i c_i dy_i^T x_i``; no G_i leaves the chip.
+    """A tile of ``sum_i c_i dy_i^T x_i`` in fp32; no G_i leaves the chip.
 
     c_i is ``factors[i]``, or with CLIP ``min(1, bounds[tile] / ||tile of G_i||)`` rounded down,
     which STORE_FACTORS writes to ``factors[i, tile]``. Where c_i is 0 the tile may hold NaN.
     """
     tile = tl.program_id(0)
-    first_row = tile // tiles_i * BLOCK_M
-    first_column = tile % tiles_i * BLOCK_N
-    rows = first_row + tl.arange(0, BLOCK_M)
-    columns = first_column + tl.arange(0, BLOCK_N)
+    rows = tile // tiles_i * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for b in range(0, batch):
         sample = tl.cast(b, tl.int64)
@@ -217,21 +185,15 @@ def _clipped_grad_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
         )  # fmt: skip
         if CLIP:
-            factor = _factor(_sum_of_squares(acc), tl.load(bounds_ptr + tile))
+            factor = _factor(_sum_of_squares(acc), tl.load(bounds_ptr + tile), BLOCK_M * BLOCK_N)
             if STORE_FACTORS:
                 tl.store(factors_ptr + sample * num_tiles + tile, factor)
         else:
             factor = tl.load(factors_ptr + sample)
         total += tl.where(factor != 0, acc * factor, 0.0)
-    if NOISE:
-        _store_noisy_tile(
-            out_ptr, total, first_row, first_column, num_outputs, num_inputs,
-            as_std(std_bits, tl.float32), as_key(k0, k1, k2, k3, k4, k5, k6, k7),
-            step_low.to(tl.uint32), step_high.to(tl.uint32), parameter_id.to(tl.uint32), first,
-            WIDTH, ALIGNED, PHILOX,
-        )  # fmt: skip
-    else:
-        _store_tile(out_ptr, total, first_row, first_column, num_outputs, num_inputs)
+    mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
+    tl.store(out_ptr + offsets, total, mask=mask)
 
 
 @triton.jit
@@ -252,26 +214,39 @@ def _tile_factors_kernel(
             grads_ptr + b * stride_b, num_inputs, rows, num_outputs, columns, num_inputs, True
         ).to(tl.float64)
         squares += tl.sum(grad * grad, 0)
-    factor = _factor(tl.sum(squares, 0), tl.load(bounds_ptr + tile))
+    factor = _factor(tl.sum(squares, 0), tl.load(bounds_ptr + tile), BLOCK_M * BLOCK_N)
     tl.store(factors_ptr + b * num_tiles + tile, factor)
 
 
-@triton.jit(do_not_specialize=_ADDRESS)
+@triton.jit
+def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
+    """``total + factor grad`` in fp32; or fp64, in units of the grid, the product truncated."""
+    if EXACT:
+        # Both products are exact: 24 bits times 24 bits, and a power of two.
+        steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
+        size = tl.floor(tl.abs(steps))
+        return total + tl.where(steps < 0, -size, size)
+    return tl.fma(grad.to(tl.float32), factor, total)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", *ADDRESS])
 def _clip_reduce_kernel(
-    grads_ptr, factors_ptr, out_ptr, stride_b, batch, size, divisor,
+    grads_ptr, factors_ptr, out_ptr, open_ptr, capacity, stride_b, batch, size,
     num_inputs, tiles_i, num_tiles,
-    std_bits: tl.uint64,
+    grid_bits: tl.uint64, scale_bits: tl.uint64,
     k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
     k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
     step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILED: tl.constexpr,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILED: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, INTO: tl.constexpr,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``(sum_i c_i G_i + noise) / divisor`` for a run of elements; what c_i = 0 is not read.
+    """``sum_i c_i G_i`` for a run of elements; what c_i = 0 is not read.
 
-    c_i is ``factors[i]``, or if TILED ``factors[i, tile]`` for the tiles of ``[O, I]``. Unless
-    ALIGNED the runs begin so many elements earlier that groups of normals are whole.
+    c_i is ``factors[i]``, or if TILED ``factors[i, tile]`` for the tiles of ``[O, I]``. The sum is
+    in fp32, or if EXACT of multiples of the grid in fp64, with INTO on top of what out holds. With
+    NOISE `noisy` adds that of the stream's elements from ``first`` on and the sum is rounded
+    to fp32 once; unless ALIGNED the runs begin so many elements earlier that groups are whole.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     elements = begin + tl.arange(0, BLOCK)
@@ -282,31 +257,33 @@ def _clip_reduce_kernel(
     if TILED:
         row = elements // num_inputs
         tile = row // BLOCK_M * tiles_i + (elements - row * num_inputs) // BLOCK_N
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    reciprocal = reciprocal_of_grid(grid_bits)
+    total = tl.zeros([BLOCK], dtype=tl.float64 if EXACT else tl.float32)
+    if INTO:
+        total = tl.load(out_ptr + elements, mask=inside, other=0.0) * reciprocal
     for b in range(0, batch):
         sample = tl.cast(b, tl.int64)
         if TILED:
             factors = tl.load(factors_ptr + sample * num_tiles + tile, mask=inside, other=0.0)
             grad = tl.load(grads_ptr + sample * stride_b + elements, mask=factors != 0, other=0.0)
-            total = tl.fma(grad.to(tl.float32), factors, total)
+            total = _plus_clipped(total, grad, factors, reciprocal, EXACT)
         else:
             factor = tl.load(factors_ptr + b)
             if factor != 0:
                 grad = tl.load(grads_ptr + sample * stride_b + elements, mask=inside, other=0.0)
-                total = tl.fma(grad.to(tl.float32), factor, total)
+                total = _plus_clipped(total, grad, factor, reciprocal, EXACT)
     if NOISE:
-        groups = ((first + begin) >> 3) + tl.arange(0, BLOCK // 8)
-        normals = normals_of_groups(
-            as_key(k0, k1, k2, k3, k4, k5, k6, k7), groups.to(tl.uint32),
-            step_low.to(tl.uint32), step_high.to(tl.uint32), parameter_id.to(tl.uint32), PHILOX,
+        total = noisy(
+            total, elements, inside, ((first + begin) >> 3) + tl.arange(0, BLOCK // 8),
+            open_ptr, capacity, grid_bits, scale_bits,
+            as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, parameter_id, PHILOX,
         )  # fmt: skip
-        total = tl.fma(normals, as_std(std_bits, tl.float32), total)
-    if DIVIDE:
-        total = tl.div_rn(total, tl.cast(divisor, tl.float32))
-    tl.store(out_ptr + elements, total, mask=inside)
+    elif EXACT:
+        total *= as_fp64(grid_bits)
+    tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _token_sums_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, products_ptr, sums_ptr,
     stride_dyb, stride_dyt, stride_xb, stride_xt,
@@ -344,13 +321,16 @@ def _token_sums_kernel(
         tl.store(sums_ptr + offsets, tl.sum(sums, 0), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _embedding_grad_norm_kernel(
     dy_ptr, order_ptr, ends_ptr, squares_ptr,
     stride_dyb, stride_dyt, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``||sum of dy_t over the tokens of one row||^2``, written where the row's tokens start.
+
+    Each element of the sum is raised by what adding its n terms in fp64 may round, which is below
+    (n - 1) 2^-53 of the sum of their sizes.
 
     order: a sample's tokens sorted by row; ends: for each, the place behind its row's last one.
     """
@@ -364,6 +344,7 @@ def _embedding_grad_norm_kernel(
     # A place that does not start a row has no tokens of its own.
     end = tl.where(before.to(tl.int32) <= place, end, place)
     total = tl.zeros([BLOCK_E], dtype=tl.float64)
+    sizes = tl.zeros([BLOCK_E], dtype=tl.float64)
     for start in range(place, end, BLOCK_T):
         places = start + tl.arange(0, BLOCK_T)
         there = places < end
@@ -372,16 +353,19 @@ def _embedding_grad_norm_kernel(
             dy_ptr + b * stride_dyb + tokens[:, None] * stride_dyt + columns[None, :],
             mask=there[:, None] & (columns < width)[None, :],
             other=0.0,
-        )
-        total += tl.sum(dy.to(tl.float64), 0)
-    square = tl.sum(total * total, 0)
+        ).to(tl.float64)
+        total += tl.sum(dy, 0)
+        sizes += tl.sum(tl.abs(dy), 0)
+    terms = tl.maximum(end - place - 1, 0).to(tl.float64)
+    bound = tl.abs(total) + sizes * (terms * 2.0**-52)
+    square = tl.sum(bound * bound, 0)
     tl.store(squares_ptr + (b * num_tokens + place) * num_blocks + block, square)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _embedding_clipped_grad_kernel(
     dy_ptr, order_ptr, rows_ptr, ends_ptr, factors_ptr, out_ptr,
-    stride_dyb, stride_dyt, num_tokens, width, num_places, num_blocks,
+    stride_dyb, stride_dyt, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``sum_i c_i sum_t dy_it`` over the tokens of one row of the table, all samples' sorted."""

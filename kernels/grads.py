@@ -1,8 +1,9 @@
 """Per-sample gradient operations: the tensors' device chooses how they are computed.
 
-Signatures and semantics are those of the plain twins, `reference.py` and `block_reference.py`,
-which run on the CPU. On a GPU the Triton kernels run, except where operands are float64: for
-those the plain twins run on every device.
+Signatures and semantics are those of the reference implementations, `reference.py` and
+`block_reference.py`. On a CPU `grads_cpu.py` runs, or where its C++ cannot be compiled, and inside
+of `torch.compile`, the reference implementations. On a GPU the Triton kernels run, except where
+operands are float64: for those the reference implementations run.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
 """
@@ -10,7 +11,6 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 from types import ModuleType
@@ -19,8 +19,9 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from . import block_reference, reference
+from . import block_reference, grads_cpu, native, reference
 from .block_reference import BLOCK
+from .grid import check_grid
 from .noise import NoiseStream
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -80,14 +81,11 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
 
 
 @_documented_by(reference.clipped_grad)
-def clipped_grad(
-    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
-) -> Tensor:
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     """See `reference.clipped_grad`."""
     _check_uses(x, dy)
     _check_factors(factors, x)
-    _check_noise(noise, x.shape[2] * dy.shape[2])
-    return _house(x, dy).clipped_grad(x, dy, factors, noise=noise)
+    return _house(x, dy).clipped_grad(x, dy, factors)
 
 
 @overload
@@ -97,8 +95,9 @@ def block_clipped_grad(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: Literal[False] = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor: ...
 @overload
 def block_clipped_grad(
@@ -107,8 +106,9 @@ def block_clipped_grad(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: Literal[True],
-    noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @_documented_by(block_reference.block_clipped_grad)
 def block_clipped_grad(
@@ -117,16 +117,17 @@ def block_clipped_grad(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clipped_grad`."""
     _check_uses(x, dy)
     bound = _positive("bound", bound, "a number above 0, in the units of the norms")
     _check_block(block)
-    _check_noise(noise, x.shape[2] * dy.shape[2])
+    _check_into(into, grid, torch.Size((dy.shape[2], x.shape[2])))
     return _block_house(x, dy).block_clipped_grad(
-        x, dy, bound, block=block, return_factors=return_factors, noise=noise
+        x, dy, bound, block=block, grid=grid, into=into, return_factors=return_factors
     )
 
 
@@ -136,8 +137,9 @@ def block_clip_reduce(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: Literal[False] = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor: ...
 @overload
 def block_clip_reduce(
@@ -145,8 +147,9 @@ def block_clip_reduce(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: Literal[True],
-    noise: NoiseStream | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @_documented_by(block_reference.block_clip_reduce)
 def block_clip_reduce(
@@ -154,29 +157,41 @@ def block_clip_reduce(
     bound: float,
     *,
     block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
     return_factors: bool = False,
-    noise: NoiseStream | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clip_reduce`."""
     _check("grads", grads, 3)
     bound = _positive("bound", bound, "a number above 0, in the units of the norms")
     _check_block(block)
-    _check_noise(noise, grads.shape[1:].numel())
+    _check_into(into, grid, grads.shape[1:])
     return _block_house(grads).block_clip_reduce(
-        grads, bound, block=block, return_factors=return_factors, noise=noise
+        grads, bound, block=block, grid=grid, into=into, return_factors=return_factors
     )
 
 
 @_documented_by(reference.clip_reduce)
 def clip_reduce(
-    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+    grads: Tensor,
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    noise: NoiseStream | None = None,
 ) -> Tensor:
     """See `reference.clip_reduce`."""
     _check("grads", grads)
     _check_factors(factors, grads)
-    divisor = _positive("divisor", divisor, "a finite number above 0", below=math.inf)
+    _check_into(into, grid, grads.shape[1:])
     _check_noise(noise, grads.shape[1:].numel())
-    return _house(grads).clip_reduce(grads, factors, divisor=divisor, noise=noise)
+    if noise is not None and (into is not None or grid not in (None, noise.grid)):
+        raise ValueError(
+            f"noise on the grid {noise.grid!r} where grid is {grid!r}"
+            + (" and the sum goes into another" if into is not None else "")
+            + ": give noise of the same grid, and no `into`; add noise to that with noise.add_to_"
+        )
+    return _house(grads).clip_reduce(grads, factors, grid=grid, into=into, noise=noise)
 
 
 @_documented_by(reference.squared_norm)
@@ -184,6 +199,13 @@ def squared_norm(grads: Tensor) -> Tensor:
     """See `reference.squared_norm`."""
     _check("grads", grads)
     return _house(grads).squared_norm(grads)
+
+
+@_documented_by(reference.embedding_per_sample_grad)
+def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+    """See `reference.embedding_per_sample_grad`."""
+    _check_look_ups(indices, dy)
+    return _house(dy).embedding_per_sample_grad(indices, dy, num_embeddings)
 
 
 @_documented_by(reference.embedding_grad_norm)
@@ -224,6 +246,8 @@ def rms_norm_backward(
 def _house(*tensors: Tensor) -> ModuleType:
     """The module that runs on these tensors."""
     device = tensors[0].device
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        return reference if native.library() is None else grads_cpu
     if device.type == "cpu" or any(t.dtype == torch.float64 for t in tensors):
         return reference
     try:
@@ -362,6 +386,21 @@ def _check_noise(noise: NoiseStream | None, elements: int) -> None:
             f"noise is a {type(noise).__name__}: give a NoiseStream, or None for no noise"
         )
     noise.check_length(elements)
+
+
+def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> None:
+    if grid is not None:
+        check_grid(grid)
+    if into is None:
+        return
+    _check_tensor("into", into)
+    if grid is None:
+        raise ValueError("into is given without a grid: only sums on a grid are added up in place")
+    if into.dtype != torch.float64 or into.shape != shape or not into.is_contiguous():
+        raise ValueError(
+            f"into has shape {tuple(into.shape)}, dtype {into.dtype} and strides {into.stride()}: "
+            f"give a contiguous float64 tensor of shape {tuple(shape)}"
+        )
 
 
 def _check_norm(dy: Tensor, x: Tensor, ndim: int) -> None:

@@ -1,15 +1,16 @@
 """Gaussian noise addressed by position: a pure function of (key, step, parameter, element).
 
 Nothing is drawn twice, nothing depends on the order of calls or on how a parameter is cut, and a
-replay needs the key and the address only.
+replay needs the key and the address only. Noise is an integer multiple of a public grid, rounded
+exactly, and is added to a sum on that grid before anything is rounded to a narrower type.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import ModuleType
@@ -18,7 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import noise_reference
+from . import noise_cpu, noise_reference
+from .capture import refuse_capture
+from .grid import check_grid
+from .rounded_normal import EXACT_INTEGERS, settle
 
 KEY_BYTES = 32
 WORDS_PER_BLOCK = 8
@@ -26,12 +30,13 @@ WORDS_PER_BLOCK = 8
 MAX_WORDS = (1 << 32) * WORDS_PER_BLOCK
 # Both counters have 32 bits for the block, which holds 8 elements or 2.
 _ELEMENTS = {"chacha20": MAX_WORDS, "philox": 1 << 33}
-# What one thread turns into normals at a time: the scratch memory of it stays in its cache.
+# What is made at a time: the scratch memory of it stays in a cache.
 _CHUNK_WORDS = 1 << 17
-_MAX_CHUNK_WORDS = 1 << 20
 _ZEROS = bytes(1 << 19)
-# The next so many words of a stream, valid until the scratch memory is used again.
-_Words = Callable[[int, "_Scratch"], Tensor]
+# The next so many words of a stream.
+_Words = Callable[[int], Tensor]
+# Above it multiples of the grid would not be exact in fp64, ten standard deviations out.
+MAX_SCALE = EXACT_INTEGERS / 2**8
 
 
 def _keystream(
@@ -78,6 +83,7 @@ def gaussian_noise_(
     out: Tensor,
     *,
     std: float,
+    grid: float,
     key: bytes,
     step: int,
     parameter_id: int,
@@ -86,16 +92,20 @@ def gaussian_noise_(
 ) -> Tensor:
     """Add Gaussian noise of the stream (key, step, parameter_id) to a tensor in place.
 
-    A CUDA or ROCm tensor is served by a Triton kernel that makes its words itself. On a CPU the
-    words come from the `cryptography` package; other devices get noise that the CPU made. The
-    words are the same bits everywhere. Of them the CPU makes normals by PyTorch's logarithm, sine
-    and cosine and the kernel by polynomials: the normals of the two differ by at most 8 units in
-    the last place, and on the same path never.
+    out becomes grid * (round(out / grid) + Z), rounded once to its dtype, with Z = round(N) for a
+    Gaussian N of standard deviation std / grid. Where out is on the grid already, this is the
+    Gaussian mechanism on out, rounded to the grid: rounding is post-processing.
+
+    A CUDA or ROCm tensor is served by a Triton kernel, a tensor on the CPU by a C++ kernel, which
+    make their words themselves; where there is no C++ compiler, the words come from the
+    `cryptography` package. Other devices get noise that the CPU made. Z is the correctly rounded
+    value of a function of the words, so its bits are the same everywhere.
 
     Args:
         out: contiguous, fp32 or fp64, any device. To noise a narrower tensor, add the noise to its
             fp32 copy and round the sum once.
         std: standard deviation, finite and not negative, in the units of out; 0 leaves out as is.
+        grid: a power of two, in the units of out; public, see `grid_of`. std / grid is below 2^45.
         key: 32 bytes, for a release from `os.urandom`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
@@ -111,49 +121,53 @@ def gaussian_noise_(
     Raises:
         ValueError: an argument is out of its range, or out of memory order, dtype or autograd's
             sight.
+        RuntimeError: a CUDA stream is capturing: replays of its graph would repeat the noise.
 
     Guarantees:
-        Elements are independent standard normals times std, as far as ChaCha20 is a random
-        function and fp32 arithmetic allows; distinct (step, parameter_id, element) never share
-        bits. The block counter (32 bits), step (64) and parameter_id (32) fill the counter and
-        nonce of ChaCha20, and the counter of Philox, in this order, without overlap.
-        Tail: a pair of elements shares the radius sqrt(-2 ln u) of a 64-bit word, whose top 53
-        bits make u >= 2^-54. So the tail reaches 8.65 standard deviations; a mass of 5e-18 lies
-        beyond. u is rounded to fp32, whose greatest value below 1 gives the radius 3.5e-4;
-        a pair is 0 with probability 2^-25.
+        Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
+        ChaCha20 is a random function: `rounded_normal` tells how. Distinct (step, parameter_id,
+        element) never share bits. The block counter (32 bits), step (64) and parameter_id (32)
+        fill the counter and nonce of ChaCha20, and the counter of Philox, in this order, without
+        overlap; further words, where the first leave a rounding open, come from a hash of its own.
 
-    Source: RFC 8439; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011); Box and
-    Muller, A Note on the Generation of Random Normal Deviates (1958).
+    Source: RFC 8439; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011); Mironov,
+    On Significance of the Least Significant Bits for Differential Privacy (2012).
     """
     _check_out(out)
-    _check_stream(std, key, step, parameter_id, offset, generator)
-    _check_end(out.numel(), offset, generator)
+    _check_stream(std, grid, key, step, parameter_id, offset, generator)
+    _check_use(out.numel(), offset, generator)
     # Numbers of other libraries, for instance numpy's, would overflow.
-    step, parameter_id, offset = int(step), int(parameter_id), int(offset)
+    stream = NoiseStream(
+        std=float(std),
+        grid=float(grid),
+        key=key,
+        step=int(step),
+        parameter_id=int(parameter_id),
+        offset=int(offset),
+        generator=generator,
+    )
     if std == 0 or out.numel() == 0:
         return out
     if out.is_cuda:
-        _noise_triton().gaussian_noise_(
-            out,
-            std=std,
-            key=key,
-            step=step,
-            parameter_id=parameter_id,
-            offset=offset,
-            generator=generator,
-        )
+        _noise_triton().add_noise_(out, stream)
         return out
-    words = _WORDS[generator](key, step=step, parameter_id=parameter_id, group=offset // 8)
-    _add_normals_(out.view(-1), float(std), words, skip=offset % 8)
+    if noise_cpu.serves(out, stream):
+        return noise_cpu.add_noise_(out, stream)
+    flat = out.view(-1)
+    for start, integers in stream.integers(out.numel()):
+        part = flat[start : start + integers.numel()]
+        total = (part.cpu().double() / grid).round_().add_(integers).mul_(grid)
+        part.copy_(total)
     return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseStream:
-    """Noise for an operation to add to its result: std times a run of a stream's normals.
+    """Noise for an operation to add to its result: a run of a stream's rounded Gaussians.
 
     Attributes:
         std: standard deviation, finite and not negative, in the units of the sum; 0 adds nothing.
+        grid: a power of two of which the noise is a multiple, in the units of the sum; public.
         key: 32 bytes, for a release from `os.urandom`; not shown by `repr`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
@@ -170,6 +184,7 @@ class NoiseStream:
     """
 
     std: float
+    grid: float
     key: bytes = field(repr=False)
     step: int
     parameter_id: int
@@ -178,18 +193,33 @@ class NoiseStream:
 
     def __post_init__(self) -> None:
         _check_stream(
-            self.std, self.key, self.step, self.parameter_id, self.offset, self.generator
+            self.std,
+            self.grid,
+            self.key,
+            self.step,
+            self.parameter_id,
+            self.offset,
+            self.generator,
         )
 
+    @property
+    def scale(self) -> float:
+        """The standard deviation in units of the grid."""
+        return self.std / self.grid
+
     def check_length(self, elements: int) -> None:
-        """ValueError where a result of so many elements leaves the stream."""
-        _check_end(elements, self.offset, self.generator)
+        """ValueError where a result of so many elements leaves the stream.
+
+        RuntimeError where a CUDA graph would capture the noise.
+        """
+        _check_use(elements, self.offset, self.generator)
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
         return gaussian_noise_(
             out,
             std=self.std,
+            grid=self.grid,
             key=self.key,
             step=self.step,
             parameter_id=self.parameter_id,
@@ -197,12 +227,42 @@ class NoiseStream:
             generator=self.generator,
         )
 
+    def integers(self, count: int) -> Iterator[tuple[int, Tensor]]:
+        """The first `count` values in units of the grid, as (start, fp64 on the CPU)."""
+        skip = self.offset % WORDS_PER_BLOCK
+        draw = _WORDS[self.generator](
+            self.key,
+            step=self.step,
+            parameter_id=self.parameter_id,
+            group=self.offset // WORDS_PER_BLOCK,
+        )
+        for start in range(0, skip + count, _CHUNK_WORDS):
+            # A whole number of pairs, which is what Philox makes.
+            size = min(_CHUNK_WORDS, skip + count - start)
+            words = draw(size + size % 2)[skip if start == 0 else 0 : size]
+            begin = max(0, start - skip)
+            integers, undecided = noise_cpu.rounded_normals(words, self.scale)
+            for place in undecided.nonzero().flatten().tolist():
+                integers[place] = self.settled(begin + place, int(words[place]))
+            yield begin, integers
+
+    def settled(self, index: int, word: int) -> int:
+        """The value at an index where its first word leaves the rounding open."""
+        return settle(word, self.scale, lambda number: self._further_word(index, number))
+
+    def _further_word(self, index: int, number: int) -> int:
+        address = (self.step, self.parameter_id, self.offset + index, number)
+        digest = hashlib.blake2b(
+            struct.pack("<QIQQ", *address), key=self.key, digest_size=8, person=b"further words"
+        )
+        return int.from_bytes(digest.digest(), "little")
+
 
 def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
     fill = _keystream(key, step=step, parameter_id=parameter_id, block=group)
 
-    def draw(count: int, scratch: _Scratch) -> Tensor:
-        buffer = memoryview(scratch.bytes)[: 8 * count]
+    def draw(count: int) -> Tensor:
+        buffer = bytearray(8 * count)
         fill(buffer)
         return torch.frombuffer(buffer, dtype=torch.int64)
 
@@ -212,7 +272,7 @@ def _chacha20_words(key: bytes, *, step: int, parameter_id: int, group: int) -> 
 def _philox_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _Words:
     block = group * 4
 
-    def draw(count: int, scratch: _Scratch) -> Tensor:
+    def draw(count: int) -> Tensor:
         nonlocal block
         blocks = torch.arange(block, block + count // 2)
         block += count // 2
@@ -223,70 +283,6 @@ def _philox_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _W
 
 
 _WORDS = {"chacha20": _chacha20_words, "philox": _philox_words}
-
-
-def _add_normals_(flat: Tensor, std: float, draw: _Words, *, skip: int) -> None:
-    """Adds the normals of the drawn words times std, without those of the first `skip` words."""
-    total = skip + flat.numel()
-    size = min(_CHUNK_WORDS * torch.get_num_threads(), _MAX_CHUNK_WORDS)
-    scratch = _memory.take(min(size, total + total % 2) // 2)
-    for start in range(0, total, size):
-        count = min(size, total - start)
-        words = draw(count + count % 2, scratch)
-        normals = scratch.normals(words)[skip if start == 0 else 0 : count]
-        done = max(start - skip, 0)
-        flat[done : done + normals.numel()].add_(normals.to(flat.device), alpha=std)
-    _memory.give_back(scratch)
-
-
-class _Scratch:
-    """`normals_from_bits`, the same operations in memory that is used again."""
-
-    def __init__(self, pairs: int) -> None:
-        self.pairs = pairs
-        self.bytes = bytearray(16 * pairs)
-        self._integer = torch.empty(pairs, dtype=torch.int64, device="cpu")
-        self._double = torch.empty(pairs, dtype=torch.float64, device="cpu")
-        self._single = torch.empty(4, pairs, dtype=torch.float32, device="cpu")
-        self._normals = torch.empty(pairs, dtype=torch.complex64, device="cpu")
-
-    def normals(self, words: Tensor) -> Tensor:
-        pairs = words.view(-1, 2)
-        count = pairs.shape[0]
-        integer, double = self._integer[:count], self._double[:count]
-        radius, angle, x, y = self._single[:, :count]
-        torch.bitwise_right_shift(pairs[:, 0], 11, out=integer)
-        double.copy_(integer.bitwise_and_((1 << 53) - 1)).add_(0.5)
-        # The factor is a power of two: before the rounding or after it, the result is the same.
-        radius.copy_(double).mul_(2.0**-53).log_().mul_(-2).clamp_(min=0).sqrt_()
-        angle.copy_(pairs[:, 1]).mul_(math.pi * 2.0**-63)
-        torch.cos(angle, out=x).mul_(radius)
-        torch.sin(angle, out=y).mul_(radius)
-        # Many times as fast as to write every second element.
-        normals = torch.complex(x, y, out=self._normals[:count])
-        return torch.view_as_real(normals).view(-1)
-
-
-class _Memory(threading.local):
-    """A thread's memory for noise, kept: fresh pages cost as much as the normals in them.
-
-    It is taken while in use, so that noise which a signal handler draws in between has its own.
-    """
-
-    free: _Scratch | None = None
-
-    def take(self, pairs: int) -> _Scratch:
-        found, self.free = self.free, None
-        if found is None or found.pairs < pairs:
-            with torch.inference_mode(False):
-                return _Scratch(pairs)
-        return found
-
-    def give_back(self, scratch: _Scratch) -> None:
-        self.free = scratch
-
-
-_memory = _Memory()
 
 
 def _noise_triton() -> ModuleType:
@@ -321,13 +317,25 @@ def _check_out(out: Tensor) -> None:
 
 
 def _check_stream(
-    std: float, key: bytes, step: int, parameter_id: int, offset: int, generator: str
+    std: float,
+    grid: float,
+    key: bytes,
+    step: int,
+    parameter_id: int,
+    offset: int,
+    generator: str,
 ) -> None:
     """Refuses what is no address of a stream; the key's bytes stay out of the message."""
     number = isinstance(std, Real) and not isinstance(std, bool)
     if not number or not 0 <= std < math.inf:
         remedy = "0 or a greater finite number" if number else "a plain float"
         raise ValueError(f"std={std!r}: expected a finite number >= 0; pass {remedy}")
+    check_grid(grid)
+    if std / grid >= MAX_SCALE:
+        raise ValueError(
+            f"std={std!r} with grid={grid!r}: expected std / grid below 2^45, so that noise is "
+            "exact in float64; pass a greater grid"
+        )
     if not isinstance(key, bytes):
         raise ValueError(f"key: expected bytes, got {type(key).__name__}; pass bytes(key)")
     if len(key) != KEY_BYTES:
@@ -350,7 +358,9 @@ def _check_stream(
         )
 
 
-def _check_end(elements: int, offset: int, generator: str) -> None:
+def _check_use(elements: int, offset: int, generator: str) -> None:
+    """What every way to draw noise passes before it does."""
+    refuse_capture("each replay would add the same noise")
     if offset + elements > _ELEMENTS[generator]:
         raise ValueError(
             f"offset={offset!r}: with {elements} elements of out it leaves the stream's "

@@ -12,7 +12,7 @@ import struct
 import torch
 from torch import Tensor
 
-from .reference import normals_from_bits
+from .rounded_normal import settle
 
 _MASK = 0xFFFFFFFF
 # "expand 32-byte k", little-endian.
@@ -107,17 +107,26 @@ def gaussian_noise_(
     out: Tensor,
     *,
     std: float,
+    grid: float,
     key: bytes,
     step: int,
     parameter_id: int,
     offset: int = 0,
     generator: str = "chacha20",
 ) -> Tensor:
-    """See `noise.gaussian_noise_`; this one makes all words at once."""
+    """See `noise.gaussian_noise_`; this one makes all words at once, and settles each element."""
     words = {"chacha20": 8, "philox": 2}[generator]
     stream = {"chacha20": chacha20, "philox": philox}[generator]
     blocks = torch.arange(offset // words, -(-(offset + out.numel()) // words))
     bits = stream(key, step=step, parameter_id=parameter_id, blocks=blocks)
     skip = offset % words
-    normals = normals_from_bits(bits.flatten())[skip : skip + out.numel()]
-    return out.add_(normals.view(out.shape).to(out.device), alpha=std)
+    integers = [
+        settle(word, std / grid, lambda number: _no_further_word(number))
+        for word in bits.flatten()[skip : skip + out.numel()].tolist()
+    ]
+    noise = torch.tensor(integers, dtype=torch.float64).view(out.shape).to(out.device)
+    return out.copy_(((out.double() / grid).round() + noise) * grid)
+
+
+def _no_further_word(number: int) -> int:
+    raise AssertionError(f"an element needs {number + 1} further words: one in 2^29 / scale does")

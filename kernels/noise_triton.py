@@ -1,28 +1,46 @@
-"""Counter-based noise in Triton: ChaCha20 and Philox words, normals made of them, noise added.
+"""Counter-based noise in Triton: ChaCha20 and Philox words, rounded normals, sums on a grid.
 
-Other kernels make noise where they need it: `normals_of_groups` for runs of 8 elements, which
-share a block of ChaCha20, `normals_of_rows` for longer runs from any element on, and `normals_at`
-for any elements, at up to 8 times the cost. A `key` is a tuple of eight 32-bit words; Philox takes
-the first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
+Other kernels make noise where they need it, with `rounded_normals` of `words_of_groups`: runs of
+8 elements share a block of ChaCha20. A `key` is a tuple of eight 32-bit words; Philox takes the
+first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
 
-A kernel compiled without `enable_fp_fusion` gets the same normals on every GPU, bit for bit.
-Words wrap around: sums of them are exempt from the overflow checks of Triton's debug mode.
+Where fp64 leaves a rounding open, a kernel writes NaN and appends the element to a list; `settle`
+makes it on the CPU, exactly. So every GPU gives the bits of the CPU, whatever its logarithm and
+fused multiply-adds round. Words wrap around: sums of them are exempt from the overflow checks of
+Triton's debug mode.
 """
 
+import math
 import struct
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import noise_reference
+from . import noise_reference, rounded_normal
+from .noise import NoiseStream
 
 # ruff: noqa: N803
 
-# Without fusion every GPU rounds alike, and every specialisation of a kernel does.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# Groups of 8 elements that a program of the noise kernel makes.
+GROUPS = 128
+# What the launcher passes: nothing compiles anew for another address or grid.
+ADDRESS = [
+    "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
+    "step_low", "step_high", "parameter_id", "first",
+]  # fmt: skip
+
+_CENTER = tl.constexpr(rounded_normal.CENTER)
+_TAIL = tl.constexpr(rounded_normal.TAIL)
+_SPLIT = tl.constexpr(rounded_normal.SPLIT)
+_SPLIT_SQUARE = tl.constexpr(rounded_normal.SPLIT_SQUARE)
+_TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
+_RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 
 
 @triton.jit
@@ -94,141 +112,82 @@ def philox_words(key, blocks, step_low, step_high, parameter_id):
 
 
 @triton.jit
-def _log(u):
-    """The logarithm of a normal fp32 number 0 < u <= 1; u = 2^e (1 + f) with |f| < 0.42.
-
-    Source: Moshier, Cephes (logf): ln(1 + f) = f - f^2/2 + f^3 p(f).
-    """
-    # From sqrt(1/2), so that f is exact and small around u = 1.
-    bits = u.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
-    e = ((bits >> 23) - 127).to(tl.float32)
-    f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
-    p = f * 7.0376836292e-2 - 1.1514610310e-1
-    p = p * f + 1.1676998740e-1
-    p = p * f - 1.2420140846e-1
-    p = p * f + 1.4249322787e-1
-    p = p * f - 1.6668057665e-1
-    p = p * f + 2.0000714765e-1
-    p = p * f - 2.4999993993e-1
-    p = p * f + 3.3333331174e-1
-    square = f * f
-    low = p * f * square + e * -2.12194440e-4 - 0.5 * square
-    return f + low + e * 0.693359375
+def _wide(low, high):
+    """Words of 64 bits, signed."""
+    return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _cos_and_sin(angle):
-    """Of an fp32 angle in [-pi, pi], which is reduced to [-pi/4, pi/4].
+def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.constexpr):
+    """The 64-bit words of the elements 8 g, ..., 8 g + 7 of the stream for each group g.
 
-    Source: Moshier, Cephes (sinf).
-    """
-    quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
-    # pi/2 in three parts; their products with quarter, at most 2, are exact.
-    x = angle - quarter * 1.5707963705062866
-    x = x - quarter * -4.371138828673793e-08
-    x = x - quarter * -1.7151245100058819e-15
-    z = x * x
-    sin = (z * -1.9515295891e-4 + 8.3321608736e-3) * z - 1.6666654611e-1
-    sin = sin * z * x + x
-    cos = (z * 2.443315711809948e-5 - 1.388731625493765e-3) * z + 4.166664568298827e-2
-    cos = cos * z * z - 0.5 * z + 1.0
-    quadrant = quarter.to(tl.int32)
-    odd = (quadrant & 1) != 0
-    x = tl.where(odd, sin, cos)
-    y = tl.where(odd, cos, sin)
-    x = tl.where(((quadrant + 1) & 2) != 0, -x, x)
-    y = tl.where((quadrant & 2) != 0, -y, y)
-    return x, y
-
-
-@triton.jit
-def box_muller(radius_low, radius_high, angle_low, angle_high):
-    """Two normals of two 64-bit words, each given as two uint32; `normals_from_bits`."""
-    # (m + 0.5) 2^-53 of the top 53 bits m in fp64 and then in fp32, without fp64: where m has all
-    # 53 bits, m + 0.5 rounds to the even neighbour of m.
-    m = ((radius_high.to(tl.int64) << 32) | radius_low.to(tl.int64)) >> 11
-    m &= (1 << 53) - 1
-    twice = tl.where(m >= (1 << 52), (m + (m & 1)) * 2, m * 2 + 1)
-    u = twice.to(tl.float32) * 5.551115123125783e-17
-    radius = tl.sqrt_rn(tl.maximum(_log(u) * -2.0, 0.0))
-    turns = (angle_high.to(tl.int64) << 32) | angle_low.to(tl.int64)
-    cos, sin = _cos_and_sin(turns.to(tl.float32) * 3.4061215800865545e-19)
-    return radius * cos, radius * sin
-
-
-@triton.jit
-def normals_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.constexpr):
-    """Standard normals of the elements 8 g, ..., 8 g + 7 of the stream for each group g.
-
-    groups: [N], uint32 (Philox: below 2^30). Returns [8 N], fp32: neighbours are neighbours.
+    groups: [N], uint32 (Philox: below 2^30). Returns [8 N], int64: neighbours are neighbours.
     """
     if PHILOX:
         a = philox_words(key, groups * 4, step_low, step_high, parameter_id)
         b = philox_words(key, groups * 4 + 1, step_low, step_high, parameter_id)
         c = philox_words(key, groups * 4 + 2, step_low, step_high, parameter_id)
         d = philox_words(key, groups * 4 + 3, step_low, step_high, parameter_id)
-        n0, n1 = box_muller(a[0], a[1], a[2], a[3])
-        n2, n3 = box_muller(b[0], b[1], b[2], b[3])
-        n4, n5 = box_muller(c[0], c[1], c[2], c[3])
-        n6, n7 = box_muller(d[0], d[1], d[2], d[3])
+        w0, w1, w2, w3 = _wide(a[0], a[1]), _wide(a[2], a[3]), _wide(b[0], b[1]), _wide(b[2], b[3])
+        w4, w5, w6, w7 = _wide(c[0], c[1]), _wide(c[2], c[3]), _wide(d[0], d[1]), _wide(d[2], d[3])
     else:
         w = chacha20_words(key, groups, step_low, step_high, parameter_id)
-        n0, n1 = box_muller(w[0], w[1], w[2], w[3])
-        n2, n3 = box_muller(w[4], w[5], w[6], w[7])
-        n4, n5 = box_muller(w[8], w[9], w[10], w[11])
-        n6, n7 = box_muller(w[12], w[13], w[14], w[15])
+        w0, w1, w2, w3 = _wide(w[0], w[1]), _wide(w[2], w[3]), _wide(w[4], w[5]), _wide(w[6], w[7])
+        w4, w5 = _wide(w[8], w[9]), _wide(w[10], w[11])
+        w6, w7 = _wide(w[12], w[13]), _wide(w[14], w[15])
     # The last join is the last, fastest, bit of an element's number.
-    even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
-    odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
+    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
+    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
     return tl.reshape(tl.join(even, odd), [8 * groups.shape[0]])
 
 
 @triton.jit
-def normals_of_rows(
-    key, first, step_low, step_high, parameter_id,
-    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
-):  # fmt: skip
-    """Standard normals of the elements first, ..., first + COLUMNS - 1 of the stream.
-
-    first: [N], int64 in [0, 2^35) (Philox: 2^33); multiples of 8 if ALIGNED, which halves the
-    cost. COLUMNS: a power of 2 from 8 on. Returns [N, COLUMNS], fp32.
-    """
-    # A run from within a group ends within another.
-    RUN: tl.constexpr = COLUMNS if ALIGNED else 2 * COLUMNS
-    groups = _add((first >> 3).to(tl.uint32)[:, None], tl.arange(0, RUN // 8).to(tl.uint32)[None])
-    groups = tl.reshape(groups, [first.shape[0] * (RUN // 8)])
-    normals = normals_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX)
-    normals = tl.reshape(normals, [first.shape[0], RUN])
-    if not ALIGNED:
-        places = (first & 7).to(tl.int32)[:, None] + tl.arange(0, COLUMNS)[None]
-        normals = tl.gather(normals, places, 1)
-    return normals
+def _horner(coefficients: tl.constexpr, x):
+    total = tl.zeros_like(x) + coefficients[7]
+    for i in tl.static_range(7):
+        total = total * x + coefficients[6 - i]
+    return total
 
 
 @triton.jit
-def _chosen(index, a, b, c, d):
-    return tl.where(index < 2, tl.where(index == 0, a, b), tl.where(index == 2, c, d))
+def rounded_normals(words, scale):
+    """``round(scale * N)`` of 64-bit words where fp64 can tell; `rounded_normal.rounded_normals`.
+
+    words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided.
+
+    The quantile's error is that derived for RELATIVE_ERROR, which leaves 8 units in the last bit
+    to the logarithm (libdevice: 2) and does not count on every product being rounded before it is
+    added. A tail below 2^-36, where TAIL ends, is undecided.
+    """
+    mask: tl.constexpr = (1 << 63) - 1
+    magnitudes = words & mask
+    t = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64)) - _TAIL_ORIGIN
+    above = _horner(_TAIL[0], t)
+    below = _horner(_TAIL[1], t)
+    # 1/2 - p, which near the median would be lost in the rounding of p.
+    q = (magnitudes ^ mask).to(tl.float64) * 2.0**-64
+    s = _SPLIT_SQUARE - q * q
+    central = q <= _SPLIT
+    above = tl.where(central, q * _horner(_CENTER[0], s), above)
+    below = tl.where(central, _horner(_CENTER[1], s), below)
+    y = above / below * scale
+    # N is within 1.26 / magnitude of the quantile; a quotient in fp32 is exact enough.
+    margins = (2.0 / magnitudes.to(tl.float32)).to(tl.float64) * scale + y * _RELATIVE_ERROR
+    whole = tl.floor(y)
+    rest = y - whole
+    undecided = (tl.abs(rest - 0.5) <= margins) | (magnitudes < (1 << 28))
+    rounded = tl.where(rest > 0.5, whole + 1.0, whole)
+    # Not -rounded: a zero has no sign, as in Python's integers.
+    return tl.where(words < 0, 0.0 - rounded, rounded), undecided
 
 
 @triton.jit
-def normals_at(key, elements, step_low, step_high, parameter_id, PHILOX: tl.constexpr):
-    """Standard normals of any elements of the stream.
-
-    elements: any shape, int64 in [0, 2^35) (Philox: 2^33). Returns fp32 of that shape.
-    """
-    if PHILOX:
-        blocks = (elements >> 1).to(tl.uint32)
-        a, b, c, d = philox_words(key, blocks, step_low, step_high, parameter_id)
-    else:
-        blocks = (elements >> 3).to(tl.uint32)
-        w = chacha20_words(key, blocks, step_low, step_high, parameter_id)
-        pair = (elements >> 1) & 3
-        a = _chosen(pair, w[0], w[4], w[8], w[12])
-        b = _chosen(pair, w[1], w[5], w[9], w[13])
-        c = _chosen(pair, w[2], w[6], w[10], w[14])
-        d = _chosen(pair, w[3], w[7], w[11], w[15])
-    x, y = box_muller(a, b, c, d)
-    return tl.where((elements & 1) == 0, x, y)
+def _nearest(x):
+    """Integers next to fp64 numbers, halves to the even one."""
+    size = tl.abs(x)
+    # Above 2^52 all are integers, and adding it rounds.
+    whole = tl.where(size < 2.0**52, (size + 2.0**52) - 2.0**52, size)
+    return tl.where(x < 0, -whole, whole)
 
 
 @triton.jit
@@ -241,42 +200,72 @@ def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
 
 
 @triton.jit
-def as_std(std_bits, dtype: tl.constexpr):
-    """A standard deviation of the bits of its fp64."""
-    return std_bits.to(tl.uint64).to(tl.float64, bitcast=True).to(dtype)
+def as_fp64(bits):
+    """The fp64 number of its bits: a kernel's float arguments are fp32."""
+    return bits.to(tl.uint64).to(tl.float64, bitcast=True)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "std_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
-        "step_low", "step_high", "parameter_id", "first_group",
-    ]
-)  # fmt: skip
-def _gaussian_noise_kernel(
-    out_ptr, std_bits: tl.uint64,
+@triton.jit
+def reciprocal_of_grid(grid_bits):
+    """1 / grid for a power of two."""
+    return as_fp64((2046 << 52) - grid_bits.to(tl.uint64))
+
+
+@triton.jit
+def noisy(
+    steps, elements, inside, groups, open_ptr, capacity, grid_bits, scale_bits,
+    key, step_low, step_high, parameter_id, PHILOX: tl.constexpr,
+):  # fmt: skip
+    """``grid (steps + Z)``, fp64, for a run of whole groups; NaN for what is undecided.
+
+    steps: [8 N], fp64 integers, with the stream's groups [N]. What is undecided is appended to
+    the list, see `OpenList`, with its number in the result.
+    """
+    words = words_of_groups(
+        key, groups.to(tl.uint32), step_low.to(tl.uint32), step_high.to(tl.uint32),
+        parameter_id.to(tl.uint32), PHILOX,
+    )  # fmt: skip
+    integers, undecided = rounded_normals(words, as_fp64(scale_bits))
+    undecided = undecided & inside
+    places = tl.atomic_add(
+        open_ptr + tl.zeros_like(elements), tl.zeros_like(elements) + 1, mask=undecided,
+        sem="relaxed",
+    )  # fmt: skip
+    there = undecided & (places < capacity)
+    at = open_ptr + 1 + places
+    tl.store(at, elements, mask=there)
+    tl.store(at + capacity, words, mask=there)
+    tl.store(at + 2 * capacity, steps.to(tl.int64, bitcast=True), mask=there)
+    total = (steps + integers) * as_fp64(grid_bits)
+    return tl.where(undecided, float("nan"), total)
+
+
+@triton.jit(do_not_specialize=[*ADDRESS, "capacity"])
+def _add_noise_kernel(
+    out_ptr, open_ptr, capacity, num_elements,
+    grid_bits: tl.uint64, scale_bits: tl.uint64,
     k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
     k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
-    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32,
-    first_group: tl.uint32, skip, num_elements,
-    BLOCK: tl.constexpr, PHILOX: tl.constexpr,
+    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``out += std * normal`` for the elements of BLOCK groups.
+    """``out = grid (round(out / grid) + Z)`` for the elements of BLOCK groups.
 
-    Element i of out is element ``8 first_group + skip + i`` of the stream.
+    Element i of out is element ``first + i`` of the stream. Unless ALIGNED the runs begin so many
+    elements earlier that groups are whole.
     """
-    dtype = out_ptr.dtype.element_ty
-    key = as_key(k0, k1, k2, k3, k4, k5, k6, k7)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
-    groups = _add((begin + tl.arange(0, BLOCK)).to(tl.uint32), first_group.to(tl.uint32))
-    normals = normals_of_groups(
-        key, groups, step_low.to(tl.uint32), step_high.to(tl.uint32), parameter_id.to(tl.uint32),
-        PHILOX,
+    elements = begin * 8 + tl.arange(0, 8 * BLOCK)
+    if not ALIGNED:
+        elements -= first & 7
+    inside = (elements >= 0) & (elements < num_elements)
+    out = tl.load(out_ptr + elements, mask=inside, other=0.0).to(tl.float64)
+    total = noisy(
+        _nearest(out * reciprocal_of_grid(grid_bits)), elements, inside,
+        (first >> 3) + begin + tl.arange(0, BLOCK), open_ptr, capacity, grid_bits, scale_bits,
+        as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, parameter_id, PHILOX,
     )  # fmt: skip
-    offsets = begin * 8 + tl.arange(0, 8 * BLOCK) - skip
-    there = (offsets >= 0) & (offsets < num_elements)
-    std = as_std(std_bits, dtype)
-    out = tl.load(out_ptr + offsets, mask=there)
-    tl.store(out_ptr + offsets, tl.fma(normals.to(dtype), std, out), mask=there)
+    tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def key_words(key: bytes, generator: str) -> tuple[int, ...]:
@@ -287,39 +276,111 @@ def key_words(key: bytes, generator: str) -> tuple[int, ...]:
     return struct.unpack("<8I", key)
 
 
-def stream_words(
-    std: float, key: bytes, step: int, parameter_id: int, generator: str
-) -> tuple[int, ...]:
-    """What kernels take from `std_bits` to `parameter_id`."""
+def bits_of(number: float) -> int:
+    """What `as_fp64` takes."""
+    return int(struct.unpack("<Q", struct.pack("<d", number))[0])
+
+
+def address_of(stream: NoiseStream) -> tuple[int, ...]:
+    """What kernels take as `ADDRESS`."""
+    step = int(stream.step)
     return (
-        struct.unpack("<Q", struct.pack("<d", std))[0],
-        *key_words(key, generator),
-        *(step & 0xFFFFFFFF, step >> 32, parameter_id),
+        bits_of(float(stream.grid)),
+        bits_of(float(stream.scale)),
+        *key_words(stream.key, stream.generator),
+        *(step & 0xFFFFFFFF, step >> 32, int(stream.parameter_id), int(stream.offset)),
     )
 
 
-def gaussian_noise_(
-    out: Tensor,
-    *,
-    std: float,
-    key: bytes,
-    step: int,
-    parameter_id: int,
-    offset: int = 0,
-    generator: str = "chacha20",
-    block: int = 128,
-) -> None:
-    """See `noise.gaussian_noise_`, which checks the arguments; out is not empty.
+class OpenList(NamedTuple):
+    """The elements of a result whose noise fp64 leaves undecided, where a kernel lists them.
 
-    block: groups of 8 elements that a program makes; the result does not depend on it.
+    Attributes:
+        out: the result, which has NaN there until they are settled.
+        stream: the noise that out gets.
+        entries: [1 + 3 capacity], int64, on out's device: how many there are, then their numbers
+            in out, their words, and the bits of what the noise is added to, fp64 in units of the
+            grid. Their order is any.
     """
-    skip = offset % 8
-    grid = (triton.cdiv(skip + out.numel(), 8 * block),)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _gaussian_noise_kernel[grid](
-            out.detach(), *stream_words(std, key, step, parameter_id, generator),
-            offset // 8, skip, out.numel(),
-            BLOCK=block, PHILOX=generator == "philox", **OPTIONS,
-        )  # fmt: skip
-    # Autograd shall notice that out has changed, as it does with PyTorch's own operations.
-    torch.autograd.graph.increment_version(out)
+
+    out: Tensor
+    stream: NoiseStream
+    entries: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """How many elements the list can hold."""
+        return (self.entries.numel() - 1) // 3
+
+
+def open_list(out: Tensor, stream: NoiseStream) -> OpenList:
+    """An empty list for the noise of a result."""
+    size = 1 + 3 * expected_capacity(out.numel(), stream.scale)
+    return OpenList(out, stream, torch.zeros(size, dtype=torch.int64, device=out.device))
+
+
+def expected_capacity(elements: int, scale: float) -> int:
+    """For four times the mean number of undecided elements and 128: more has odds below 2^-100.
+
+    An element is undecided with probability at most 2^-46 (scale + 1).
+    """
+    return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
+
+
+def settle(lists: Sequence[OpenList]) -> None:
+    """Write the elements that kernels left undecided, as `NoiseStream.settled` says.
+
+    Reading a list waits for the device: once, where all kernels are launched before.
+
+    Raises:
+        RuntimeError: a kernel found more undecided elements than its list holds, which no correct
+            device does; out keeps NaN there.
+    """
+    for out, stream, entries in lists:
+        capacity = (entries.numel() - 1) // 3
+        host = entries.cpu()
+        count = int(host[0])
+        if count > capacity:
+            raise RuntimeError(
+                f"{count} of {out.numel()} elements of noise are undecided on {out.device}, at "
+                f"most {capacity} were to be expected: its arithmetic is wrong. Nothing may be "
+                "released; run the noise on the CPU"
+            )
+        if count == 0:
+            continue
+        elements, words, bits = host[1:].view(3, capacity)[:, :count]
+        pairs = zip(elements.tolist(), words.tolist(), strict=True)
+        integers = [stream.settled(element, word) for element, word in pairs]
+        steps = bits.contiguous().view(torch.float64)
+        values = (steps + torch.tensor(integers, dtype=torch.float64)) * stream.grid
+        out.view(-1)[elements.to(out.device)] = values.to(out.dtype).to(out.device)
+
+
+def add_noise_(out: Tensor, stream: NoiseStream) -> None:
+    """See `noise.gaussian_noise_`, which checks the arguments. Waits for the device once."""
+    add_noises_([(out, stream)])
+
+
+def add_noises_(pairs: Sequence[tuple[Tensor, NoiseStream]]) -> None:
+    """`add_noise_` of several results, which waits for the device once for all."""
+    lists = []
+    for out, stream in pairs:
+        found = open_list(out.detach(), stream)
+        skip = int(stream.offset) % 8
+        programs = triton.cdiv(skip + out.numel(), 8 * GROUPS)
+        if out.numel():
+            with on_device(out):
+                _add_noise_kernel[(programs,)](
+                    found.out, found.entries, found.capacity, out.numel(), *address_of(stream),
+                    BLOCK=GROUPS, ALIGNED=skip == 0, PHILOX=stream.generator == "philox",
+                    **OPTIONS,
+                )  # fmt: skip
+        # Autograd shall notice that out has changed, as it does with PyTorch's own operations.
+        torch.autograd.graph.increment_version(out)
+        lists.append(found)
+    settle(lists)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Kernels launched inside run on the tensor's GPU, whichever is the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -9,40 +9,53 @@ A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from .grid import truncated
 
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
 # Below this many elements a sample, one vectorised pass beats a loop of fused calls.
 _FUSED_CALL_ELEMENTS = 1 << 15
-# Elements summed in fp32 before fp64 takes over; more would round beyond the clip's slack.
-_FP32_ROW = 64
-
-
-# Relative slack that pays for rounding a norm (1e-8), a factor and a product (2^-24 each).
-ROUND_DOWN = 1.0 - 2.0**-22
+# Elements of per-sample gradients that are widened to fp64 at a time.
+_CHUNK = 1 << 18
+# What sums of up to 2^12 squared norms, a root, a quotient and a product round, in fp64.
+FP64_SLACK = 2.0**-40
 
 
 def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
     """min(1, bounds / norms) in fp32, rounded down.
 
     Args:
-        squares: any shape, fp64: squared norms.
+        squares: any shape, fp64: upper bounds of squared norms, up to a relative 2^-41.
         bounds: a number, or a tensor that broadcasts to it.
 
     Returns:
         The shape of `squares`, fp32. A non-finite norm gives 0, as does one so large that the
         factor would be subnormal: fp32 keeps too few digits there to round it down.
+
+    Guarantees:
+        In real arithmetic, a factor times its norm is at most the bound.
     """
-    norms = squares.sqrt()
-    factors = torch.where(norms > bounds, bounds / norms * ROUND_DOWN, 1.0)
-    usable = torch.isfinite(norms) & (factors >= torch.finfo(torch.float32).tiny)
-    return torch.where(usable, factors, 0.0).float()
+    norms = squares.sqrt() * (1 + FP64_SLACK)
+    factors = torch.where(norms > bounds, bounds / norms * (1 - FP64_SLACK), 1.0)
+    return rounded_down(torch.where(torch.isfinite(norms), factors, 0.0))
+
+
+def rounded_down(factors: Tensor) -> Tensor:
+    """Factors from 0 to 1 as fp32, never greater; 0 for NaN and for what is subnormal in fp32."""
+    narrow = factors.float()
+    narrow = torch.where(narrow > factors, torch.nextafter(narrow, narrow.new_zeros(())), narrow)
+    return torch.where(narrow >= torch.finfo(torch.float32).tiny, narrow, 0.0)
+
+
+def upper_bound(squares: Tensor, terms: int) -> Tensor:
+    """A bound of sums of `terms` squares that were added up in fp64, in any order."""
+    return squares * (1 + (terms + 1) * 2.0**-52)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -58,26 +71,22 @@ def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def squared_norm(grads: Tensor) -> Tensor:
-    """Squared L2 norm of each sample's gradient.
+    """Upper bound of the squared L2 norm of each sample's gradient.
 
     Args:
-        grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
+        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64.
 
     Returns:
-        [B], fp64. Short runs of elements are summed in fp32 and the runs in fp64 (on a GPU all in
-        fp64); a sample whose squares overflow fp32 is summed in fp64, so the result is non-finite
-        only where an element is.
+        [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
+        relative (P + 1) 2^-51. Non-finite where an element is. Its bits do not depend on other
+        samples.
     """
-    grads = grads.unsqueeze(1) if grads.ndim == 1 else grads
-    flat = _wide(grads).flatten(1)
-    if flat.shape[1] % _FP32_ROW:
-        return flat.double().square().sum(1)
-    flat = flat.unflatten(1, (flat.shape[1] // _FP32_ROW, _FP32_ROW))
-    squares = torch.linalg.vector_norm(flat, dim=2).double().square().sum(1)
-    overflowed = ~torch.isfinite(squares)
-    if bool(overflowed.any()):
-        squares[overflowed] = flat[overflowed].double().square().sum((1, 2))
-    return squares
+    squares = torch.zeros(grads.shape[0], dtype=torch.float64, device=grads.device)
+    # Sample by sample: sums over several add in an order that depends on how many there are.
+    for i, grad in enumerate(grads):
+        for part in grad.reshape(-1).split(_CHUNK):
+            squares[i] += part.double().square().sum()
+    return upper_bound(squares, grads.shape[1:].numel())
 
 
 def per_sample_grad(
@@ -142,12 +151,10 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
         are summed in fp32 round by about 2^-24 of `grad_magnitude`, which matters only where
         tokens cancel far below it.
     """
-    tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
     if form is None:
-        if tokens == 1:
+        if x.shape[1] == 1:
             return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
-        # fp64 products cost twice what fp32 products do.
-        form = "gram" if 2 * tokens * (inputs + outputs) < inputs * outputs else "tile"
+        form = cheaper_norm(x, dy)
     if form == "gram":
         return torch.cat(
             [
@@ -160,6 +167,12 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     for i in range(x.shape[0]):
         squares[i] = squared_norm(torch.mm(_wide(dy[i]).t(), _wide(x[i])).unsqueeze(0))[0]
     return squares
+
+
+def cheaper_norm(x: Tensor, dy: Tensor) -> str:
+    """The form of `grad_norm` that costs less: fp64 products cost twice what fp32 products do."""
+    tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
+    return "gram" if 2 * tokens * (inputs + outputs) < inputs * outputs else "tile"
 
 
 def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
@@ -176,10 +189,8 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
     return (x_norms * torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)).sum(1)
 
 
-def clipped_grad(
-    x: Tensor, dy: Tensor, factors: Tensor, *, noise: NoiseStream | None = None
-) -> Tensor:
-    """sum_i factors_i dy_i^T x_i as one product, with noise where asked for.
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+    """sum_i factors_i dy_i^T x_i as one product.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
@@ -187,54 +198,70 @@ def clipped_grad(
         factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
             one that is negative, NaN or greater breaks the bound.
-        noise: added to the sum, to element [o, i] the stream's element offset + o I + i.
 
     Returns:
-        [O, I], fp32 (fp64 for fp64 operands).
+        [O, I], fp32 (fp64 for fp64 operands), a sum that is rounded as a whole.
 
     Guarantees:
         A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
     factors, x, dy = _without_removed(factors, x, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
-    total = weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
-    return total if noise is None else noise.add_to_(total)
+    return weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
 
 
 def clip_reduce(
-    grads: Tensor, factors: Tensor, *, divisor: float = 1.0, noise: NoiseStream | None = None
+    grads: Tensor,
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    noise: NoiseStream | None = None,
 ) -> Tensor:
-    """(sum_i factors_i grads_i + noise) / divisor.
+    """sum_i factors_i grads_i, and noise where asked for.
 
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
         factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
             one that is negative, NaN or greater breaks the bound.
-        divisor: of the sum, noise included; finite and above 0.
+        grid: a power of two: each factors_i grads_i is truncated toward zero onto the grid, and
+            the sum is exact. None for a sum in fp32 (fp64), rounded.
+        into: [...], contiguous, fp64, on the grid: the sum of earlier samples, which the sum of
+            these is added to in place. Only with a grid, and without noise.
         noise: added to the sum, the stream's elements from its offset on in row-major order.
 
     Returns:
-        [...], fp32 (fp64 for fp64 operands).
+        [...]. With a grid and without noise fp64, exact multiples of the grid (`into`, if given);
+        else fp32 (fp64 for fp64 operands), rounded once, after the noise.
 
     Guarantees:
-        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
+        A factor of exactly 0 removes its sample, even one that holds NaN or Inf. With a grid the
+        result has the same bits whatever the order of the samples and however they are cut into
+        batches, as long as sums stay below 2^53 grid, and sample i changes it by at most
+        factors_i ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
-    wide = _wide(grads)
-    total = factors.to(wide.dtype) @ (wide if wide.ndim == 1 else wide.flatten(1))
-    if noise is not None:
-        noise.add_to_(total)
-    return (total if divisor == 1 else total / divisor).view(grads.shape[1:])
+    wide = torch.promote_types(grads.dtype, torch.float32)
+    if grid is None:
+        flat = grads.reshape(grads.shape[0], grads.shape[1:].numel()).to(wide)
+        total = (factors.to(wide) @ flat).view(grads.shape[1:])
+        return total if noise is None else noise.add_to_(total)
+    total = grads.new_zeros(grads.shape[1:], dtype=torch.float64) if into is None else into
+    flat = total.view(-1)
+    for grad, factor in zip(grads, factors.double(), strict=True):
+        for part, own in zip(flat.split(_CHUNK), grad.reshape(-1).split(_CHUNK), strict=True):
+            part += truncated(own.double() * factor, grid)
+    return total if noise is None else noise.add_to_(total).to(wide)
 
 
 def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
     """Per-sample gradient of an embedding table, dense.
 
     Args:
-        indices: [B, T], int64 rows.
-        dy: [B, T, E].
-        num_embeddings: V.
+        indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        num_embeddings: V, rows of the table; indices are below it, which is not checked.
 
     Returns:
         [B, V, E], fp32 (fp64 for fp64 operands).
@@ -381,29 +408,3 @@ def rms_norm_backward(
     dx = rstd * (dnormed - normed * (dnormed * normed).mean(last, keepdim=True))
     dweight = wide_dy * normed
     return dx.to(x.dtype), dweight.sum(middle) if middle else dweight
-
-
-def normals_from_bits(words: Tensor) -> Tensor:
-    """Standard normal numbers from uniform 64-bit words by the Box-Muller transform.
-
-    Two words make two normals: the first word's top 53 bits the radius, the second the angle.
-    The smallest radius draw is 2^-54, so the tail reaches sqrt(2 * 54 * ln 2) = 8.65 standard
-    deviations; beyond lies a mass of 5e-18.
-
-    Args:
-        words: [2 N], int64, uniform over all 2^64 values.
-
-    Returns:
-        [2 N], fp32; elements 2 k and 2 k + 1 come from words 2 k and 2 k + 1.
-
-    Source: Box and Muller, A Note on the Generation of Random Normal Deviates (1958).
-    """
-    pairs = words.view(-1, 2)
-    mantissa = (pairs[:, 0] >> 11) & ((1 << 53) - 1)
-    uniform = ((mantissa.double() + 0.5) * 2.0**-53).float()
-    radius = uniform.log_().mul_(-2).clamp_(min=0).sqrt_()
-    angle = pairs[:, 1].float() * (math.pi * 2.0**-63)
-    normals = torch.empty(pairs.shape, dtype=torch.float32, device=words.device)
-    torch.mul(radius, angle.cos(), out=normals[:, 0])
-    torch.mul(radius, angle.sin(), out=normals[:, 1])
-    return normals.view(-1)

@@ -12,34 +12,49 @@
 #include <xmmintrin.h>
 #endif
 
+// The processor's register of how it rounds, and what flushes to zero.
+#if defined(__SSE2__)
+typedef unsigned Control;
+constexpr Control kFlush = 0x8040, kPlain = 0x1F80;
+inline Control control() { return _mm_getcsr(); }
+inline void set_control(Control x) { _mm_setcsr(x); }
+#elif defined(__aarch64__)
+typedef uint64_t Control;
+constexpr Control kFlush = Control(1) << 24, kPlain = 0;
+inline Control control() {
+  Control x;
+  asm volatile("mrs %0, fpcr" : "=r"(x));
+  return x;
+}
+inline void set_control(Control x) { asm volatile("msr fpcr, %0" ::"r"(x)); }
+#else
+typedef int Control;
+constexpr Control kFlush = 0, kPlain = 0;
+inline Control control() { return 0; }
+inline void set_control(Control) {}
+#endif
+
 // Numbers below the least normal one count as 0: processors are up to 100 times as slow on them,
 // and where scores lie far apart a backward is full of them.
-class FlushToZero {
- public:
-#if defined(__SSE2__)
-  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushToZero() { _mm_setcsr(before_); }
+struct FlushToZero {
+  Control before = control();
+  FlushToZero() { set_control(before | kFlush); }
+  ~FlushToZero() { set_control(before); }
+};
 
- private:
-  unsigned before_;
-#elif defined(__aarch64__)
-  FlushToZero() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | (uint64_t(1) << 24)));
-  }
-  ~FlushToZero() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
+// Arithmetic as IEEE 754 has it by default, whatever the caller chose.
+struct PlainArithmetic {
+  Control before = control();
+  PlainArithmetic() { set_control(kPlain); }
+  ~PlainArithmetic() { set_control(before); }
 };
 
 // Calls work(task, thread) for all tasks, the next to whichever thread is free.
-template <class Work>
+template <class Mode, class Work>
 void share(int64_t tasks, int64_t threads, Work work) {
   std::atomic<int64_t> next{0};
   auto run = [&](int64_t thread) {
-    FlushToZero flush;
+    Mode mode;
     for (int64_t task = next++; task < tasks; task = next++) work(task, thread);
   };
   std::vector<std::thread> others;

@@ -53,7 +53,9 @@ def noise_subject(
         nonlocal number
         number += 1
         for parameter_id, total in enumerate(sums):
-            gaussian_noise_(total, std=1.0, key=key, step=number, parameter_id=parameter_id)
+            gaussian_noise_(
+                total, std=1.0, grid=2.0**-30, key=key, step=number, parameter_id=parameter_id
+            )
 
     def plain() -> None:
         for total in sums:

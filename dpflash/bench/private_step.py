@@ -44,10 +44,17 @@ def _lm(batch: int, tokens: int, heads: int, head_dim: int, layers: int) -> _Sha
 _QUICK_LM = _lm(4, 128, 2, 32, 1)
 _ALL = (NONPRIVATE, *DPFLASH, *OPACUS[:2])
 # Without the ways that the short sequences show to be slow, which take minutes on long ones.
-_SOME = (NONPRIVATE, AUTO, "dpflash-per_layer", "dpflash-per_block", *OPACUS[:2])
+_SOME = (
+    NONPRIVATE,
+    AUTO,
+    "dpflash-flat-stored",
+    "dpflash-per_layer",
+    "dpflash-per_block",
+    OPACUS[0],
+)
 _STEPS: dict[str, list[tuple[_Shape, Sequence[str]]]] = {
     "quick": [(_QUICK_LM, _ALL)],
-    "cpu": [(_lm(8, 256, 8, 32, 2), _ALL), (_lm(2, 1024, 8, 32, 2), _SOME)],
+    "cpu": [(_lm(16, 256, 8, 32, 2), _ALL), (_lm(4, 2048, 8, 32, 2), _SOME)],
     "cuda": [(_lm(4, 4096, 16, 64, 12), _ALL), (_lm(1, 16384, 16, 64, 12), _ALL)],
 }
 _GHOST_TOKENS = {

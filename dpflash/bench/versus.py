@@ -35,7 +35,7 @@ from . import results
 from .compare_files import run_compare
 from .environment import commit, environment
 from .timing import summarize
-from .versus_worker import JOBS
+from .versus_worker import JOBS, SMALL
 
 Row = dict[str, Any]
 
@@ -44,6 +44,21 @@ FULL, QUICK = (8, 6), (4, 3)
 _HOUSES = ("kernels", "accounting")
 _HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+def names_that_begin(beginnings: Sequence[str]) -> list[str]:
+    """The measurements of `versus_worker.JOBS` whose name begins with one of these.
+
+    Raises:
+        ValueError: there is none with one of them.
+    """
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in JOBS):
+            raise ValueError(
+                f"only={beginning!r}: no measurement begins so; pass the beginning of some of "
+                f"{', '.join(JOBS)}"
+            )
+    return [name for name in JOBS if name.startswith(tuple(beginnings))]
 
 
 class WorkerError(ValueError):
@@ -56,7 +71,7 @@ def run_versus(
     *,
     out: str | os.PathLike[str],
     quick: bool = False,
-    names: Sequence[str] = tuple(JOBS),
+    names: Sequence[str] = tuple(SMALL),
     launches: int | None = None,
     rounds: int | None = None,
     threshold: float = 0.05,
@@ -64,7 +79,7 @@ def run_versus(
 ) -> int:
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
-    What is measured is `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
+    What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
     have in `dpflash.bench`.
 
     Args:
@@ -72,7 +87,7 @@ def run_versus(
         new_checkout: folder of the one that is judged.
         out: folder of the results, made if missing; comparison.json goes there too.
         quick: 4 launches of 3 rounds instead of 8 of 6: a look, which misses small slowdowns.
-        names: what is measured, of `versus_worker.JOBS`.
+        names: what is measured, of `versus_worker.JOBS`; by default what takes milliseconds.
         launches: pairs of fresh processes; 3 or more to be compared launch by launch. None for
             what `quick` says.
         rounds: of each launch; in each every measurement has its turn in both. None likewise.
@@ -311,8 +326,12 @@ def main() -> int:
     parser.add_argument("new_checkout")
     parser.add_argument("--out", required=True, help="folder of the results, made if missing")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--only", action="append", metavar="NAME", help="what begins so")
     args = parser.parse_args()
-    return run_versus(args.old_checkout, args.new_checkout, out=args.out, quick=args.quick)
+    names = names_that_begin(args.only) if args.only else tuple(SMALL)
+    return run_versus(
+        args.old_checkout, args.new_checkout, out=args.out, quick=args.quick, names=names
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -82,7 +82,14 @@ def _attention_by_formula(inputs: list[Tensor], do: Tensor, pattern: Any) -> lis
 
 
 def private_step(
-    clipping: str, batch: int, tokens: int, width: int, layers: int, heads: int, vocabulary: int
+    clipping: str,
+    batch: int,
+    tokens: int,
+    width: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    way: str = "auto",
 ) -> Job:
     """Forward, backward, noise and AdamW of a language model; checked without its noise."""
     x, y = torch.randint(
@@ -105,6 +112,7 @@ def private_step(
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             clipping=clipping,
+            way=way,
         )
         return engine, made, optimizer
 
@@ -125,20 +133,41 @@ def private_step(
 
 
 def _clipped_one_by_one(model: nn.Module, x: Tensor, y: Tensor, clipping: str) -> list[Tensor]:
-    """Sums of gradients clipped at 1, all together or each module at its share."""
+    """Sums of gradients clipped at 1: all together, or each module or tile at its share."""
     parameters = list(model.parameters())
-    own = [list(module.parameters(recurse=False)) for module in model.modules()]
-    groups = [group for group in own if group] if clipping == "per_layer" else [parameters]
-    bound = 1 / math.sqrt(len(groups))
     sums = {p: torch.zeros_like(p) for p in parameters}
     for i in range(len(x)):
         loss = dpflash.losses.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum()
         grads = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
-        for group in groups:
-            norm = math.sqrt(sum(grads[p].double().square().sum().item() for p in group))
-            for p in group:
-                sums[p] += grads[p] * min(1.0, bound / norm)
+        for parts, bound in _groups(model, grads, clipping):
+            norm = math.sqrt(sum(part.double().square().sum().item() for part in parts))
+            for part in parts:
+                part.mul_(min(1.0, bound / norm))
+        for p in parameters:
+            sums[p] += grads[p]
     return [sums[p] for p in parameters]
+
+
+def _groups(
+    model: nn.Module, grads: Mapping[nn.Parameter, Tensor], clipping: str
+) -> Iterator[tuple[list[Tensor], float]]:
+    """The parts of a sample's gradients that are clipped together, views of them, and bounds."""
+    if clipping == "flat":
+        yield list(grads.values()), 1.0
+    elif clipping == "per_layer":
+        own = [list(module.parameters(recurse=False)) for module in model.modules()]
+        groups = [group for group in own if group]
+        for group in groups:
+            yield [grads[p] for p in group], 1 / math.sqrt(len(groups))
+    else:
+        elements = sum(grad.numel() for grad in grads.values())
+        tiled = {m.weight for m in model.modules() if type(m) is nn.Linear}
+        for p, grad in grads.items():
+            # Each tile's share of C^2 is that of its elements.
+            rows = grad.split(128) if p in tiled else (grad,)
+            for row in rows:
+                for tile in row.split(128, dim=1) if p in tiled else (row,):
+                    yield [tile], math.sqrt(tile.numel() / elements)
 
 
 def epsilon_query(accountant: str, phases: int, steps: int) -> Job:
@@ -174,8 +203,16 @@ _MODEL = {
     "heads": 4,
     "vocabulary": 256,
 }
+_STEP = {"width": 256, "layers": 2, "heads": 8, "vocabulary": 256}
+_SHAPES = {"B16-T256": {"batch": 16, "tokens": 256}, "B4-T2048": {"batch": 4, "tokens": 2048}}
+_CLIPPINGS = {
+    "flat-auto": {"clipping": "flat"},
+    "flat-stored": {"clipping": "flat", "way": "stored"},
+    "per_layer": {"clipping": "per_layer"},
+    "per_block": {"clipping": "per_block"},
+}
 # Some 10 to 60 ms each on one CPU thread.
-JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
+SMALL: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
     "attention/dense/T1024": (attention, {"pattern": "Dense", "tokens": 1024, **_HEADS}),
     "attention/dilated/T2048": (
         attention,
@@ -202,6 +239,13 @@ JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
     "private step/per_layer": (private_step, {"clipping": "per_layer", **_MODEL}),
     "accounting/contour": (epsilon_query, {"accountant": "contour", "phases": 4, "steps": 250}),
 }
+# About a second each.
+LARGE: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
+    f"private step/{shape}/{name}": (private_step, {**clipping, **sizes, **_STEP})
+    for shape, sizes in _SHAPES.items()
+    for name, clipping in _CLIPPINGS.items()
+}
+JOBS = {**SMALL, **LARGE}
 
 
 def build(name: str, *, check: bool) -> tuple[Step | None, dict[str, Any]]:

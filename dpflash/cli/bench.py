@@ -211,14 +211,23 @@ def _add_versus(names: Any) -> None:
         action="store_true",
         help="half as many launches of half as many rounds: a look, which misses more",
     )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="measure what begins so in place of all small operations; 'private step/B' is whole "
+        "steps at B=16, T=256 and B=4, T=2048 by each clipping (half an hour); may be repeated",
+    )
     _add_out(parser)
     parser.set_defaults(run=_run_versus)
 
 
 def _run_versus(args: argparse.Namespace) -> int:
-    from dpflash.bench.versus import run_versus
+    from dpflash.bench.versus import names_that_begin, run_versus
+    from dpflash.bench.versus_worker import SMALL
 
-    return run_versus(args.old, args.new, quick=args.quick, out=args.out)
+    names = names_that_begin(args.only) if args.only else tuple(SMALL)
+    return run_versus(args.old, args.new, quick=args.quick, out=args.out, names=names)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:

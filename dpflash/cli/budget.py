@@ -80,6 +80,7 @@ def add_budget_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 def _run_budget(args: argparse.Namespace) -> int:
     check_output_arguments(args)
+    ledger = Ledger(args.ledger)
     if not Path(args.ledger).exists():
         raise FileNotFoundError(f"ledger={args.ledger!r}: no such file; pass the path of a ledger")
     probability(delta=args.delta)
@@ -88,9 +89,8 @@ def _run_budget(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        spending = Spending(args.accountant, ledger=Ledger(args.ledger))
-        assert spending.ledger is not None
-        lines = spending.ledger.lines
+        spending = Spending(args.accountant, ledger=ledger)
+        lines = ledger.lines
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)

@@ -47,6 +47,8 @@ class ModuleContext:
         if torch.compiler.is_compiling():
             return x
         size = self.backward.batch_size_for(x, self.name)
+        if self.backward.forward_rows is not None:
+            self.backward.forward_rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
             return x.expand(size, *x.shape[1:])
         return x

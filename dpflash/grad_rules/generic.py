@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from .base import PrivateModule, plain_twin
+from .lookups import PerSampleLookups
 
 
 class PrivateLeaf(PrivateModule):
@@ -63,7 +64,8 @@ class PrivateLeaf(PrivateModule):
         if batch_size == 0:
             # Gradients of nothing, but beside other workers the gate must learn of them.
             nothing = sum(handle.sum() for handle in per_sample.values())
-            outputs = functional_call(twin, shared, args, kwargs)
+            with PerSampleLookups(context.name):
+                outputs = functional_call(twin, shared, args, kwargs)
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
@@ -82,4 +84,5 @@ class PrivateLeaf(PrivateModule):
             tuple(0 if isinstance(a, Tensor) else None for a in args),
             {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
         )
-        return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
+        with PerSampleLookups(context.name):
+            return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)

@@ -48,7 +48,9 @@ class _Linear(torch.autograd.Function):
             if ctx.slot is None:
                 dweight = per_sample_grad(left, right)
             else:
-                dweight = ctx.slot.gate.take_linear(ctx.slot.position, left, right)
+                dweight = ctx.slot.gate.take_linear(
+                    ctx.slot.position, left, right, swapped=ctx.transposed
+                )
         if ctx.needs_input_grad[4]:
             dbias = per_sample_bias_grad(dy)
         return dx, None, None, dweight, dbias, None, None

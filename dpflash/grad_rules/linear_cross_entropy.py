@@ -56,6 +56,11 @@ class Head:
         """B."""
         return self.x.shape[0]
 
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """See `TiledUse`."""
+        return self.scale, self.x, self.targets, self.lse
+
     def dlogits(self, samples: slice, tokens: slice, rows: slice) -> Tensor:
         """The logits' gradient for some samples, tokens and classes, fp32 or wider."""
         bias = None if self.bias is None else self.bias[rows]

@@ -10,6 +10,7 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, E width of an emb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from dpflash.accounting import Accountant
 from dpflash.accounting.calibration import ACCOUNTANTS
 from dpflash.kernels import (
+    NoiseStream,
     embedding_grad_norm,
-    gaussian_noise_,
     grad_norm,
+    grid_of,
     per_sample_bias_grad,
     squared_norm,
 )
@@ -141,8 +143,10 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
         the number of the draw, so no two parameters and no two steps share noise, also after a
         resume, a copy or a fork: there is no state that could be kept, saved or repeated.
         A 16-bit parameter gets its noise rounded to 16 bits, as Opacus does it.
-        Not covered: the sampling of batches, which stays with torch's generator, and attacks on
-        floating-point arithmetic.
+        Noise is a correctly rounded Gaussian on a public grid, to which Opacus' sum is rounded
+        before it is added, and the result is rounded once.
+        Not covered: the sampling of batches, which stays with torch's generator, and what rounding
+        does to Opacus' own norms and sums.
     """
     _check_version()
     from opacus.optimizers import DPOptimizer
@@ -328,14 +332,23 @@ def _gram_norm(x: Tensor, dy: Tensor) -> Tensor:
     return squares
 
 
+# How Opacus adds noise to a sum.
+_ADDITIONS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
+
+
 class _NoiseSource(TorchFunctionMode):
-    """While it is entered, torch.normal gives noise of one new key."""
+    """While it is entered, torch.normal gives noise of one new key.
+
+    Where that is added to a float32 sum, the sum is rounded to the noise's grid first and the
+    result is rounded once, so that no digit of it tells which sum it was.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
         self._key = master_key()
         self._draws = 0
+        self._last: tuple[Tensor, NoiseStream] | None = None
 
     def __torch_function__(
         self,
@@ -344,8 +357,16 @@ class _NoiseSource(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        answer = self._normal if func is torch.normal else func
-        return answer(*args, **(kwargs or {}))
+        if func is torch.normal:
+            return self._normal(**(kwargs or {}))
+        if func in _ADDITIONS and not kwargs and len(args) == 2 and self._last is not None:
+            noise, stream = self._last
+            total, other = args
+            if other is noise and isinstance(total, Tensor) and total.shape == noise.shape:
+                wide = torch.promote_types(total.dtype, torch.float32)
+                copied = total.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+                return stream.add_to_(copied).to(total.dtype)
+        return func(*args, **(kwargs or {}))
 
     def _normal(
         self,
@@ -364,11 +385,18 @@ class _NoiseSource(TorchFunctionMode):
             )
         dtype = dtype or torch.get_default_dtype()
         wide = torch.promote_types(dtype, torch.float32)
-        noise = torch.zeros(size, device=device, dtype=wide)
-        gaussian_noise_(noise, std=float(std), key=self._key, step=0, parameter_id=self._draws)
+        stream = NoiseStream(
+            std=math.nextafter(float(std), math.inf) if std else 0.0,
+            grid=grid_of(float(std)) if std else 1.0,
+            key=self._key,
+            step=0,
+            parameter_id=self._draws,
+        )
+        noise = stream.add_to_(torch.zeros(size, device=device, dtype=wide)).to(dtype)
         self._draws += 1
         self.elements += noise.numel()
-        return noise.to(dtype)
+        self._last = noise, stream
+        return noise
 
 
 class _SecureNoise:

@@ -39,13 +39,13 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
     for found in (old, new):
         assert found["environment"]["clock"] == "process time"
         assert found["environment"]["commit"] == versus.commit(ROOT)
-        assert [row["name"] for row in found["rows"]] == list(versus_worker.JOBS)
+        assert [row["name"] for row in found["rows"]] == list(versus_worker.SMALL)
         for row in found["rows"]:
             assert row["correct"] is True and row["needs"] is None, row
             assert len(row["samples_ms"]) == 4 and min(row["samples_ms"]) > 0
     verdicts = {line["verdict"] for line in comparison["lines"]}
     allowed = {"unchanged", "undecided", "slower", "faster", "more memory", "slower, more memory"}
-    assert verdicts <= allowed and len(comparison["lines"]) == len(versus_worker.JOBS)
+    assert verdicts <= allowed and len(comparison["lines"]) == len(versus_worker.SMALL)
     assert "trials took turns" in capsys.readouterr().out
 
 
@@ -174,8 +174,20 @@ def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
         worker.ask(do="end")
 
 
+def test_large_steps_are_measured_only_where_they_are_asked_for():
+    assert not set(versus_worker.SMALL) & set(versus_worker.LARGE)
+    asked = versus.names_that_begin(["private step/B4-T2048", "accounting"])
+    clippings = ("flat-auto", "flat-stored", "per_layer", "per_block")
+    large = [f"private step/B4-T2048/{clipping}" for clipping in clippings]
+    assert asked == ["accounting/contour", *large]
+    assert len(versus.names_that_begin(["private step/B"])) == 8
+    with pytest.raises(ValueError, match="only='privat e': no measurement begins so"):
+        versus.names_that_begin(["private", "privat e"])
+
+
 def test_what_is_measured_is_checked_against_its_definition():
-    for name in ("attention/dense/T1024", "private step/per_layer", "accounting/contour"):
+    names = ["attention/dense/T1024", "accounting/contour", "private step/per_layer"]
+    for name in [*names, "private step/B4-T2048/flat-stored", "private step/B4-T2048/per_block"]:
         function, config = versus_worker.JOBS[name]
         smaller = {
             key: min(value, 96) if key == "tokens" else value for key, value in config.items()

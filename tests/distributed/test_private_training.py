@@ -25,6 +25,7 @@ def _load(name: str) -> Any:
 
 
 cases = _load("private_cases")
+exact_cases = _load("exact_cases")
 # By this name it reads what other processes raise.
 World = sys.modules["distributed_world"].World
 
@@ -99,7 +100,8 @@ def test_workers_get_the_parameters_of_one_process(
     started: _Started, workers: int, context: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
     together = started.run(workers, "train", context=context, wrapper=wrapper, **clipping)
-    alone = _single(**clipping)
+    # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
+    alone = _single(**({"way": "stored"} if context > 1 and "way" in clipping else clipping))
     for one in together:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
         np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
@@ -299,6 +301,57 @@ def test_invariant_10_no_worker_releases_where_the_ledger_fails(
     assert second.startswith("True the payment of a release failed on the first worker")
 
 
+EXACT = [
+    {"clipping": "flat", "way": "stored"},
+    {"clipping": "per_layer"},
+    {"clipping": "per_block"},
+]
+# Workers (0: one process without a mesh), their wrapper, and clipping.
+EXACT_MESHES = [
+    *((workers, "plain", clipping) for workers in (0, 2, 4) for clipping in EXACT),
+    (4, "ddp", EXACT[0]),
+    (2, "fsdp", EXACT[0]),
+    (4, "fsdp", EXACT[1]),
+]
+
+
+def assert_same_bits(
+    started: _Started, workers: int, wrapper: str, options: dict[str, Any]
+) -> None:
+    """Any workers and microbatches release what one process does of the whole batch."""
+    once = exact_cases.released(**options)
+    for size in (None, 5, 2):
+        arguments = {"physical_batch_size": size, "wrapper": wrapper, **options}
+        if workers:
+            file = exact_cases.__file__
+            found = started(workers).run(file, "released", workers, workers=workers, **arguments)
+        else:
+            found = [exact_cases.released(**arguments)]
+        for one in found:
+            np.testing.assert_array_equal(one, once)
+
+
+@pytest.mark.parametrize(
+    ("workers", "wrapper", "clipping"),
+    EXACT_MESHES,
+    ids=[f"{count}-{wrapper}-{kind['clipping']}" for count, wrapper, kind in EXACT_MESHES],
+)
+def test_a_release_has_the_same_bits_for_any_workers_and_microbatches(
+    started: _Started, workers: int, wrapper: str, clipping: dict[str, str]
+) -> None:
+    """Of samples whose gradients have the same bits everywhere, as `exact_cases.Sum` has them."""
+    assert_same_bits(started, workers, wrapper, clipping)
+
+
+@pytest.mark.parametrize(("workers", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
+def test_sums_of_integers_have_the_same_bits_for_any_workers_and_microbatches(
+    started: _Started, workers: int, wrapper: str
+) -> None:
+    """A test of the test above: without clipping and noise any sum of these samples is exact."""
+    options = {"sigma": 0.0, "bound": 2.0**20, "clipping": "per_layer"}
+    assert_same_bits(started, workers, wrapper, options)
+
+
 def test_workers_start_from_the_first_ones_parameters(started: _Started) -> None:
     first, second = started.run(2, "unequal_start")
     np.testing.assert_array_equal(first, second)
@@ -363,3 +416,47 @@ def test_workers_at_different_draws_are_refused(started: _Started) -> None:
 def test_batch_memory_manager_beside_other_workers_is_refused(started: _Started) -> None:
     for said in started.run(2, "signalled"):
         assert "physical_batch_size" in said
+
+
+TOGETHER = [
+    pytest.param({"context": 1, "wrapper": "ddp"}, id="ddp"),
+    pytest.param({"context": 1, "wrapper": "fsdp", "way": "two_pass"}, id="fsdp-two_pass"),
+    pytest.param({"context": 2, "clipping": "per_layer"}, id="context-per_layer"),
+]
+
+
+@pytest.mark.parametrize("options", TOGETHER)
+def test_workers_prove_a_model_together_and_it_changes_no_bit(
+    started: _Started, options: dict[str, Any]
+) -> None:
+    found = started.run(2, "proven", steps=2, **options)
+    expected = started.run(2, "proven", steps=2, verify=False, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert (one["refused"], one["verified"], other["verified"]) == (None, True, False)
+        np.testing.assert_array_equal(one["parameters"], other["parameters"])
+
+
+# Something is wrong on the second of two workers alone.
+APART = [
+    pytest.param("forward", "changed for a sample as other", {"context": 1, "wrapper": "fsdp"}),
+    pytest.param("backward", "layer 'blocks.0.", {"context": 1, "wrapper": "fsdp"}),
+    pytest.param("order", "changed for a sample as other", {"context": 2}),
+    pytest.param("backward", "layer 'blocks.0.", {"context": 2, "clipping": "per_layer"}),
+    pytest.param(
+        "two_pass",
+        "in the second backward of way='two_pass'",
+        {"context": 2, "way": "two_pass", "verify": False},
+    ),
+    pytest.param(
+        "buffer", "'blocks.0.kept' changed", {"context": 1, "wrapper": "fsdp", "verify": False}
+    ),
+]
+
+
+@pytest.mark.parametrize(("breaks", "said", "options"), APART)
+def test_what_one_worker_refuses_all_refuse_whose_gradients_meet(
+    started: _Started, breaks: str, said: str, options: dict[str, Any]
+) -> None:
+    for found in started.run(2, "proven", breaks=breaks, **options):
+        assert found["refused"] is not None and said in found["refused"]
+        assert "WorkerError" not in found["refused"]

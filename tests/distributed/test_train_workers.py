@@ -123,7 +123,7 @@ def test_workers_train_what_one_process_trains(
     sharded = parallel.get("shard_parameters", False)
     assert_same_run(out, whole, baseline=not sharded)
     names = {"checkpoint", "ledger.jsonl", "model.pt", "report.json", "training.png"}
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
     report = report_of(out)
     assert report["workers"]["data"] * report["workers"]["context"] == 4
     assert (report["bits_per_byte_nonprivate"] is None) == sharded
@@ -169,6 +169,7 @@ def test_a_run_goes_on_with_other_workers(
     assert {p.name for p in out.iterdir()} == {
         "checkpoint.pt" if first is None else "checkpoint",
         "ledger.jsonl",
+        "ledger.jsonl.head",
     }
     if then is None:
         TrainingRun.resume(out).run()

@@ -1,7 +1,9 @@
 import math
 import os
 import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +96,10 @@ def test_a_forked_process_draws_noise_of_its_own():
         ({"max_grad_norm": math.inf, "noise_multiplier": 1.0}, "max_grad_norm=inf"),
         ({"max_grad_norm": math.nan, "noise_multiplier": 1.0}, "max_grad_norm=nan"),
         ({"max_grad_norm": 1.0, "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"max_grad_norm": math.inf, "noise_multiplier": 0.0}, "max_grad_norm=inf"),
+        ({"max_grad_norm": 1e38, "noise_multiplier": 10.0}, r"max_grad_norm=1e\+38 with noise"),
+        ({"max_grad_norm": 1e-45, "noise_multiplier": 1.0}, "max_grad_norm=1e-45 with noise"),
+        ({"max_grad_norm": 1.0, "noise_multiplier": 10**400}, "noise_multiplier: expected"),
     ],
     ids=str,
 )
@@ -102,7 +108,17 @@ def test_bad_numbers_are_refused_by_name(named, message):
         private_boundary(torch.ones(2, 3), **named)
 
 
+def test_numbers_of_other_kinds_are_taken():
+    x = torch.ones(2, 3, requires_grad=True)
+    numbers = {"max_grad_norm": Fraction(1, 3), "noise_multiplier": np.float32(2.0)}
+    private_boundary(x, **numbers).sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_what_is_no_batch_is_refused():
+    for x in (None, 1.0, [1.0]):
+        with pytest.raises(ValueError, match=rf"x={type(x).__name__}: expected a tensor"):
+            private_boundary(x, max_grad_norm=1.0, noise_multiplier=1.0)
     for x in (torch.tensor(1.0), torch.arange(3)):
         with pytest.raises(ValueError, match="first dimension is the batch"):
             private_boundary(x, max_grad_norm=1.0, noise_multiplier=1.0)

@@ -1,6 +1,8 @@
 """Ceilings of devices: measured and filed, read back, or by class of device."""
 
 import json
+import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 
 from dpflash import ceilings, measure
 from dpflash.ceilings import CPU_RULE, cache_path, ceilings_for, device_name, save_measured
+from dpflash.kernels import native
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -26,6 +29,7 @@ QUICK = measure.Effort(
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """The file of ceilings, which does not exist yet."""
+    native.library()  # from the tests' cache, before another one is named
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ceilings.forget()
     yield tmp_path / "dpflash" / "ceilings.json"
@@ -122,6 +126,30 @@ def test_a_file_that_cannot_be_read_is_ignored(cache):
     cache.mkdir(parents=True)
     with pytest.warns(UserWarning, match="ignored"):
         assert ceilings_for(CPU) is CPU_RULE
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no owners")
+def test_a_file_that_others_can_write_is_neither_read_nor_written(cache):
+    written(cache, {"format": 1, "devices": {device_name(CPU): ENTRY}})
+    cache.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="can be written by its group or others"):
+        assert ceilings_for(CPU) is CPU_RULE
+    with pytest.raises(OSError, match="can be written by its group or others"):
+        save_measured({device_name(CPU): ENTRY})
+    cache.parent.chmod(0o700)
+    ceilings.forget()
+    assert ceilings_for(CPU).bandwidth == 4e10
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no owners")
+def test_the_file_is_its_owners_under_any_umask(cache):
+    old = os.umask(0)
+    try:
+        save_measured({device_name(CPU): ENTRY})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o600
 
 
 def test_measuring_replaces_a_broken_file(cache):

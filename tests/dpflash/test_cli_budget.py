@@ -172,7 +172,7 @@ def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path,
     assert {path.name for path in tmp_path.iterdir()} <= {
         "p.png",
         ledger.name,
-        f"{ledger.name}.lock",
+        f"{ledger.name}.head",
     }
     left, _ = figures[0].axes
     assert list(lines_of(left)) == ["rdp", "target"]
@@ -286,5 +286,8 @@ def test_a_damaged_or_missing_ledger_is_exit_code_2_with_the_line_named(ledger, 
     assert main(["budget", str(ledger) + ".none", *RDP]) == 2
     assert "no such file" in capsys.readouterr().err
     assert not ledger.with_name(ledger.name + ".none").exists()
+    ledger.unlink()
+    assert main(["budget", str(ledger), *RDP]) == 2
+    assert f"{ledger}.head with step 320: the ledger was removed" in capsys.readouterr().err
     assert main(["budget", str(ledger.parent), *RDP]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -1,7 +1,9 @@
 """`dpflash doctor`, and what every subcommand shares."""
 
 import argparse
+import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,13 +53,47 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
     report: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_devices", list)
-    bits = 8 * native.load().vector_bytes()
+    bits = 8 * native.library().vector_bytes()
     assert native.describe() == f"C++ kernels, vectors of {bits} bits"
     assert doctor.machine_report()["paths"] == {
-        "attention": f"{native.describe()}, {native.load()._name}",
+        "attention": f"{native.describe()}, {native.library()._name}",
         "private_gradients": "plain torch operations (CPU path)",
         "noise": "ChaCha20 (cryptography, CPU)",
     }
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+def test_doctor_says_why_there_are_no_kernels_and_how_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_load_once", functools.cache(native._load_once.__wrapped__))
+    assert main(["doctor"]) == 0
+    (record,) = (tmp_path / "cache" / "dpflash").glob("*.failed")
+    assert capsys.readouterr().out.count(f"or when you delete {record}") == 1
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    native._load_once.cache_clear()
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "error: out of paper" in out and f"or when you delete {record}" in out
+
+
+def test_doctor_says_why_kernels_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    functions = "long long problem_bytes() { return 0; } long long vector_bytes() { return 16; }"
+    (tmp_path / "tiny.cpp").write_text(f'extern "C" {{ {functions} }}')
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
+    monkeypatch.setattr(native, "_SOURCES", ("tiny.cpp",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tiny.cpp"))
+    monkeypatch.setattr(native, "_load_once", functools.cache(native._load_once.__wrapped__))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "bits, compiled for this process: the cache folder is not used: " in out
 
 
 def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:

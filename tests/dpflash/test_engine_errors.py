@@ -5,13 +5,16 @@ import math
 import os
 import stat
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from dpflash import PrivacyEngine
+from dpflash.accounting import PoissonGaussian, RDPAccountant
 from dpflash.attach import check_model
+from dpflash.ledger import Ledger
 
 DATA = TensorDataset(torch.randn(16, 3))
 
@@ -67,11 +70,20 @@ def refused():
         ("noise_multiplier", math.nan),
         ("noise_multiplier", math.inf),
         ("noise_multiplier", "1"),
+        ("noise_multiplier", 1e-320),
+        ("noise_multiplier", 1e308),
+        ("noise_multiplier", np.array([1.0, 2.0])),
         ("max_grad_norm", 0.0),
         ("max_grad_norm", -2),
         ("max_grad_norm", math.inf),
         ("max_grad_norm", math.nan),
         ("max_grad_norm", [1.0, 2.0]),
+        ("max_grad_norm", 1e38),
+        ("max_grad_norm", 1e-45),
+        ("max_grad_norm", None),
+        ("poisson_sampling", None),
+        ("poisson_sampling", 0),
+        ("clipping", np.array(["flat", "flat"])),
         ("clipping", "per_sample"),
         ("way", "ghost"),
         ("loss_reduction", "none"),
@@ -128,6 +140,56 @@ def test_arguments_that_contradict_each_other_are_refused(arguments, words, refu
 )
 def test_a_target_outside_of_its_range_is_named(name, value, refused):
     refused(ValueError, f"{name}={value!r}", epsilon=True, **{name: value})
+
+
+@pytest.mark.parametrize("epsilon", [False, True])
+@pytest.mark.parametrize("noise", [1.0, 10.0])
+def test_a_bound_whose_noise_leaves_float32_is_refused(noise, epsilon, refused):
+    arguments = {"max_grad_norm": 1e38} | ({} if epsilon else {"noise_multiplier": noise})
+    refused(ValueError, "max_grad_norm=1e+38", "scale the losses", epsilon=epsilon, **arguments)
+
+
+@pytest.mark.parametrize("name", ["target_epsilon", "target_delta", "epochs", "max_grad_norm"])
+def test_a_target_beyond_floats_range_is_named(name, refused):
+    refused(ValueError, f"{name}: expected", epsilon=True, **{name: 10**400})
+
+
+@pytest.mark.parametrize("epsilon", [False, True])
+@pytest.mark.parametrize("module", [None, 1.0, nn.Linear], ids=["None", "float", "class"])
+def test_what_is_no_module_is_refused(module, epsilon):
+    arguments = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2}
+    engine = PrivacyEngine(seed=0)
+    make = engine.make_private_with_epsilon if epsilon else engine.make_private
+    with pytest.raises(ValueError, match=r"module=\w+: expected a torch.nn.Module"):
+        make(
+            module=module,
+            optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1),
+            data_loader=loader(),
+            max_grad_norm=1.0,
+            **(arguments if epsilon else {"noise_multiplier": 1.0}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", math.nan),
+        ("seed", 1.5),
+        ("seed", "1"),
+        ("seed", True),
+        ("ledger", 5),
+        ("ledger", b"ledger"),
+        ("accountant", 1.0),
+        ("accountant", None),
+        ("accountant", ["contour"]),
+        ("accountant", RDPAccountant),
+        ("neighboring_relation", "remove"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_the_engine_outside_of_its_kind_is_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        PrivacyEngine(**{name: value})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1.0])
@@ -259,6 +321,44 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
+class StreamWithLength(Stream):
+    def __len__(self):
+        return 16
+
+
+class Entries(torch.utils.data.Dataset):
+    """A map-style dataset whose length is what is given, or raises it."""
+
+    def __init__(self, length=None):
+        self.length = length
+
+    def __getitem__(self, index):
+        return DATA[index]
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+
+class WithoutLength(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return DATA[index]
+
+
+class WithoutEntries(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+
+def changed(**attributes):
+    """A loader whose attributes were set afterwards, past DataLoader's own checks."""
+    made = loader()
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 class EveryOther(torch.utils.data.Sampler):
     def __iter__(self):
         return iter(range(0, 16, 2))
@@ -267,10 +367,24 @@ class EveryOther(torch.utils.data.Sampler):
         return 8
 
 
+@pytest.mark.parametrize("epsilon", [False, True])
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize(
     ("data_loader", "words"),
     [
+        (lambda: DataLoader(StreamWithLength(), batch_size=4), ["IterableDataset", "map-style"]),
+        (lambda: DataLoader(WithoutLength(), batch_size=4), ["WithoutLength", "__len__"]),
+        (lambda: DataLoader(Entries(OSError("gone")), batch_size=4), ["OSError", "__len__"]),
+        (lambda: DataLoader(Entries(NotImplementedError()), batch_size=4), ["Entries"]),
+        (lambda: DataLoader(Entries("16"), batch_size=4), ["Entries", "TypeError"]),
+        (lambda: DataLoader(Entries(-3), batch_size=4), ["Entries", "ValueError"]),
+        (lambda: DataLoader(WithoutEntries(), batch_size=4), ["WithoutEntries", "__getitem__"]),
+        (lambda: changed(dataset=None), ["NoneType", "map-style"]),
+        (lambda: changed(batch_size=0), ["data_loader.batch_size=0"]),
+        (lambda: changed(batch_size="4"), ["data_loader.batch_size='4'"]),
+        (lambda: changed(batch_size=2.5), ["data_loader.batch_size=2.5"]),
+        (lambda: changed(batch_size=math.nan), ["data_loader.batch_size=nan"]),
+        (lambda: changed(batch_size=True), ["data_loader.batch_size=True"]),
         (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), ["batch_size", "batch_sampler"]),
         (lambda: DataLoader(DATA, batch_size=None), ["batch_size"]),
         (
@@ -287,8 +401,11 @@ class EveryOther(torch.utils.data.Sampler):
         (lambda: [torch.zeros(4, 3)], ["data_loader=list", "DataLoader"]),
     ],
 )
-def test_a_loader_whose_sampling_is_unknown_is_refused(data_loader, words, poisson, refused):
-    refused(ValueError, *words, data_loader=data_loader(), poisson_sampling=poisson)
+def test_a_loader_whose_sampling_is_unknown_is_refused(
+    data_loader, words, poisson, epsilon, refused
+):
+    made = data_loader()
+    refused(ValueError, *words, data_loader=made, poisson_sampling=poisson, epsilon=epsilon)
 
 
 def test_a_private_loader_is_refused(private, refused):
@@ -362,7 +479,7 @@ def test_detach_refuses_another_model(private):
 
 
 @pytest.mark.parametrize("attribute", ["noise_multiplier", "max_grad_norm"])
-@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf, 1e38])
 def test_a_bad_value_set_between_steps_is_refused_before_anything_is_released(
     attribute, value, private
 ):
@@ -485,16 +602,37 @@ def test_a_checkpoint_of_another_run_is_refused(options, pattern, private, saved
     assert made[0].accountant.history == [] and made[2].releases == 0
 
 
-def test_a_checkpoint_ahead_of_its_ledger_is_refused(private, tmp_path):
-    path, ledger = tmp_path / "c", tmp_path / "ledger"
+@pytest.mark.parametrize("left", [2, 0])
+def test_a_checkpoint_ahead_of_its_ledger_and_head_is_refused(left, private, tmp_path):
+    path, ledger, head = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.head"
     first = run(private, ledger=ledger)
     train(*first)
     first[0].save_checkpoint(path)
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:2]))
+    lines = ledger.read_text().splitlines(keepends=True)[:left]
+    if lines:
+        ledger.write_text("".join(lines))
+        head.write_text(lines[-1])
+    else:
+        ledger.unlink()
+        head.unlink()
     second = run(private, ledger=ledger)
-    with pytest.raises(ValueError, match="ledger .*has 2 releases, the checkpoint 4"):
+    with pytest.raises(ValueError, match=f"ledger .*has {left} releases, the checkpoint 4"):
         second[0].load_checkpoint(path)
-    assert second[0].accountant.history == [(1.0, 0.25, 2)]
+    assert second[0].accountant.history == [(1.0, 0.25, left)][: len(lines)]
+
+
+def test_a_checkpoint_refuses_a_ledger_that_was_written_anew_with_its_head(private, tmp_path):
+    first = run(private, ledger=tmp_path / "ledger")
+    train(*first)
+    first[0].save_checkpoint(tmp_path / "c")
+    for name in ("ledger", "ledger.head"):
+        (tmp_path / name).unlink()
+    anew = Ledger(tmp_path / "ledger")
+    cheaper = PoissonGaussian(noise_multiplier=9.0, sample_rate=0.25)
+    anew.append(run="a", event=cheaper, accountant="rdp", count=4)
+    second = run(private, ledger=tmp_path / "ledger")
+    with pytest.raises(ValueError, match="the ledger .*is of another run"):
+        second[0].load_checkpoint(tmp_path / "c")
 
 
 def test_a_checkpoint_is_replaced_in_one_step_and_readable_by_its_owner_only(

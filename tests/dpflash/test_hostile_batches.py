@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 
 import pytest
 import torch
@@ -200,6 +201,36 @@ def test_a_forked_process_has_noise_of_its_own(private):
 def test_an_engine_cannot_be_copied(duplicate):
     with pytest.raises(TypeError, match="same noise"):
         duplicate(PrivacyEngine())
+
+
+def a_scheduler(optimizer):
+    return copy.deepcopy(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, a_scheduler])
+def test_an_optimizer_cannot_be_copied_and_the_try_harms_none(duplicate, private):
+    runs = [private(linear(), data(), noise_multiplier=1.0) for _ in range(2)]
+    with pytest.raises(TypeError, match="same noise"):
+        duplicate(runs[0][2])
+    for engine, model, optimizer, loader in runs:
+        for (x,) in loader:
+            engine.backward(model(x).sum(1))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.releases == len(loader)
+
+
+def test_a_restored_state_puts_no_hooks_around_the_steps_of_others(private):
+    """As unpickling does: PyTorch patches the class, and the hooks are the wrapped optimizer's."""
+    (_, _, restored, _), (engine, model, optimizer, loader) = (
+        private(linear(), data(), noise_multiplier=1.0) for _ in range(2)
+    )
+    restored.__setstate__({})
+    for (x,) in loader:
+        engine.backward(model(x).sum(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.releases == len(loader)
 
 
 def test_an_empty_batch_of_tiles_with_a_declared_mean(private):

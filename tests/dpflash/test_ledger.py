@@ -329,7 +329,7 @@ def test_a_line_of_another_process_written_meanwhile_is_never_cut_off(tmp_path, 
     with pytest.raises(OSError, match="full"):
         ledger.append(run="a", event=STEP, accountant="rdp")
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="changed"):
+    with pytest.raises(RuntimeError, match="another process or engine has added to it"):
         ledger.append(run="a", event=STEP, accountant="rdp")
     assert b'"b"' in (tmp_path / "l").read_bytes()
     with pytest.raises(ValueError, match="line 3"):
@@ -350,7 +350,8 @@ def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_fil
     ledger = Ledger(tmp_path / "l")
     ledger.append(run="a", event=PASS, accountant="rdp")
     ledger.append(run="a", event=None, accountant="rdp", count=5)
-    assert seen == [str(tmp_path), str(tmp_path / "l"), str(tmp_path / "l")]
+    head = str(tmp_path / "l.head.tmp")
+    assert seen == [head, str(tmp_path), str(tmp_path / "l"), head, str(tmp_path / "l"), head]
     assert Ledger(tmp_path / "l").releases == ledger.releases == 6
 
 
@@ -415,8 +416,17 @@ def test_a_digit_that_makes_the_events_cheaper_is_found(
     for name in ("contour", "rdp"):
         opened = PrivacyEngine(accountant=name, ledger=path)
         assert opened.neighboring_relation == engine.neighboring_relation
-    text = path.read_text()
-    path.write_text(text.replace('"noise_multiplier": 1.5', '"noise_multiplier": 2.5', 1))
+    records = [json.loads(text) for text in path.read_text().splitlines()]
+    path.write_text(path.read_text().replace('"noise_multiplier": 1.5', '"noise_multiplier": 2.5'))
+    with pytest.raises(ValueError, match="damaged at line 1 .*digest is wrong"):
+        PrivacyEngine(accountant="rdp", ledger=path)
+
+    # A file of version 2 has no digests, but it tells epsilon.
+    path.with_name("l.head").unlink()
+    records[0]["event"]["noise_multiplier"] = 2.5
+    for record in records:
+        del record["digest"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(ValueError, match="up to line 6 give epsilon .*the file was changed"):
         PrivacyEngine(accountant="rdp", ledger=path)
 
@@ -490,6 +500,8 @@ def arm():
         os.write = half
     elif point == "before_the_flush":
         os.fsync = die
+    elif point == "before_the_head":
+        os.replace = die
     elif point == "after_the_line":
         release.NoiseStream = die
     elif point == "after_the_noise":
@@ -524,14 +536,15 @@ for _ in range(9):
             die()
 """
 
-# The steps that the ledger must hold, and whether its last line must be removed first.
+# The steps that the ledger must hold.
 POINTS = {
-    "before_the_line": (3, False),
-    "within_the_line": (3, True),
-    "before_the_flush": (4, False),
-    "after_the_line": (4, False),
-    "after_the_noise": (4, False),
-    "after_the_step": (4, False),
+    "before_the_line": 3,
+    "within_the_line": 3,
+    "before_the_flush": 4,
+    "before_the_head": 4,
+    "after_the_line": 4,
+    "after_the_noise": 4,
+    "after_the_step": 4,
 }
 
 
@@ -550,13 +563,8 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path
     assert died.returncode == -signal.SIGKILL, died.stderr
     path = tmp_path / "ledger"
     released = int((tmp_path / "released").read_text())
-    expected, cut = POINTS[point]
-    if cut:
-        before = path.read_bytes()
-        with pytest.raises(ValueError, match="middle of line 4.*Remove that last"):
-            PrivacyEngine(ledger=path)
-        assert path.read_bytes() == before
-        path.write_bytes(before[: before.rindex(b"\n") + 1])
+    expected = POINTS[point]
+    assert path.read_bytes().endswith(b"\n") == (point != "within_the_line")
 
     # The step in flight may be counted too, and never one less than was released.
     made = private(

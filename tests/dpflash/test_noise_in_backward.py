@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine
 from dpflash import release as release_module
-from dpflash.kernels import NoiseStream, gaussian_noise_
+from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
 
 KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
@@ -45,7 +45,8 @@ def test_the_gradient_has_its_noise_before_the_step(private, kind):
     for number, ((_, without), with_noise) in enumerate(pairs):
         noise = torch.zeros_like(without)
         key = engine._noise_key()
-        gaussian_noise_(noise, std=2.0, key=key, step=0, parameter_id=number)
+        grid = grid_of(1.0)
+        gaussian_noise_(noise, std=2.0, grid=grid, key=key, step=0, parameter_id=number)
         torch.testing.assert_close(with_noise.grad - without.grad, noise, atol=1e-5, rtol=0)
         assert torch.equal(engine._backward.sums[with_noise], with_noise.grad)
     assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
@@ -102,7 +103,8 @@ def test_the_noise_is_the_same_wherever_it_is_added(private):
         optimizer.step()
         break
     noise = torch.zeros(2, 3)
-    gaussian_noise_(noise, std=3.0, key=engine._noise_key(), step=0, parameter_id=2)
+    key = engine._noise_key()
+    gaussian_noise_(noise, std=3.0, grid=grid_of(1.0), key=key, step=0, parameter_id=2)
     assert torch.equal(model.unused.weight.grad, noise / 4)
 
 

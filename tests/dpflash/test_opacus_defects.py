@@ -705,7 +705,7 @@ def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, way):
                 parameter.normal_(std=0.3)
         engine.backward(dpflash.losses.cross_entropy(model(x), y))
         sums = engine._backward.sums.values()
-        assert {s.dtype for s in sums} == {torch.float32}
+        assert {s.dtype for s in sums} <= {torch.float32, torch.float64}
         worst = max(worst, torch.cat([s.flatten() for s in sums]).double().norm().item())
         optimizer.zero_grad()
     assert 0.07 < worst <= 0.1 * (1 + 2**-20)

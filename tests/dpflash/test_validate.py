@@ -28,7 +28,11 @@ def test_no_number_check_accepts_nan_booleans_or_other_things(check, value):
         (_validate.non_negative, [0, 0.0, 3, math.inf], [-1e-300, -math.inf]),
         (_validate.finite, [0, -1.5, 1e308], [math.inf, -math.inf]),
         (_validate.probability, [1e-15, 0.5, 1 - 1e-15], [0, 1, 0.0, 1.0, -0.1, 1.1, math.inf]),
-        (_validate.positive_int, [1, 7, np.int64(3)], [0, -1, 1.0, 2.5, math.inf]),
+        (
+            _validate.positive_int,
+            [1, 7, np.int64(3), 2**63 - 1],
+            [0, -1, 1.0, 2.5, math.inf, 2**63, 10**5000],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -38,6 +42,56 @@ def test_checks_accept_exactly_their_range(check, accepted, refused):
     for value in refused:
         with pytest.raises(ValueError):
             check(value=value)
+
+
+@pytest.mark.parametrize("check", NUMBER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_beyond_floats_range_is_refused_by_name(check, sign):
+    with pytest.raises(ValueError, match=r"^some_argument[:=]"):
+        check(some_argument=sign * 10**400)
+
+
+@pytest.mark.parametrize(
+    ("bound", "noise"),
+    [(1e-30, 1.0), (1e30, 1.0), (1e30, 1e6), (1e-30, 1e66), (1.0, 2.0**-30), (1, 10)]
+    + [(bound, 0.0) for bound in (1e-300, 1e38, 1e300, math.inf)]
+    + [(np.float32(1e20), np.float32(1e15))],
+    ids=str,
+)
+def test_a_bound_and_noise_that_float32_holds_are_accepted(bound, noise):
+    _validate.noise_fits(max_grad_norm=bound, noise_multiplier=noise)
+
+
+@pytest.mark.parametrize(
+    ("bound", "noise", "named"),
+    [
+        (9e-31, 1.0, "max_grad_norm=9e-31 with noise"),
+        (1.1e30, 1.0, r"max_grad_norm=1\.1e\+30 with noise"),
+        (1e38, 10.0, r"max_grad_norm=1e\+38 with noise"),
+        (math.inf, 1e-3, "max_grad_norm=inf with noise.*noise_multiplier=0"),
+        (1e30, 1.1e6, r"noise_multiplier=1100000\.0 with max_grad_norm=1e\+30"),
+        (1.0, 1e37, r"noise_multiplier=1e\+37 with max_grad_norm=1\.0"),
+        (1e-30, 1e300, r"noise_multiplier=1e\+300 with max_grad_norm=1e-30"),
+        (1.0, 9e-10, "noise_multiplier=9e-10: expected 0 or at least"),
+        (1.0, 1e-320, "noise_multiplier=1e-320: expected 0 or at least"),
+        (0.0, 0.0, r"max_grad_norm=0\.0: expected a number > 0"),
+        (math.nan, 0.0, "max_grad_norm=nan"),
+        (1.0, math.nan, "noise_multiplier=nan"),
+        (1.0, math.inf, "noise_multiplier=inf"),
+        (1.0, -1.0, r"noise_multiplier=-1\.0"),
+    ],
+    ids=str,
+)
+def test_a_bound_and_noise_beyond_float32_are_refused(bound, noise, named):
+    with pytest.raises(ValueError, match=f"^{named}"):
+        _validate.noise_fits(max_grad_norm=bound, noise_multiplier=noise)
+
+
+def test_a_choice_is_no_array_that_compares_element_by_element():
+    for value in (np.array([1.0, 2.0]), np.array("flat"), ["flat"], b"flat", True):
+        with pytest.raises(ValueError, match="^clipping="):
+            _validate.one_of(clipping=(value, (None, "flat")))
+    _validate.one_of(clipping=(np.str_("flat"), (None, "flat")))
 
 
 def test_the_message_names_the_argument_its_value_and_what_is_accepted():

@@ -92,7 +92,7 @@ def test_a_run_leaves_what_its_summary_names(
     shown = capsys.readouterr().out
     assert "; left out: 1 the same as another" in shown
     names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
     assert all(str(out / name) in shown for name in names)
     report = report_of(out)
     for word in (report["neighboring_relation"], report["sampler"], "non-private"):

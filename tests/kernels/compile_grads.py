@@ -20,7 +20,6 @@ from dpflash.kernels import grad_launch as launch
 from dpflash.kernels import grad_triton as kernels
 from dpflash.kernels.block_reference import BLOCK
 from dpflash.kernels.grad_configs import table
-from dpflash.kernels.noise import NoiseStream
 
 # Next to this script, which runs as a program of its own.
 _SPEC = importlib.util.spec_from_file_location(
@@ -33,14 +32,29 @@ TARGETS = attention.TARGETS
 FUNCTIONS = {
     "gram": "grad_norm_gram",
     "block_clipped_grad": "clipped_grad",
+    "exact_clip_reduce": "clip_reduce",
+    "noisy_clip_reduce": "clip_reduce",
+    "offset_clip_reduce": "clip_reduce",
+    "philox_clip_reduce": "clip_reduce",
     "block_clip_reduce": "clip_reduce",
+    "exact_block_clip_reduce": "clip_reduce",
 }
 TILE = {"BLOCK_M": BLOCK[0], "BLOCK_N": BLOCK[1]}
-REDUCE = {"DIVIDE": True, "BLOCK": launch.REDUCE_BLOCK}
+REDUCE = {
+    **{"BLOCK_M": 1, "BLOCK_N": 1, "TILED": False, "BLOCK": launch.REDUCE_BLOCK},
+    **{"EXACT": False, "INTO": False, "NOISE": False, "ALIGNED": True, "PHILOX": False},
+}
+EXACT = REDUCE | {"EXACT": True, "INTO": True}
+NOISY = REDUCE | {"EXACT": True, "NOISE": True}
 # Of the kernels without an entry in the table: what the launcher passes.
 REDUCTIONS = {
-    "clip_reduce": REDUCE | {"BLOCK_M": 1, "BLOCK_N": 1, "TILED": False},
+    "clip_reduce": REDUCE,
+    "exact_clip_reduce": EXACT,
+    "noisy_clip_reduce": NOISY,
+    "offset_clip_reduce": NOISY | {"ALIGNED": False},
+    "philox_clip_reduce": NOISY | {"PHILOX": True},
     "block_clip_reduce": REDUCE | TILE | {"TILED": True},
+    "exact_block_clip_reduce": EXACT | TILE | {"TILED": True},
     "tile_factors": TILE | {"ROWS": launch.TILE_ROWS},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
@@ -53,7 +67,6 @@ REDUCTIONS = {
     "embedding_grad_norm": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
     "embedding_clipped_grad": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
 }
-NOISY = ("clipped_grad", "block_clipped_grad", "block_clip_reduce", "clip_reduce")
 SIZES = ("num_inputs", "num_outputs", "width", "size")
 POINTERS = {
     "grads_ptr": "*fp32",
@@ -69,61 +82,54 @@ POINTERS = {
     "order_ptr": "*i64",
     "rows_ptr": "*i64",
     "ends_ptr": "*i64",
+    "open_ptr": "*i64",
+}
+# What the launcher passes None for.
+ABSENT = {
+    "clipped_grad": "bounds_ptr",
+    "clip_reduce": "open_ptr",
+    "exact_clip_reduce": "open_ptr",
+    "block_clip_reduce": "open_ptr",
+    "exact_block_clip_reduce": "open_ptr",
 }
 
 
 def constants_of(kernel, arch, sizes):
-    """The constexprs of a kernel as the launcher would pass them, but for those of noise."""
+    """The constexprs of a kernel as the launcher would pass them."""
     if kernel in REDUCTIONS:
         return REDUCTIONS[kernel]
-    hip = TARGETS[arch].backend == "hip"
-    width = {"WIDTH": launch.noise_width(hip)}
     flags = {
         "per_sample_grad": {"STORE": True, "SQUARES": True},
-        "gram": {},
-        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False, **width},
-        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True, **width},
+        "gram": {"RUN": launch.GRAM_STEPS * sizes[2]},
+        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False},
+        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True},
     }[kernel]
-    precision = launch.precision(hip)
+    precision = launch.precision(TARGETS[arch].backend == "hip")
     blocks = {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "BLOCK_K": sizes[2]}
     return {**flags, **blocks, "UPCAST": False, "PRECISION": precision}
 
 
-def noise_options(kernel, generator, offset, odd):
-    """What the launcher would pass for noise; to a product on rows of 64 elements, or of 65."""
-    if kernel not in NOISY:
-        return {"enable_fp_fusion": True}
-    noise = None
-    if generator:
-        address = {"std": 1.0, "key": bytes(32), "step": 0, "parameter_id": 0}
-        noise = NoiseStream(**address, offset=offset, generator=generator)
-    return launch._noise_options(noise, 0 if kernel in REDUCTIONS else 64 + odd)
-
-
-def compile_one(kernel, arch, dtype, sizes, odd=False, generator=None, offset=0):
+def compile_one(kernel, arch, dtype, sizes, odd=False):
     """Compiles one kernel as the launcher would for widths that are multiples of 16.
 
     `odd`: for widths that are neither that nor 1. The rows are aligned in memory either way.
-    `generator`: of noise that is added to the sum, from the stream's element `offset` on.
     """
     function = getattr(kernels, f"_{FUNCTIONS.get(kernel, kernel)}_kernel")
-    noise = noise_options(kernel, generator, offset, odd)
-    fusion = noise.pop("enable_fp_fusion")
-    constants = constants_of(kernel, arch, sizes) | noise
+    constants = constants_of(kernel, arch, sizes)
     signature, constexprs, attributes = {}, {}, {}
     for position, parameter in enumerate(function.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
-        elif name == "bounds_ptr" and kernel == "clipped_grad":
+        elif name == ABSENT.get(kernel):
             signature[name] = "constexpr"
             constexprs[name] = None
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
+            if name == "out_ptr" and constants.get("INTO"):
+                signature[name] = "*fp64"
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif name == "divisor":
-            signature[name] = "fp32"
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
         else:
@@ -131,7 +137,7 @@ def compile_one(kernel, arch, dtype, sizes, odd=False, generator=None, offset=0)
             if name.startswith("stride_") or (name in SIZES and not odd):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
-    options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": fusion}
+    options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": True}
     return triton.compile(source, target=TARGETS[arch], options=options)
 
 
@@ -143,8 +149,6 @@ def main():
         "--sizes", type=int, nargs=5, help="block_m block_n block_k num_warps num_stages"
     )
     parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
-    parser.add_argument("--noise", choices=("chacha20", "philox"), help="added to the sum")
-    parser.add_argument("--offset", type=int, default=0, help="of the noise in its stream")
     parser.add_argument("--odd", action="store_true", help="widths that are no multiples of 16")
     arguments = parser.parse_args()
     rows = table()[arguments.arch]
@@ -153,8 +157,7 @@ def main():
         dtype = "fp32" if bits == "32" else arguments.half
         sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, 4, 3)))
         start = time.perf_counter()
-        noise = (arguments.noise, arguments.offset)
-        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd, *noise)
+        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
         line = {
             "arch": arguments.arch,
             "entry": entry,

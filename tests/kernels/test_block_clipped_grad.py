@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+from fractions import Fraction
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,8 +13,9 @@ import torch
 from dpflash.kernels import (
     block_clip_reduce,
     block_clipped_grad,
-    block_reference,
     clip_reduce,
+    grads_cpu,
+    grid_of,
     per_sample_grad,
 )
 from dpflash.kernels.block_reference import BLOCK, block_bounds
@@ -102,15 +104,19 @@ def test_adding_one_sample_moves_the_result_by_at_most_the_bound(
         x[:], dy[:] = x[:1].clone(), dy[:1].clone()
     elif kind == "one-token":
         dy[-1, 1:] = 0
-    with_it = block_clipped_grad(x, dy, bound, block=block)
-    without = block_clipped_grad(x[:-1], dy[:-1], bound, block=block)
-    assert bool(with_it.isfinite().all())
-    moved = float((with_it.double() - without.double()).norm())
-    # Only the sum over several samples rounds: 2^-24 of itself at each of its additions.
-    rounding = 2.0**-24 * (others + 1) * float(with_it.abs().double().norm() + bound)
-    assert moved <= bound + (rounding if others else 0)
-    if kind in ("plain", "duplicate") and bound <= 1.0:
-        assert moved >= bound * (1 - 1e-5)
+    grads, grid = per_sample_grad(x, dy), grid_of(bound)
+    for options, exact in (({}, False), ({"grid": grid}, True)):
+        with_it = block_clip_reduce(grads, bound, block=block, **options).double()
+        without = block_clip_reduce(grads[:-1], bound, block=block, **options).double()
+        assert bool(with_it.isfinite().all())
+        steps = ((with_it - without) / grid).flatten().tolist()
+        square = sum(Fraction(step) ** 2 for step in steps if step) * Fraction(grid) ** 2
+        # Without a grid only the sum over several samples rounds, at its end.
+        rounding = 2.0**-24 * float((with_it.abs() + without.abs()).norm())
+        limit = Fraction(bound) + (0 if exact or not others else Fraction(rounding))
+        assert square <= limit**2
+        if kind in ("plain", "duplicate") and bound <= 1.0:
+            assert square >= (Fraction(bound) * Fraction(1 - 1e-5)) ** 2
 
 
 @pytest.mark.parametrize(
@@ -118,8 +124,6 @@ def test_adding_one_sample_moves_the_result_by_at_most_the_bound(
 )
 @pytest.mark.parametrize("bound", [1e-8, 0.1, 1.0, 3.7e6])
 def test_the_bounds_of_the_tiles_make_at_most_the_whole_bound(outputs, inputs, bound):
-    from fractions import Fraction
-
     bounds = block_bounds(outputs, inputs, bound)
     squares = sum(Fraction(c) ** 2 for c in bounds.flatten().tolist())
     assert squares <= Fraction(bound) ** 2
@@ -139,8 +143,8 @@ def test_a_clipped_tile_stays_below_its_bound_in_the_arithmetic_really_used():
     bounds = block_bounds(35, 40, 1e-3, (16, 16)).flatten()
     assert bool((factors < 1).all())
     for k, (rows, columns) in enumerate(corners(35, 40, (16, 16))):
-        clipped = factors[:, k, None, None] * grads[:, rows, columns]
-        norms = clipped.double().flatten(1).norm(dim=1)
+        clipped = factors[:, k, None, None].double() * grads[:, rows, columns]
+        norms = clipped.flatten(1).norm(dim=1)
         assert float(norms.max()) <= float(bounds[k])
         assert float(norms.min()) >= float(bounds[k]) * (1 - 2e-6)
 
@@ -205,7 +209,7 @@ def test_only_a_few_samples_gradients_are_held_at_a_time(monkeypatch):
 
     x, dy = uses(11, 2, 130, 140)
     whole = block_clipped_grad(x, dy, 1.0)
-    monkeypatch.setattr(block_reference, "_CHUNK", 3 * 256 * 256)
+    monkeypatch.setattr(grads_cpu, "_CHUNK", 3 * 140 * 130 + 1)
     monkeypatch.setattr(torch, "bmm", counting)
     parts = block_clipped_grad(x, dy, 1.0)
     assert made == [n * 130 * 140 for n in (3, 3, 3, 2)]

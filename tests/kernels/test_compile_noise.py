@@ -1,4 +1,4 @@
-"""The noise kernels compile for every architecture and fit it, without any spill."""
+"""The noise kernel compiles for every architecture and fits it, without any spill."""
 
 import json
 import os
@@ -12,10 +12,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("compile_noise.py")
-# So few registers that threads fill a multiprocessor: the kernels wait for memory or arithmetic,
-# never for a free slot.
-REGISTERS = 64
-SHARED = 4096
+# 12 warps of a multiprocessor: each has eight quantiles in fp64 in flight, to hide their latency.
+REGISTERS = 160
+SHARED = 8192
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
@@ -26,7 +25,7 @@ def test_noise_kernel_fits_its_architecture_without_spills(arch):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 14
+    assert len(lines) == 8
     assert not [line for line in lines if line["spilled"] > 0]
     assert not [line for line in lines if line["registers"] > REGISTERS]
     assert not [line for line in lines if line["shared"] > SHARED]

@@ -1,5 +1,6 @@
 """What grads.py refuses and whom it calls; the results are tested beside twins and kernels."""
 
+import dataclasses
 import inspect
 import math
 import re
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 from dpflash import kernels
-from dpflash.kernels import block_reference, grads, reference
+from dpflash.kernels import block_reference, grads, grads_cpu, reference
 
 X, DY = torch.zeros(3, 4, 5), torch.zeros(3, 4, 6)
 FACTORS, INDICES = torch.ones(3), torch.zeros(3, 4, dtype=torch.int64)
-END = kernels.NoiseStream(
-    std=1.0, key=bytes(32), step=0, parameter_id=0, offset=2**35 - 29, generator="chacha20"
-)
+GRID = 2.0**-30
+NOISE = kernels.NoiseStream(std=1.0, grid=GRID, key=bytes(32), step=0, parameter_id=0)
+END = dataclasses.replace(NOISE, offset=2**35 - 19)
 REFUSED = {
     "bound-zero": ("block_clipped_grad", (X, DY, 0.0), {}, "bound is 0.0"),
     "bound-negative": ("block_clipped_grad", (X, DY, -1.0), {}, "bound is -1.0"),
@@ -88,26 +89,54 @@ REFUSED = {
         {},
         "factors has shape (4,)",
     ),
-    "divisor-zero": ("clip_reduce", (X, FACTORS), {"divisor": 0.0}, "divisor is 0.0"),
-    "divisor-nan": ("clip_reduce", (X, FACTORS), {"divisor": math.nan}, "divisor is nan"),
-    "divisor-inf": ("clip_reduce", (X, FACTORS), {"divisor": math.inf}, "divisor is inf"),
-    "divisor-string": ("clip_reduce", (X, FACTORS), {"divisor": "2"}, "divisor is '2': give a"),
-    "divisor-none": ("clip_reduce", (X, FACTORS), {"divisor": None}, "divisor is None: give a"),
-    "divisor-tensor": (
+    "noise-number": ("clip_reduce", (X, FACTORS), {"noise": 1.0}, "noise is a float: give a"),
+    "noise-key": ("clip_reduce", (X, FACTORS), {"noise": bytes(32)}, "noise is a bytes: give a"),
+    "noise-at-the-end": (
         "clip_reduce",
         (X, FACTORS),
-        {"divisor": torch.tensor(2.0)},
-        "divisor is a Tensor: pass divisor.item()",
+        {"noise": END},
+        "with 20 elements of out it leaves the stream's 34359738368; split the parameter",
     ),
-    "noise-number": ("clip_reduce", (X, FACTORS), {"noise": 1.0}, "noise is a float: give a"),
-    "noise-key": ("clipped_grad", (X, DY, FACTORS), {"noise": bytes(32)}, "noise is a bytes:"),
-    "noise-of-blocks": ("block_clip_reduce", (X, 1.0), {"noise": {}}, "noise is a dict:"),
-    "noise-at-the-end": (
+    "noise-on-another-grid": (
+        "clip_reduce",
+        (X, FACTORS),
+        {"noise": NOISE, "grid": 2 * GRID},
+        f"noise on the grid {GRID!r} where grid is {2 * GRID!r}: give noise of the same grid",
+    ),
+    "noise-into": (
+        "clip_reduce",
+        (X, FACTORS),
+        {"noise": NOISE, "grid": GRID, "into": torch.zeros(4, 5).double()},
+        "and the sum goes into another: give noise of the same grid, and no `into`",
+    ),
+    "grid-zero": ("clip_reduce", (X, FACTORS), {"grid": 0.0}, "grid=0.0: expected a power of two"),
+    "grid-of-blocks": ("block_clip_reduce", (X, 1.0), {"grid": 0.3}, "grid=0.3: expected a power"),
+    "grid-of-products": ("block_clipped_grad", (X, DY, 1.0), {"grid": "1"}, "grid='1': expected"),
+    "into-without-a-grid": (
+        "clip_reduce",
+        (X, FACTORS),
+        {"into": torch.zeros(4, 5).double()},
+        "into is given without a grid: only sums on a grid are added up in place",
+    ),
+    "into-narrow": (
+        "clip_reduce",
+        (X, FACTORS),
+        {"grid": GRID, "into": torch.zeros(4, 5)},
+        "into has shape (4, 5), dtype torch.float32 and strides (5, 1): give a contiguous float64",
+    ),
+    "into-strided": (
+        "block_clip_reduce",
+        (X, 1.0),
+        {"grid": GRID, "into": torch.zeros(5, 4).double().t()},
+        "and strides (1, 4): give a contiguous float64 tensor of shape (4, 5)",
+    ),
+    "into-shape": (
         "block_clipped_grad",
         (X, DY, 1.0),
-        {"noise": END},
-        "with 30 elements of out it leaves the stream's 34359738368; split the parameter",
+        {"grid": GRID, "into": torch.zeros(5, 6).double()},
+        "give a contiguous float64 tensor of shape (6, 5)",
     ),
+    "into-list": ("clip_reduce", (X, FACTORS), {"grid": GRID, "into": []}, "into is a list: give"),
     "dtype": ("per_sample_grad", (X.to(torch.float8_e5m2), DY), {}, "x has dtype"),
     "complex": ("per_sample_grad", (X, DY.to(torch.complex64)), {}, "dy has dtype"),
     "integer": ("squared_norm", (INDICES,), {}, "grads has dtype torch.int64"),
@@ -204,6 +233,8 @@ def test_float64_factors_of_float64_operands_keep_their_digits():
     expected = (factors.view(-1, 1, 1) * stored).sum(0)
     for found in (kernels.clipped_grad(x, dy, factors), kernels.clip_reduce(stored, factors)):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    on_a_grid = kernels.clip_reduce(stored, factors, grid=2.0**-48)
+    torch.testing.assert_close(on_a_grid, expected, rtol=0, atol=2.0**-47)
 
 
 def test_the_conversion_that_the_message_names_rounds_factors_down():
@@ -221,10 +252,6 @@ def test_the_conversion_that_the_message_names_rounds_factors_down():
 def test_a_number_of_any_type_is_taken_for_its_float(number):
     assert torch.equal(
         kernels.block_clip_reduce(DY + 1, number), kernels.block_clip_reduce(DY + 1, 2.0)
-    )
-    assert torch.equal(
-        kernels.clip_reduce(DY + 1, FACTORS, divisor=number),
-        kernels.clip_reduce(DY + 1, FACTORS, divisor=2.0),
     )
 
 
@@ -292,6 +319,14 @@ def test_every_operation_of_the_launcher_has_the_signature_of_its_twin():
     assert done.returncode == 0, done.stderr
 
 
+def test_every_operation_on_the_cpu_has_the_signature_of_the_reference_implementation():
+    for name in OPERATIONS:
+        house = reference if hasattr(reference, name) else block_reference
+        own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, house))
+        assert own == wanted, name
+    assert set(OPERATIONS) == set(grads_cpu.__all__)
+
+
 def test_every_name_of_the_dispatch_is_public():
     names = [n for n in vars(grads) if not n.startswith("_") and callable(getattr(grads, n))]
     own = [n for n in names if getattr(grads, n).__module__ == grads.__name__]
@@ -308,9 +343,4 @@ def test_the_twin_s_new_results_agree_with_what_they_stand_for():
         torch.testing.assert_close(kernels.grad_norm(x, dy, form=form), squares, rtol=1e-5, atol=0)
     torch.testing.assert_close(
         kernels.per_sample_bias_grad(dy.bfloat16()), dy.bfloat16().float().sum(1)
-    )
-    factors = torch.tensor([1.0, 0.0, 0.5])
-    torch.testing.assert_close(
-        kernels.clip_reduce(stored, factors, divisor=4.0),
-        kernels.clip_reduce(stored, factors) / 4,
     )

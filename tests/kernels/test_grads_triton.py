@@ -3,12 +3,14 @@
 Without a GPU they run in Triton's interpreter, at sizes of several tiles and steps.
 """
 
+import contextlib
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
-from dpflash.kernels import block_reference, reference
+from dpflash.kernels import block_reference, grid, grid_of, reference
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
@@ -59,6 +61,18 @@ def loop_grads(x, dy):
     return torch.einsum("bto,bti->boi", dy.double(), x.double())
 
 
+def exact_squares(grads):
+    """Squared norms [B] of fp32 or narrower numbers, in real arithmetic."""
+    rows = grads.flatten(1).double().cpu().tolist()
+    return [sum((Fraction(value) ** 2 for value in row), Fraction(0)) for row in rows]
+
+
+def assert_bounds(found, squares, above):
+    """Upper bounds of exact squares, and above them by at most that part."""
+    for bound, square in zip(found.tolist(), squares, strict=True):
+        assert square <= Fraction(bound) <= square * (1 + Fraction(above))
+
+
 def error(found, expected):
     """Distance over the norm of what was expected."""
     assert found.shape == expected.shape
@@ -73,19 +87,31 @@ def test_per_sample_gradients_and_the_squares_of_their_epilogue_match_float64(sh
     grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
     assert grads.dtype == torch.float32 and squares.dtype == torch.float64
     assert error(grads, loop_grads(x, dy)) <= RELATIVE
-    assert error(squares, grads.double().square().sum((1, 2))) <= 1e-14
+    assert_bounds(squares, exact_squares(grads), grads[0].numel() * 2.0**-51)
     assert torch.equal(launch.per_sample_grad(x, dy), grads)
 
 
 @every_shape
 @every_dtype
-@pytest.mark.parametrize("form", ["gram", "tile"])
-def test_both_forms_of_the_norm_match_float64(shape, dtype, form):
+def test_the_gram_form_is_above_the_norm_by_no_more_than_what_it_states(shape, dtype):
     x, dy = uses(shape, dtype, seed=2)
-    squares = launch.grad_norm(x, dy, form=form)
+    squares = launch.grad_norm(x, dy, form="gram")
     assert squares.dtype == torch.float64
-    expected = loop_grads(x, dy).square().sum((1, 2))
-    assert float(((squares - expected) / expected).abs().max()) <= RELATIVE
+    grads = loop_grads(x, dy)
+    exact = grads.square().sum((1, 2))
+    size = reference.grad_magnitude(x, dy).square()
+    stated = sum(launch._gram_rounding(width, 64, dtype) for width in shape[2:])
+    assert bool((squares >= exact).all())
+    assert bool((squares <= exact * (1 + 1e-12) + 2 * stated * size).all())
+
+
+@every_shape
+@every_dtype
+def test_the_tile_form_bounds_the_norm_of_the_product_itself(shape, dtype):
+    x, dy = uses(shape, dtype, seed=2)
+    squares = launch.grad_norm(x, dy, form="tile")
+    made = launch.per_sample_grad(x, dy)
+    assert_bounds(squares, exact_squares(made), made[0].numel() * 2.0**-51)
 
 
 def test_the_cheaper_form_of_the_norm_is_taken(monkeypatch):
@@ -153,13 +179,34 @@ def test_block_clipping_of_stored_gradients_matches_its_twin(dtype, size):
     assert error(found, expected) <= RELATIVE
     assert error(factors, of_twin) <= RELATIVE
     assert torch.equal(launch.block_clip_reduce(grads, 9.0, block=(32, 16)), found)
-    # Rounded down: what is summed of a tile stays below its bound.
-    bounds = block_reference.block_bounds(*size, 9.0, (32, 16)).flatten().to(DEVICE)
-    for k in range(factors.shape[1]):
-        top, left = k // -(-size[1] // 16) * 32, k % -(-size[1] // 16) * 16
-        tiles = grads[:, top : top + 32, left : left + 16].float()
-        clipped = (tiles * factors[:, k, None, None]).double().flatten(1).norm(dim=1)
-        assert bool((clipped <= bounds[k]).all())
+
+
+def test_no_clipped_tile_is_longer_than_its_bound_in_real_arithmetic():
+    grads = random(4, 40, 33, seed=8).bfloat16() * 3
+    grads[1] *= 2.0**-100
+    grads[2] *= 1e30
+    bounds = block_reference.block_bounds(40, 33, 2.0, (16, 16)).flatten()
+    _, factors = launch.block_clip_reduce(grads, 2.0, block=(16, 16), return_factors=True)
+    assert bool((factors[0] < 1).all()) and bool((factors[1] == 1).all())
+    for i, k in ((i, k) for i in range(4) for k in range(9)):
+        top, left = k // 3 * 16, k % 3 * 16
+        (square,) = exact_squares(grads[i : i + 1, top : top + 16, left : left + 16])
+        clipped = Fraction(float(factors[i, k])) ** 2 * square
+        allowed = Fraction(float(bounds[k])) ** 2
+        assert clipped <= allowed
+        # And not much shorter: 2^-23 for rounding the factor down, 2^-40 twice.
+        assert factors[i, k] == 1 or clipped >= allowed * (1 - Fraction(3, 2**23))
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.0])
+def test_a_factor_counts_what_the_sum_of_squares_lost_in_fp64(bound):
+    grads = torch.zeros(1, 16, 16, device=DEVICE)
+    grads[0, 0, 0], grads[0, 5, 7] = 1.0, 2.0**-30
+    # In fp64 the norm is 1 and the factor as the bound, but the norm is above 1.
+    bounds = torch.tensor([bound], dtype=torch.float64, device=DEVICE)
+    factor = Fraction(float(launch._tile_factors(grads, bounds, (16, 16))))
+    assert factor**2 * exact_squares(grads)[0] <= Fraction(bound) ** 2
+    assert factor >= Fraction(bound) * (1 - Fraction(1, 2**24))
 
 
 def test_the_default_block_is_the_twins_on_every_device():
@@ -178,7 +225,78 @@ def test_reducing_stored_gradients_matches_float64(shape, dtype):
     factors = some_factors(shape[0])
     expected = torch.einsum("b,b...->...", factors.double(), grads.double())
     assert error(launch.clip_reduce(grads, factors), expected) <= RELATIVE
-    assert error(launch.clip_reduce(grads, factors, divisor=7.0), expected / 7) <= RELATIVE
+
+
+GRID = grid_of(1.0)
+
+
+def same_bits(found, expected):
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64}[expected.dtype]
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    return torch.equal(found.view(integers), expected.view(integers))
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 33), (2, 1500), (4,), (1, 7), (0, 5)], ids=str)
+@every_dtype
+def test_exact_sums_are_the_references_bit_for_bit(shape, dtype):
+    grads = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    factors = some_factors(shape[0])
+    if shape[0] > 1:
+        # Steps of either sign that rounding to the nearest, or down, would change.
+        grads[0] *= 2.0**-28
+        grads[1], factors[1] = math.nan, 0
+    expected = reference.clip_reduce(grads, factors, grid=GRID)
+    assert same_bits(launch.clip_reduce(grads, factors, grid=GRID), expected)
+    into = grid.truncated(torch.randn(shape[1:]), GRID).to(DEVICE)
+    both, version = into + expected, into._version
+    assert launch.clip_reduce(grads, factors, grid=GRID, into=into) is into
+    assert same_bits(into, both) and into._version > version
+
+
+def test_exact_sums_do_not_depend_on_order_or_cuts():
+    grads, factors = random(6, 5, 7) * 3, some_factors(6)
+    whole = launch.clip_reduce(grads, factors, grid=GRID)
+    assert same_bits(launch.clip_reduce(grads.flip(0), factors.flip(0), grid=GRID), whole)
+    parts = torch.zeros(5, 7, dtype=torch.float64, device=DEVICE)
+    for start in (4, 0, 2):
+        now = slice(start, start + 2)
+        launch.clip_reduce(grads[now], factors[now], grid=GRID, into=parts)
+    assert same_bits(parts, whole)
+    narrow = launch.clip_reduce(grads, factors)
+    assert narrow.dtype == torch.float32 and not torch.equal(narrow.double(), whole)
+
+
+@pytest.mark.parametrize("side", [1e-30, 1e30], ids=str)
+def test_exact_sums_hold_at_the_ends_of_fp32_and_of_grids(side):
+    coarse = grid_of(side * 2.0**20)
+    grads, factors = random(3, 9) * side, some_factors(3) * 1e-3
+    expected = reference.clip_reduce(grads, factors, grid=coarse)
+    assert bool(expected.any())
+    assert same_bits(launch.clip_reduce(grads, factors, grid=coarse), expected)
+
+
+@pytest.mark.parametrize("size", [(33, 40), (20, 16)], ids=["2x3", "1x1"])
+def test_exact_block_clipping_is_the_references_bit_for_bit(size, monkeypatch):
+    x, dy = uses((3, 21, size[1], size[0]))
+    x[1, 3, 2] = math.nan
+    grads = launch.per_sample_grad(x, dy)
+    block = {"block": (32, 16), "grid": GRID}
+    expected, of_twin = block_reference.block_clip_reduce(grads, 9.0, return_factors=True, **block)
+    assert bool((of_twin < 1).any()) and bool((of_twin == 0).any())
+    found, factors = launch.block_clip_reduce(grads, 9.0, return_factors=True, **block)
+    assert same_bits(found, expected) and torch.equal(factors, of_twin)
+    # One sample at a time, two, and all.
+    for chunk in (1, 2 * grads[0].numel(), launch.CHUNK):
+        monkeypatch.setattr(launch, "CHUNK", chunk)
+        found, factors = launch.block_clipped_grad(x, dy, 9.0, return_factors=True, **block)
+        assert same_bits(found, expected) and torch.equal(factors, of_twin)
+    into = expected.clone()
+    for call in (
+        lambda: launch.block_clipped_grad(x, dy, 9.0, into=into, **block),
+        lambda: launch.block_clip_reduce(grads, 9.0, into=into, **block),
+    ):
+        assert call() is into
+    assert same_bits(into, 3 * expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -226,7 +344,7 @@ def test_norms_of_huge_and_tiny_gradients_neither_overflow_nor_vanish(scale):
     expected = loop_grads(x, dy).square().sum((1, 2))
     grads, squares = launch.per_sample_grad(x, dy, return_squares=True)
     stored = grads.double().square().sum((1, 2))
-    assert float((squares / stored - 1).abs().max()) <= 1e-14
+    assert float((squares / stored - 1).abs().max()) <= 1e-12
     if scale > 1e-40:
         assert float((squares / expected - 1).abs().max()) <= RELATIVE
     found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(16, 16), return_factors=True)
@@ -253,8 +371,15 @@ def test_the_gram_form_never_hides_a_norm_behind_tokens_that_cancel():
     expected = loop_grads(x, dy).square().sum((1, 2))
     found = launch.grad_norm(x, dy, form="gram")
     assert bool((found >= expected).all())
-    size = (x.double().norm(dim=2) * dy.double().norm(dim=2)).sum(1)
-    assert bool((found.sqrt() <= expected.sqrt() + 2.0**-10 * size).all())
+    size = reference.grad_magnitude(x, dy)
+    assert bool((found <= expected + 2.0**-14 * size.square()).all())
+
+
+def test_a_gram_norm_whose_products_overflow_is_not_finite():
+    x, dy = torch.full((1, 2, 3), 1e20), torch.ones(1, 2, 3)
+    x[0, 1] *= -1
+    found = launch.grad_norm(x.to(DEVICE), dy.to(DEVICE), form="gram")
+    assert not found.isfinite().any()
 
 
 @every_dtype
@@ -265,7 +390,12 @@ def test_look_ups_match_their_twins_where_tokens_repeat(shape, dtype):
     indices = torch.randint(0, 4, shape[:2], generator=generator).to(DEVICE)
     indices[:, ::3] = 6
     squares = launch.embedding_grad_norm(indices, dy)
-    assert error(squares, reference.embedding_grad_norm(indices, dy.double())) <= 1e-14
+    rows = launch.embedding_per_sample_grad(indices, dy, 8)
+    wide = reference.embedding_per_sample_grad(indices, dy.double(), 8)
+    assert rows.dtype == torch.float32 and error(rows, wide) <= RELATIVE
+    assert torch.equal(rows[-1:], launch.embedding_per_sample_grad(indices[-1:], dy[-1:], 8))
+    exact = reference.embedding_grad_norm(indices, dy.double())
+    assert error(squares, exact) <= 1e-12 and bool((squares >= exact).all())
     factors = some_factors(shape[0])
     expected = reference.embedding_clipped_grad(indices, dy.double(), factors, 8)
     found = launch.embedding_clipped_grad(indices, dy, factors, 8)
@@ -337,10 +467,57 @@ def test_an_empty_dimension_gives_zeros_of_the_right_shape(shape):
     assert launch.embedding_clipped_grad(indices, dy, factors, 3).tolist() == [[0] * 5] * 3
 
 
-def test_squared_norms_of_stored_gradients_match_their_twin():
+def test_tokens_that_cancel_beyond_fp64_hide_no_norm_of_a_look_up():
+    dy = torch.tensor([1e30, 1.0, -1e30, 3.0], device=DEVICE).view(1, 4, 1)
+    indices = torch.tensor([[5, 5, 5, 2]], device=DEVICE)
+    # In fp64 the first three add up to 0; the sum is 1.
+    found = float(launch.embedding_grad_norm(indices, dy))
+    assert 10.0 <= found <= 10.0 + (4 * 2e30 * 2.0**-52) ** 2
+
+
+def test_squared_norms_of_stored_gradients_are_bounds():
     grads = random(3, 5, 7) * torch.tensor([1, 1e30, 1e-30], device=DEVICE).view(3, 1, 1)
-    found = launch.squared_norm(grads)
-    assert error(found / found, reference.squared_norm(grads.double()) / found) <= 1e-12
+    for stored in (grads, grads.bfloat16()):
+        assert_bounds(launch.squared_norm(stored), exact_squares(stored), 40 * 2.0**-51)
+
+
+class RecordedKernel:
+    """Says which kernel was launched, and whether a device had been entered."""
+
+    def __init__(self, name, entered, seen):
+        self.name, self.entered, self.seen = name, entered, seen
+
+    def __getitem__(self, programs):
+        return lambda *arguments, **options: self.seen.append((self.name, bool(self.entered)))
+
+
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    entered, seen = [], []
+
+    @contextlib.contextmanager
+    def on_device(tensor):
+        entered.append(tensor.device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(launch, "on_device", on_device)
+    names = [name for name in vars(launch.kernels) if name.endswith("_kernel")]
+    for name in names:
+        monkeypatch.setattr(launch.kernels, name, RecordedKernel(name, entered, seen))
+    x, dy = uses((2, 3, 4, 5))
+    indices, factors = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE), some_factors(2)
+    grads = torch.zeros(2, 5, 4, device=DEVICE)
+    launch.per_sample_grad(x, dy, return_squares=True)
+    launch.grad_norm(x, dy, form="gram")
+    launch.clipped_grad(x, dy, factors)
+    launch.block_clipped_grad(x, dy, 1.0)
+    launch.block_clip_reduce(grads, 1.0, grid=GRID)
+    launch.clip_reduce(grads, factors)
+    launch.embedding_grad_norm(indices, dy)
+    launch.embedding_clipped_grad(indices, dy, factors, 3)
+    launch.per_sample_bias_grad(dy)
+    assert {name for name, _ in seen} == set(names)
+    assert all(inside for _, inside in seen)
 
 
 def test_a_sample_alone_gives_the_bits_it_gives_in_company():
@@ -377,6 +554,12 @@ def test_kernels_of_the_table_match_float64_on_the_gpu(dtype):
         stored = launch.per_sample_grad(x, dy)
         blocks, found = launch.block_clip_reduce(stored, 50.0, return_factors=True)
         assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
+        for into in (None, torch.zeros_like(twin)):
+            exact = launch.clip_reduce(stored, factors, grid=GRID, into=into)
+            assert same_bits(exact, reference.clip_reduce(stored, factors, grid=GRID))
+        exact, found = launch.block_clipped_grad(x, dy, 50.0, grid=GRID, return_factors=True)
+        assert same_bits(exact, launch.block_clip_reduce(stored, 50.0, grid=GRID))
+        assert error(exact, twin) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -393,6 +576,7 @@ def test_results_repeat_bit_for_bit_on_the_gpu():
         lambda: launch.block_clip_reduce(launch.per_sample_grad(x, dy), 1.0),
         lambda: launch.embedding_grad_norm(indices, dy),
         lambda: launch.embedding_clipped_grad(indices, dy, factors, 50),
+        lambda: launch.embedding_per_sample_grad(indices, dy, 50),
         lambda: launch.per_sample_bias_grad(dy),
     ]
     for call in calls:

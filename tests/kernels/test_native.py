@@ -1,6 +1,7 @@
 """The C++ kernels as they are compiled, kept and loaded, and what happens where they cannot be."""
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
 import platform
@@ -8,12 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpflash.kernels import attention_cpu, attention_reference, native
+from dpflash.kernels import attention_cpu, attention_reference, cpp_compiler, native
 from dpflash.patterns import Dilated
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -30,6 +32,88 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O0"))  # compiles faster
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "dpflash"
+
+
+TINY = """
+#include "tiny.h"
+extern "C" long long problem_bytes() { return 96; }
+extern "C" long long vector_bytes() { return other(); }
+"""
+OTHER = '#include "tiny.h"\nlong long other() { return %d; }\n'
+
+
+@pytest.fixture
+def tiny(cache, tmp_path, monkeypatch):
+    """Two sources that compile in no time to a library whose vectors have 16 bytes."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "tiny.h").write_text("long long other();\n")
+    (folder / "tiny.cpp").write_text(TINY)
+    (folder / "other.cpp").write_text(OTHER % 16)
+    monkeypatch.setattr(native, "_FOLDER", folder)
+    monkeypatch.setattr(native, "_SOURCES", ("tiny.cpp", "tiny.h", "other.cpp"))
+    return folder
+
+
+def plant(path, content):
+    """As another file: a library that is loaded must not change."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def planted(tiny, cache, tmp_path, monkeypatch):
+    """In a new cache: a library that differs (32 bytes), whole and of the right name."""
+    native.load()
+    (kept,) = cache.glob("*.so")
+    (tiny / "other.cpp").write_text(OTHER % 32)
+    native.load()
+    (other,) = set(cache.glob("*.so")) - {kept}
+    (tiny / "other.cpp").write_text(OTHER % 16)
+    folder = tmp_path / "home" / "dpflash"
+    folder.mkdir(parents=True, mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
+    return other.rename(folder / kept.name)
+
+
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then cat {folder}/version; exit; fi
+echo "$TMPDIR" >> {folder}/calls
+. {folder}/do
+"""
+
+
+class Compiler:
+    """Counts its calls; what else it does is a shell script."""
+
+    def __init__(self, folder):
+        self.path, self._folder = folder / "compiler", folder
+        self.path.write_text(COMPILER.format(folder=folder))
+        self.path.chmod(0o755)
+        (folder / "version").write_text("1.0")
+
+    def does(self, script):
+        (self._folder / "do").write_text(script)
+
+    def has_version(self, text):
+        (self._folder / "version").write_text(text)
+
+    def calls(self):
+        """Its TMPDIR in each call."""
+        calls = self._folder / "calls"
+        return [Path(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+@pytest.fixture
+def compiler(tiny, tmp_path, monkeypatch):
+    folder = tmp_path / "compiler"
+    folder.mkdir()
+    monkeypatch.setenv("CXX", str(folder / "compiler"))
+    return Compiler(folder)
+
+
+FAILS = "echo 'error: out of paper' >&2; exit 1"
+WORKS = 'exec g++ "$@"'
 
 
 def gradients(module, dtype, dim):
@@ -67,12 +151,16 @@ def test_python_and_c_mean_the_same_fields():
     assert names == [field[0] for field in attention_cpu._Problem._fields_]
 
 
-def test_what_was_compiled_is_found_again(cache, monkeypatch):
-    native.load()
-    (kept,) = cache.iterdir()
-    assert kept.suffix == ".so"
+def test_all_sources_become_one_library(tiny, cache):
+    assert native.load().vector_bytes() == 16
+    (kept,) = cache.glob("*.so")
+    assert re.fullmatch(r"kernels-[0-9a-f]{32}\.so", kept.name)
+
+
+def test_what_was_compiled_is_found_again(tiny, cache, monkeypatch):
+    assert native.load()._name == str(next(cache.glob("*.so")))
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled twice"))
-    native.load()
+    assert native.load()._name == str(next(cache.glob("*.so")))
 
 
 def test_other_sources_options_and_compilers_are_other_libraries(tmp_path, monkeypatch):
@@ -82,6 +170,10 @@ def test_other_sources_options_and_compilers_are_other_libraries(tmp_path, monke
     names = {name(), native._digest(native._origin(), ())}
     monkeypatch.setattr(native, "_processor", lambda: iter(("another",)))
     names.add(name())
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "9.99"))
+    names.add(name())
+    monkeypatch.setattr(native, "_system_libraries", lambda: iter(("libstdc++.so.6.9",)))
+    names.add(name())
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-g"))
     names.add(name())
     for source in native._SOURCES:
@@ -90,27 +182,37 @@ def test_other_sources_options_and_compilers_are_other_libraries(tmp_path, monke
     names.add(name())
     monkeypatch.setenv("CXX", "g++ -w")
     names.add(name())
-    assert len(names) == 6
+    assert len(names) == 8
 
 
-def test_a_damaged_library_is_made_anew(cache, tmp_path, monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="another system's libraries")
+def test_the_libraries_of_the_system_are_known_by_version():
+    found = list(native._system_libraries())
+    assert platform.libc_ver()[1] in found
+    assert any(re.fullmatch(r"libstdc\+\+\.so\.6[.\d]*", name) for name in found)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_library_is_made_anew(damage, tiny, cache):
     native.load()
-    (kept,) = cache.iterdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    damaged = tmp_path / "other" / "dpflash" / kept.name
-    damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(kept.read_bytes()[:1000])
-    assert native.load().vector_bytes() in (16, 32, 64)
-    assert damaged.stat().st_size == kept.stat().st_size
+    (kept,) = cache.glob("*.so")
+    whole = kept.read_bytes()
+    # The names of symbols, at the end of the file, matter to nobody who loads it.
+    plant(kept, whole[:1000] if damage == "cut" else whole[:-40] + b"damaged." + whole[-32:])
+    assert native.load().vector_bytes() == 16
+    assert kept.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(cache, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_only_time(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert native.load().vector_bytes() in (16, 32, 64)
+    with pytest.warns(RuntimeWarning, match="in each process, since the cache folder is not used"):
+        library = native.load()
+    assert library.vector_bytes() == 16
+    assert library._name.startswith("compiled for this process: the cache folder is not used: ")
 
 
-def test_a_processor_that_the_compiler_does_not_know_gets_its_general_code(cache, monkeypatch):
+def test_a_processor_that_the_compiler_does_not_know_gets_its_general_code(tiny, monkeypatch):
     unknown = (("-march=no-such-processor",), ())
     monkeypatch.setattr(native, "_PROCESSORS", unknown)
     assert native.load().vector_bytes() in (16, 32)
@@ -157,54 +259,65 @@ def test_a_compiler_that_is_none_is_named(named, cache, monkeypatch):
     assert ("'no-ccache' is not installed" in str(raised.value)) == ("ccache" in named)
 
 
-def test_without_a_compiler_what_was_kept_runs(cache, tmp_path, monkeypatch):
+def test_without_a_compiler_what_was_kept_runs(tiny, tmp_path, monkeypatch):
     native.load()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert native.load().vector_bytes() in (16, 32, 64)
+    assert native.load().vector_bytes() == 16
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_a_compiler_of_c_is_told_apart(cache, monkeypatch):
+def test_a_compiler_of_c_is_told_apart(tiny, cache, monkeypatch):
+    (tiny / "other.cpp").write_text("long long other() { return *new long long(16); }\n")
     monkeypatch.setenv("CXX", "gcc")
     with pytest.raises(OSError, match="gcc: what it made does not load .is it a compiler of C"):
         native.load()
-    assert not cache.exists()
+    assert not list(cache.glob("*.so"))
 
 
-def test_the_first_use_says_that_it_compiles(cache, capfd):
+def test_the_first_use_says_that_it_compiles(tiny, capfd):
     native.load()
-    assert "compiling attention for this CPU" in capfd.readouterr().err
+    assert "compiling CPU kernels" in capfd.readouterr().err
     native.load()
     assert capfd.readouterr().err == ""
 
 
 def test_a_compiler_that_does_not_answer_is_an_error_of_the_system(cache, monkeypatch):
-    monkeypatch.setattr(native, "_SECONDS", 0.2)
+    monkeypatch.setattr(cpp_compiler, "_SECONDS", 0.2)
+    monkeypatch.setattr(cpp_compiler, "_SECONDS_FOR_VERSION", 0.2)
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'import time; time.sleep(60)'")
     with pytest.raises(OSError, match=r"took more than 0\.2 s"):
         native.load()
 
 
-def test_a_cache_that_moves_with_the_work_is_none(cache, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_cache_that_moves_with_the_work_is_none(tiny, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert native._cache() is None
-    assert native.load().vector_bytes() in (16, 32, 64)
-    assert not list(tmp_path.iterdir())
+    with pytest.warns(RuntimeWarning, match="this user has no home folder"):
+        assert native.load().vector_bytes() == 16
+    assert not list(work.iterdir())
 
 
-def test_what_could_not_be_kept_leaves_nothing_behind(cache, monkeypatch):
-    def full(*_):
-        raise OSError("no space left")
+def test_what_could_not_be_kept_leaves_nothing_behind(tiny, cache, monkeypatch):
+    def full(copy, path):
+        if path.parent == cache:
+            raise OSError("no space left")
+        replace(copy, path)
 
+    replace = os.replace
     monkeypatch.setattr(os, "replace", full)
-    assert native.load().vector_bytes() in (16, 32, 64)
-    assert not list(cache.iterdir())
+    with pytest.warns(RuntimeWarning, match="cannot be written: no space left"):
+        library = native.load()
+    assert library.vector_bytes() == 16
+    assert library._name.startswith("compiled for this process: ")
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_while_another_thread_compiles_does_not_wait_for_it():
+def test_a_fork_while_another_thread_compiles_does_not_wait_for_it(tiny, monkeypatch):
+    monkeypatch.setattr(native, "_load_once", native._load_once.__wrapped__)
     context = multiprocessing.get_context("fork")
     with native._lock:
         child = context.Process(target=native.library)
@@ -224,4 +337,218 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
 
 def test_with_a_compiler_nothing_is_said(tmp_path):
     assert call_in_a_fresh_process(tmp_path) == ""
-    assert len(list(Path(tmp_path / "cache" / "dpflash").iterdir())) == 1
+    kept = (tmp_path / "cache" / "dpflash").iterdir()
+    assert sorted(path.suffix for path in kept) == [".lock", ".so"]
+
+
+def test_a_library_in_a_folder_that_others_can_write_is_not_loaded(planted):
+    cache = planted.parent
+    for folder, mode in ((cache, 0o777), (cache, 0o770), (cache, 0o1777), (cache.parent, 0o777)):
+        usual = folder.stat().st_mode
+        folder.chmod(mode)
+        with pytest.warns(RuntimeWarning) as caught:
+            library = native.load()
+        (warning,) = caught
+        assert f"{folder} can be written by its group or others" in str(warning.message)
+        assert library.vector_bytes() == 16
+        assert f"{folder} can be written" in library._name
+        folder.chmod(usual)
+    assert native.load().vector_bytes() == 32  # it runs where only its owner could have put it
+
+
+def test_a_library_that_others_can_write_is_replaced(planted):
+    planted.chmod(0o620)
+    with pytest.warns(RuntimeWarning, match="can be written by its group or others .mode 0620"):
+        assert native.load().vector_bytes() == 16
+    assert planted.stat().st_mode & 0o777 == 0o600
+    assert native.load()._name == str(planted)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
+)
+def test_a_library_of_another_user_is_replaced(planted):
+    os.chown(planted, 12345, -1)
+    with pytest.warns(RuntimeWarning, match="and replaced, since .* belongs to user 12345"):
+        assert native.load().vector_bytes() == 16
+    assert planted.stat().st_uid == 0
+
+
+def test_a_link_to_a_library_is_replaced(planted, tmp_path):
+    elsewhere = tmp_path / "elsewhere.so"
+    planted.rename(elsewhere)
+    planted.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    with pytest.warns(RuntimeWarning, match="is a symbolic link"):
+        assert native.load().vector_bytes() == 16
+    assert not planted.is_symlink() and elsewhere.read_bytes() == before
+
+
+def test_a_link_to_a_cache_folder_is_not_used(planted, tmp_path):
+    cache = planted.parent
+    cache.rename(tmp_path / "elsewhere")
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(RuntimeWarning, match="dpflash is a symbolic link"):
+        assert native.load().vector_bytes() == 16
+
+
+def test_the_cache_is_its_owners_under_any_umask(tiny, compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    old = os.umask(0)
+    try:
+        compiler.does(FAILS)
+        with pytest.raises(OSError):
+            native.load()
+        monkeypatch.delenv("CXX")
+        native.load()
+    finally:
+        os.umask(old)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "home").rglob("*")}
+    folders = {tmp_path / "home" / "cache", tmp_path / "home" / "cache" / "dpflash"}
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+    assert all(mode == (0o700 if path in folders else 0o600) for path, mode in modes.items())
+    suffixes = sorted(path.suffix for path in modes if path not in folders)
+    assert suffixes == [".failed", ".lock", ".lock", ".so"]
+
+
+def test_a_library_that_does_not_load_is_compiled_anew(planted, compiler, monkeypatch):
+    content = b"made for another libc"
+    plant(planted, content + hashlib.sha256(content).digest())
+    monkeypatch.delenv("CXX")
+    assert native.load().vector_bytes() == 16
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert native.load()._name == str(planted)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="libraries are loaded by path")
+def test_two_libraries_read_through_one_descriptor_are_two(tiny, cache):
+    assert native.load().vector_bytes() == 16
+    (tiny / "other.cpp").write_text(OTHER % 32)
+    assert native.load().vector_bytes() == 32
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="libraries are loaded by path")
+def test_what_is_loaded_is_the_file_that_was_checked(planted, monkeypatch):
+    def swapped(descriptor, path):
+        path.unlink()
+        path.write_bytes(b"another file")
+        return dlopen(descriptor, path)
+
+    dlopen = native._dlopen
+    monkeypatch.setattr(native, "_dlopen", swapped)
+    assert native.load().vector_bytes() == 32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no shared memory to load from")
+@pytest.mark.parametrize("forbidden", [1, 2, 3])
+def test_where_files_may_not_run_another_place_is_taken(forbidden, tiny, cache, monkeypatch):
+    places = [str(cache), tempfile.gettempdir() + "/dpflash-", "/dev/shm/", "memory"]
+    tried = []
+
+    def dlopen(descriptor, path):
+        tried.append(next(place for place in places if str(path).startswith(place)))
+        if tried[-1] in places[:forbidden]:
+            raise OSError("failed to map segment from shared object")
+        return loaded(descriptor, path)
+
+    loaded = native._dlopen
+    monkeypatch.setattr(native, "_dlopen", dlopen)
+    assert native.load().vector_bytes() == 16
+    assert tried == places[: forbidden + 1]
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert native.load().vector_bytes() == 16
+
+
+def test_a_compiler_works_in_a_folder_that_nobody_else_can_write(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "public"))
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public").chmod(0o777)
+    compiler.does(WORKS)
+    assert native.load().vector_bytes() == 16
+    (folder,) = compiler.calls()
+    assert folder.name.startswith("dpflash-") and tmp_path / "public" not in folder.parents
+    (tmp_path / "public").chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    native.load()
+    assert compiler.calls()[1].parent == tmp_path / "public"
+
+
+def load_at(barrier, found):
+    barrier.wait(60)
+    found.put(native.load().vector_bytes())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_four_processes_compile_once(compiler, cache):
+    compiler.does(f"sleep 0.5; {WORKS}")
+    context = multiprocessing.get_context("fork")
+    barrier, found = context.Barrier(4), context.SimpleQueue()
+    processes = [context.Process(target=load_at, args=(barrier, found)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert [found.get() for _ in range(4)] == [16] * 4
+    assert len(compiler.calls()) == 1
+
+
+def test_a_failure_is_remembered_with_its_reason(compiler, cache):
+    def failed():
+        before = len(compiler.calls())
+        with pytest.raises(OSError, match="error: out of paper") as raised:
+            native.load()
+        return len(compiler.calls()) - before, str(raised.value)
+
+    compiler.does(FAILS)
+    calls, said = failed()
+    assert calls == len(native._PROCESSORS)
+    (record,) = cache.glob("*.failed")
+    assert said.endswith(f"or when you delete {record}")
+    calls, said = failed()
+    assert calls == 0
+    assert re.search(r"\(on \d{4}-\d\d-\d\d\); .* or when you delete " + str(record), said)
+
+
+CHANGES = {
+    "file": lambda compiler, tiny, cache: compiler.path.write_text(
+        compiler.path.read_text() + "# changed\n"
+    ),
+    "time": lambda compiler, tiny, cache: os.utime(compiler.path, (1, 1)),
+    "version": lambda compiler, tiny, cache: compiler.has_version("2.0"),
+    "sources": lambda compiler, tiny, cache: (tiny / "tiny.h").write_text("int other(); \n"),
+    "record deleted": lambda compiler, tiny, cache: next(cache.glob("*.failed")).unlink(),
+    "record broken": lambda compiler, tiny, cache: next(cache.glob("*.failed")).write_text("[]"),
+    "record unsafe": lambda compiler, tiny, cache: next(cache.glob("*.failed")).chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_failure_is_forgotten_when_what_failed_changes(change, compiler, tiny, cache):
+    compiler.does(FAILS)
+    with pytest.raises(OSError, match="out of paper"):
+        native.load()
+    before = len(compiler.calls())
+    CHANGES[change](compiler, tiny, cache)
+    with pytest.raises(OSError, match="out of paper"):
+        native.load()
+    assert len(compiler.calls()) == 2 * before
+
+
+def test_a_success_ends_the_memory_of_failures(compiler, cache):
+    compiler.does(FAILS)
+    with pytest.raises(OSError, match="out of paper"):
+        native.load()
+    compiler.does(WORKS)
+    with pytest.raises(OSError, match="out of paper"):
+        native.load()
+    compiler.has_version("2.0")
+    assert native.load().vector_bytes() == 16
+    assert not list(cache.glob("*.failed"))
+
+
+def test_what_never_loads_is_not_kept(compiler, cache):
+    compiler.does('while [ "$1" != -o ]; do shift; done; echo no library > "$2"')
+    with pytest.raises(OSError, match="what it made does not load"):
+        native.load()
+    assert sorted(path.suffix for path in cache.iterdir()) == [".failed", ".lock"]

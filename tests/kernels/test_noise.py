@@ -1,7 +1,9 @@
 """Noise streams: the standards' own vectors, addresses, normals and who gets which of them.
 
-Three ways make the same words: `cryptography` (CPUs), the Triton kernel (GPUs; without one it runs
-in Triton's interpreter) and the plain twin. Triton's part is `test_noise_triton.py`.
+Four ways make the same words: C++ (CPUs), `cryptography` (CPUs without a C++ compiler), the Triton
+kernel (GPUs; without one it runs in Triton's interpreter) and the reference implementation.
+Triton's part is `test_noise_triton.py`, C++'s `test_grads_cpu.py`, the rounding of normals
+`test_rounded_normal.py`.
 """
 
 import dataclasses
@@ -19,9 +21,9 @@ import torch
 from dpflash.kernels import (
     NoiseStream,
     gaussian_noise_,
+    native,
     noise,
     noise_reference,
-    normals_from_bits,
 )
 from dpflash.kernels.noise import keystream
 
@@ -29,13 +31,17 @@ KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
 GENERATORS = ["chacha20", "philox"]
 SIZES = {"chacha20": 8, "philox": 2}
+GRID = 2.0**-30
 TWINS = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}
 
 
-def stream(count, *, std=1.0, key=KEY, step=0, parameter_id=0, dtype=torch.float32, **more):
+def stream(
+    count, *, std=1.0, grid=GRID, key=KEY, step=0, parameter_id=0, dtype=torch.float32, **more
+):
     return gaussian_noise_(
         torch.zeros(count, dtype=dtype),
         std=std,
+        grid=grid,
         key=key,
         step=step,
         parameter_id=parameter_id,
@@ -175,22 +181,27 @@ def test_the_two_generators_share_no_values_and_philox_does_not_take_the_key_its
 
 
 def test_the_values_of_a_stream_are_what_they_have_always_been():
-    found = stream(5, std=1.5, key=KEY, step=2**40 + 3, parameter_id=6, offset=3)
-    expected = [-0.17270987, -1.7411324, 0.12729365, -1.3197885, 0.064632416]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=2e-6, atol=0)
+    address = {"std": 1.5, "grid": 2.0**-30, "key": KEY, "step": 2**40 + 3, "parameter_id": 6}
+    found = stream(5, offset=3, dtype=torch.float64, **address) * 2**30
+    assert found.tolist() == [-3502635825, -3879943868, 46899266, -1484088781, 31443327]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.fixture(params=["C++", "torch"])
+def way(request, monkeypatch):
+    """What makes the noise of a CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+
+
 @pytest.mark.parametrize("generator", GENERATORS)
-@pytest.mark.parametrize(
-    ("count", "offset"), [(1, 0), (1, 7), (777, 0), (1000, 13), (6, 2**33 - 6)]
-)
-def test_the_cpu_path_is_its_twin_bit_for_bit(count, offset, generator, dtype):
-    address = {"std": 0.3, "key": KEY, "step": 2**33 + 1, "parameter_id": 2**31 + 1}
+@pytest.mark.parametrize(("count", "offset"), [(1, 0), (1, 7), (150, 0), (6, 2**33 - 6)])
+def test_noise_on_the_cpu_is_that_of_the_reference_implementation(count, offset, generator, way):
+    address = {"std": 0.3, "grid": GRID, "key": KEY, "step": 2**33 + 1, "parameter_id": 2**31 + 1}
     address |= {"offset": offset, "generator": generator}
-    start = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    found = gaussian_noise_(start.clone(), **address)
-    assert torch.equal(found, noise_reference.gaussian_noise_(start.clone(), **address))
+    for dtype in (torch.float32, torch.float64):
+        start = torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        found = gaussian_noise_(start.clone(), **address)
+        assert torch.equal(found, noise_reference.gaussian_noise_(start.clone(), **address))
 
 
 @hypothesis.settings(max_examples=60, derandomize=True)
@@ -219,7 +230,7 @@ def test_shards_together_are_the_unsharded_parameter_bit_for_bit(cuts, generator
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_parts_agree_across_the_chunks_in_which_words_are_made(generator, monkeypatch):
+def test_parts_agree_across_the_chunks_in_which_words_are_made(generator, way, monkeypatch):
     address = {"step": 1, "parameter_id": 2, "generator": generator}
     whole = stream(1000, **address)
     for chunk in (8, 64, 104):
@@ -238,15 +249,35 @@ def test_the_last_element_of_a_stream_exists_and_the_next_does_not(generator):
 
 
 def test_noise_is_added_to_what_is_there_and_nothing_is_drawn_for_nothing(monkeypatch):
-    address = {"std": 2.0, "key": KEY, "step": 0, "parameter_id": 0}
-    noise_alone = gaussian_noise_(torch.zeros(4, 3), **address)
-    ones = torch.ones(4, 3)
+    address = {"std": 2.0, "grid": GRID, "key": KEY, "step": 0, "parameter_id": 0}
+    noise_alone = gaussian_noise_(torch.zeros(4, 3).double(), **address)
+    ones = torch.ones(4, 3).double()
     assert gaussian_noise_(ones, **address) is ones
-    torch.testing.assert_close(ones, noise_alone + 1)
-    assert gaussian_noise_(torch.zeros(()), **address) == noise_alone[0, 0]
+    assert torch.equal(ones, noise_alone + 1)
+    assert gaussian_noise_(torch.zeros(()).double(), **address) == noise_alone[0, 0]
     monkeypatch.setattr(noise, "_WORDS", {})
+    monkeypatch.setattr(noise, "noise_cpu", None)
     assert gaussian_noise_(torch.zeros(0), **address).numel() == 0
-    assert not gaussian_noise_(torch.zeros(3), **{**address, "std": 0.0}).any()
+    off_the_grid = torch.tensor([1e-12, -0.0])
+    assert gaussian_noise_(off_the_grid, **{**address, "std": 0.0}).tolist() == [
+        float(torch.tensor(1e-12)),
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_noise_is_a_multiple_of_the_grid_and_so_is_the_sum(generator, way):
+    """A tie goes to the even multiple; what is added is that of another tensor's."""
+    for grid in (2.0**-10, 1.0, 2.0**20):
+        alone = stream(300, std=3 * grid, grid=grid, dtype=torch.float64, generator=generator)
+        steps = alone / grid
+        assert torch.equal(steps, steps.round()) and steps.unique().numel() > 5
+        assert not bool(steps.signbit()[steps == 0].any())
+        start = torch.tensor([0.5, 1.5, -0.5, -0.2, 7.3, -0.0]).double().repeat(50) * grid
+        rounded = torch.tensor([0.0, 2, 0, 0, 7, 0]).double().repeat(50) * grid
+        address = {"std": 3 * grid, "grid": grid, "step": 0, "parameter_id": 0}
+        found = gaussian_noise_(start, key=KEY, generator=generator, **address)
+        assert torch.equal(found, rounded + alone) and torch.equal(found.signbit(), found < 0)
 
 
 def test_numbers_of_numpy_do_not_overflow():
@@ -259,12 +290,12 @@ def test_numbers_of_numpy_do_not_overflow():
 def test_a_narrow_tensor_takes_noise_by_the_remedy_that_the_message_names():
     narrow = torch.ones(5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"out\.dtype=torch\.bfloat16: .*out\.float\(\)"):
-        gaussian_noise_(narrow, std=1.0, key=KEY, step=0, parameter_id=0)
-    wide = gaussian_noise_(narrow.float(), std=1.0, key=KEY, step=0, parameter_id=0)
-    assert torch.equal(wide.bfloat16(), (stream(5) + 1).bfloat16())
+        gaussian_noise_(narrow, **GOOD)
+    wide = gaussian_noise_(narrow.float(), **GOOD)
+    assert torch.equal(wide.bfloat16(), (stream(5, dtype=torch.float64) + 1).float().bfloat16())
 
 
-GOOD = {"std": 1.0, "key": KEY, "step": 0, "parameter_id": 0}
+GOOD = {"std": 1.0, "grid": GRID, "key": KEY, "step": 0, "parameter_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -277,6 +308,17 @@ GOOD = {"std": 1.0, "key": KEY, "step": 0, "parameter_id": 0}
         ({"std": "1"}, r"std='1': expected a finite number >= 0; pass a plain float"),
         ({"std": None}, r"std=None: expected a finite number >= 0; pass a plain float"),
         ({"std": True}, r"std=True: expected a finite number >= 0; pass a plain float"),
+        ({"std": 2.0**15}, r"std=32768\.0 with grid=9\.31.*e-10: expected std / grid below 2\^45"),
+        ({"grid": 0.0}, r"grid=0\.0: expected a power of two as a float; pass grid_of\(bound\)"),
+        ({"grid": 0.3}, r"grid=0\.3: expected a power of two"),
+        ({"grid": -1.0}, r"grid=-1\.0: expected a power of two"),
+        ({"grid": math.nan}, r"grid=nan: expected a power of two"),
+        ({"grid": math.inf}, r"grid=inf: expected a power of two"),
+        ({"grid": 2.0**501}, r"grid=6\.5.*e\+150: expected a power of two"),
+        ({"grid": 2.0**-501}, r"grid=1\.5.*e-151: expected a power of two"),
+        ({"grid": "1"}, r"grid='1': expected a power of two"),
+        ({"grid": True}, r"grid=True: expected a power of two"),
+        ({"grid": None}, r"grid=None: expected a power of two"),
         ({"key": b"\x07" * 31}, r"key: expected 32 bytes, got 31; take them from os\.urandom"),
         ({"key": "k" * 32}, r"key: expected bytes, got str"),
         ({"step": -1}, r"step=-1: expected an integer in \[0, 2\^64\); count"),
@@ -333,44 +375,6 @@ def test_what_is_not_contiguous_or_differentiable_is_refused():
     assert not out.any()
     with torch.no_grad():
         assert gaussian_noise_(out, **GOOD).any()
-
-
-# 64-bit words as signed integers: all zeros, all ones, and what lies around them.
-EXTREMES = [0, 1, 2**11 - 1, 2**11, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1, -(2**11), -1]
-
-
-def extreme_words():
-    pairs = torch.cartesian_prod(torch.tensor(EXTREMES), torch.tensor(EXTREMES))
-    return pairs.flatten()
-
-
-def test_the_greatest_normal_is_that_of_the_smallest_uniform():
-    words = extreme_words()
-    normals = normals_from_bits(words)
-    assert normals.isfinite().all()
-    reach = math.sqrt(2 * 54 * math.log(2))
-    assert 8.65 < reach < 8.66
-    assert normals.abs().max() == pytest.approx(reach, rel=3e-7)
-    # All zeros: the smallest uniform, 2^-54, at the angle 0.
-    assert normals[0] == normals.max() and normals[1] == 0
-    # All ones: a uniform that fp32 rounds to 1, whose radius is 0.
-    assert not normals.view(-1, 2)[words.view(-1, 2)[:, 0] == -1].any()
-    assert torch.equal(noise._Scratch(500).normals(words), normals)
-
-
-def test_normals_made_in_scratch_memory_are_those_of_the_twin():
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(-(2**63), 2**63 - 1, (2**17,), generator=generator)
-    scratch = noise._Scratch(2**16)
-    for count in (2**17, 2, 1002, 2**16 + 6):
-        assert torch.equal(scratch.normals(words[:count]), normals_from_bits(words[:count]))
-
-
-def test_the_smallest_radius_that_is_not_0_is_the_documented_one():
-    word = (2**24 - 1) << 40
-    normals = normals_from_bits(torch.tensor([word - 2**64, 0]))
-    assert normals[0] == pytest.approx(math.sqrt(-2 * math.log(1 - 2**-24)), rel=1e-6)
-    assert 3.4e-4 < normals[0] < 3.5e-4
 
 
 STREAMS = 16
@@ -481,48 +485,28 @@ def test_1e8_draws_keep_every_bound():
     assert float(distance) <= scipy.special.kolmogi(1e-5) / math.sqrt(count)
 
 
-def in_a_new_thread(action):
-    """The thread has no memory for noise yet."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(action).result()
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_noise_does_not_depend_on_the_default_dtype(dtype):
+def test_noise_does_not_depend_on_the_default_dtype(dtype, way):
     expected = stream(100, step=3)
-
-    def under_another_default():
-        torch.set_default_dtype(dtype)
-        try:
-            out = torch.zeros(100, dtype=torch.float32)
-            return gaussian_noise_(out, std=1.0, key=KEY, step=3, parameter_id=0)
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-    assert torch.equal(in_a_new_thread(under_another_default), expected)
+    torch.set_default_dtype(dtype)
+    try:
+        out = torch.zeros(100, dtype=torch.float32)
+        assert torch.equal(gaussian_noise_(out, **{**GOOD, "step": 3}), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def test_noise_after_noise_in_inference_mode():
-    def both():
-        with torch.inference_mode():
-            stream(100)
-        return stream(100, step=3)
-
-    assert torch.equal(in_a_new_thread(both), stream(100, step=3))
+def test_noise_in_inference_mode_is_the_same_noise(way):
+    with torch.inference_mode():
+        inside = stream(100, step=3).clone()
+    assert torch.equal(inside, stream(100, step=3))
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_noise_drawn_while_noise_is_drawn_changes_neither(generator, monkeypatch):
-    """As a signal handler may do it."""
-    expected = stream(100, step=3, generator=generator)
-    inner, plain = [], noise._Scratch.normals
-
-    def interrupted(scratch, words):
-        if not inner:
-            inner.append(None)
-            inner[0] = stream(100, step=4, generator=generator)
-        return plain(scratch, words)
-
-    monkeypatch.setattr(noise._Scratch, "normals", interrupted)
-    assert torch.equal(stream(100, step=3, generator=generator), expected)
-    assert torch.equal(inner[0], stream(100, step=4, generator=generator))
+def test_noise_drawn_while_noise_is_drawn_changes_neither(generator, way):
+    """As several threads do it."""
+    expected = [stream(20_000, step=step, generator=generator) for step in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        draw = lambda step: stream(20_000, step=step, generator=generator)  # noqa: E731
+        for found, wanted in zip(pool.map(draw, range(4)), expected, strict=True):
+            assert torch.equal(found, wanted)

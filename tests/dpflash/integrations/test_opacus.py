@@ -31,6 +31,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
 from dpflash.accounting import RDPAccountant, create_accountant  # noqa: E402
 from dpflash.accounting.calibration import ACCOUNTANTS  # noqa: E402
 from dpflash.integrations import opacus as integration  # noqa: E402
+from dpflash.kernels import NoiseStream, grid_of  # noqa: E402
 
 # Inputs of these models are data, which need no gradient; secure_mode is what is replaced here.
 pytestmark = [
@@ -628,6 +629,25 @@ def test_no_two_steps_or_parameters_or_optimizers_share_noise(name):
                 not (row == other).any()
                 and torch.corrcoef(torch.stack([row, other]))[0, 1].abs() < 0.4
             )
+
+
+@every_optimizer
+def test_a_release_is_the_sum_on_the_grid_plus_integers_rounded_once(name, monkeypatch):
+    monkeypatch.setattr(integration, "master_key", lambda: bytes(32))
+    optimizer = integration.use_secure_noise(optimizer_of(name))
+    torch.manual_seed(0)
+    for parameter in optimizer.params:
+        parameter.grad_sample = torch.randn(3, *parameter.shape)
+        parameter.grad = torch.randn_like(parameter)
+    sums = []
+    optimizer.attach_step_hook(lambda o: sums.extend(p.summed_grad.clone() for p in o.params))
+    optimizer.step()
+    std = math.nextafter(OPTIMIZERS[name][3], math.inf)
+    for number, (parameter, total) in enumerate(zip(optimizer.params, sums, strict=True)):
+        stream = NoiseStream(
+            std=std, grid=grid_of(std), key=bytes(32), step=0, parameter_id=number
+        )
+        assert total.any() and torch.equal(parameter.grad, stream.add_to_(total))
 
 
 @every_optimizer

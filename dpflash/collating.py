@@ -1,0 +1,249 @@
+"""A trial of the user's collate function: each entry must become its row by itself.
+
+Not seen: what is mixed below rounding, or seldom; what is random by a generator of the function's
+own, or by more draws for some entries than for others; results that do not have the batch first
+(packed ones), or are of classes of their own; and what a dataset mixes in `__getitem__`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate, default_convert
+
+Collate = Callable[[list[Any]], Any]
+
+_ENTRIES = 6
+_SEEDS = 24
+_REPEATS = 8
+_SECONDS = 3.0
+_ROUNDING = 1e-6
+
+
+def refuse_mixing(loader: DataLoader) -> None:
+    """Refuse a loader whose collate function visibly mixes the entries of a batch.
+
+    It is called some 30 times on entries of the dataset, or some 100 times where it draws random
+    numbers, for three seconds at most; global random states are afterwards as they were. Where
+    DataLoader workers fetch the entries, they try it: see `TriedCollate`.
+
+    Raises:
+        ValueError: naming the function; no value is shown.
+    """
+    if loader.num_workers or _is_known(loader.collate_fn):
+        return
+    dataset: Any = loader.dataset
+    with _randomness_kept():
+        try:
+            last = len(dataset) - 1
+            indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
+            entries = [dataset[index] for index in sorted(indices)]
+        except Exception:
+            return  # The training loop will meet it.
+    _refuse(loader.collate_fn, entries)
+
+
+class TriedCollate:
+    """A collate function that a DataLoader worker tries on the first entries that it fetched.
+
+    Elsewhere files that a dataset opens as it is read would be open before workers are forked.
+    """
+
+    def __init__(self, collate: Collate):
+        self.collate = collate
+        self.is_tried = _is_known(collate)
+
+    def __call__(self, entries: list[Any]) -> Any:
+        if not self.is_tried and len(entries) > 1:
+            self.is_tried = True
+            _refuse(self.collate, entries[:_ENTRIES])
+        return self.collate(entries)
+
+
+def _is_known(collate: Collate) -> bool:
+    return collate is default_collate or collate is default_convert
+
+
+def _refuse(collate: Collate, entries: list[Any]) -> None:
+    with _randomness_kept():
+        try:
+            mixes = _Trial(collate, entries).mixes()
+        except Exception:
+            return  # Not tried: it does not take such batches.
+    if mixes:
+        name = getattr(collate, "__qualname__", type(collate).__name__)
+        raise ValueError(
+            f"data_loader.collate_fn={name} mixes the entries of a batch: what becomes of one "
+            "changes with the others (as by mixup, batch statistics, or weights that sum to 1), "
+            "so one of them may move the sum by more than max_grad_norm. Make each row of its own "
+            "entry alone"
+        )
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """The global generators are afterwards as they were before."""
+    in_numpy, in_python = np.random.get_state(), random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(in_numpy)
+        random.setstate(in_python)
+
+
+def _random_states() -> bytes:
+    """The states of the CPU's global generators."""
+    others = pickle.dumps((np.random.get_state(), random.getstate()))
+    return torch.get_rng_state().numpy().tobytes() + others
+
+
+@dataclass
+class _Collated:
+    """The rows of a batch, each a list of parts, and the generators before and after."""
+
+    rows: list[list[Any]]
+    before: bytes
+    after: bytes
+
+    @property
+    def drew(self) -> bool:
+        return self.before != self.after
+
+
+class _Trial:
+    """Tries a collate function on batches of two or three different entries.
+
+    An entry's row may stand anywhere, since functions may sort.
+    """
+
+    def __init__(self, collate: Collate, entries: list[Any]):
+        self._collate = collate
+        self._entries = entries
+        # Batches of another size than those that are compared tell where the batch is first.
+        self._two = self._batch(entries[:2])
+        self._draws = False
+
+    def mixes(self) -> bool:
+        """Whether, from one state of the generators, an entry's row depends on the others."""
+        deadline = time.monotonic() + _SECONDS
+        turns = len(self._entries)
+        differ, draws_depend = False, False
+        for seed in range(_SEEDS):
+            if (seed >= turns or differ) and not self._draws:
+                break
+            for first, second in self._pairs(seed % turns):
+                if time.monotonic() > deadline:
+                    return differ and not draws_depend and seed > turns
+                try:
+                    a, b = self._collated(first, seed), self._collated(second, seed)
+                except Exception:
+                    continue  # It does not take such a batch.
+                self._draws |= a.drew or b.drew
+                if a.after != b.after:
+                    draws_depend |= len(first) == len(second)
+                elif not differ and _differ(a.rows, b.rows):
+                    differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
+        # Where the number of draws depends on the entries, one gets what was another's.
+        return differ and not draws_depend
+
+    def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Batches with one entry in common: each in turn, for the longest decides on padding."""
+        entries = self._entries
+        one, mate, other = entries[turn], entries[turn - 1], entries[turn - 2]
+        yield [one, mate, mate, mate], [one]
+        if len(entries) > 2:
+            yield [one, mate, mate, mate], [one, other, other, other]
+            if not self._draws:
+                yield [mate, one, mate, mate], [other, one, other, other]
+
+    def _batch(self, entries: list[Any]) -> Any:
+        # A function may change its entries in place, which may be the dataset's own.
+        return self._collate([copy.deepcopy(entry) for entry in entries])
+
+    def _collated(self, entries: list[Any], seed: int) -> _Collated:
+        # Generators of other devices are left alone.
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = _random_states()
+        batch = self._batch(entries)
+        after = _random_states()
+        columns = _columns(batch, self._two, len(entries))
+        return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
+
+    def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
+        """Whether nothing else than its entries and the seed decides on a batch."""
+        again = (self._collated(entries, seed) for _ in range(_REPEATS))
+        return all(_equal(known.rows, other.rows) for other in again)
+
+
+def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
+    """What a batch holds for each of its `size` entries; `two` is a batch of two."""
+    if isinstance(batch, Tensor | np.ndarray):
+        if batch.ndim and two.ndim and (len(batch), len(two)) == (size, 2):
+            yield list(batch)
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _columns(value, two[key], size)
+    elif isinstance(batch, list | tuple):
+        if (len(batch), len(two)) == (size, 2):
+            yield list(batch)
+        else:
+            for value, other in zip(batch, two, strict=True):
+                yield from _columns(value, other, size)
+
+
+def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
+    """Whether no two rows are equal, in whatever order, though some have the same form."""
+    found = [_equal(row, other) for row in rows for other in others]
+    return False in found and True not in found
+
+
+def _equal(x: Any, y: Any) -> bool | None:
+    """Whether two rows, or parts of them, hold the same; None where their forms differ."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return _equal_tensors(x, y)
+    if type(x) is not type(y):
+        return None
+    if isinstance(x, np.ndarray | np.generic):
+        if x.dtype.hasobject or x.dtype.kind not in "biufc":
+            return bool(np.array_equal(x, y)) if x.shape == y.shape else None
+        return _equal_tensors(torch.as_tensor(x), torch.as_tensor(y))
+    if isinstance(x, Mapping):
+        return _all_equal([(x[k], y[k]) for k in x]) if x.keys() == y.keys() else None
+    if isinstance(x, list | tuple):
+        return _all_equal(list(zip(x, y, strict=True))) if len(x) == len(y) else None
+    if isinstance(x, float):
+        return _equal_tensors(torch.tensor(x), torch.tensor(y))
+    if isinstance(x, int | str | bytes):
+        return x == y
+    return True  # Of no known kind: the rest decides.
+
+
+def _all_equal(pairs: list[tuple[Any, Any]]) -> bool | None:
+    found = [_equal(x, y) for x, y in pairs]
+    return None if None in found else all(found)
+
+
+def _equal_tensors(x: Tensor, y: Tensor) -> bool | None:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return None
+    if not x.dtype.is_floating_point:
+        return torch.equal(x, y)
+    relative = max(_ROUNDING, 8 * torch.finfo(x.dtype).eps)
+    x, y = x.double(), y.double()
+    finite = x[x.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(x, y, rtol=0, atol=relative * largest, equal_nan=True)

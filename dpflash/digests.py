@@ -1,0 +1,140 @@
+"""Short summaries of a tensor's rows, by which two computations of one thing are compared.
+
+Where a device repeats its results, rows are compared bit for bit by digests; elsewhere by their
+norms and some random projections, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["differing", "is_deterministic", "row_digests", "row_summaries", "tolerance"]
+
+_WORDS = 4096  # in a chunk, which one table of multipliers covers
+_LEVELS = 4  # chunks of chunks
+_AT_ONCE = {"cpu": 1 << 16}  # words; as many as caches hold
+_PROJECTIONS = 4
+
+_tables: dict[torch.device, Tensor] = {}
+
+
+def row_digests(x: Tensor) -> Tensor:
+    """Keyed digests `[B]`, int64, of the bits of the rows of x `[B, ...]`.
+
+    A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Two
+    different rows of one shape and dtype have the same digest with probability below 2^-30,
+    whatever they are. -0.0 and 0.0 are different. Digests of one process are comparable, on all
+    its devices; those of two processes are not.
+    """
+    words, table = _as_words(x.detach()), _table(x.device)
+    if not words.numel():
+        return words.new_zeros(len(words), dtype=torch.int64)
+    sums = _chunk_sums(words, table[0])
+    for level in range(1, _LEVELS):
+        if sums.shape[1] == 1:
+            break
+        sums = _chunk_sums(sums.view(torch.int32), table[level])
+    assert sums.shape[1] == 1
+    return sums[:, 0]
+
+
+def is_deterministic(device: torch.device) -> bool:
+    """Whether a computation that is repeated on the device has the same bits."""
+    if device.type == "cuda":
+        return torch.are_deterministic_algorithms_enabled()
+    return device.type == "cpu"
+
+
+def row_summaries(x: Tensor) -> Tensor:
+    """What `differing` compares of the rows of x `[B, ...]`.
+
+    Digests `[B, 1]`, int64, where the device is deterministic; else, fp64, each row's norm and
+    some projections on random signs.
+    """
+    if is_deterministic(x.device):
+        return row_digests(x).unsqueeze(1)
+    rows = x.detach().reshape(len(x), x.shape[1:].numel()).double()
+    generator = torch.Generator().manual_seed(int(_table(torch.device("cpu"))[0, 0]))
+    signs = torch.randint(0, 2, (rows.shape[1], _PROJECTIONS), generator=generator)
+    projections = rows @ (2.0 * signs - 1.0).to(rows)
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1, keepdim=True), projections], 1)
+
+
+def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
+    """`[B]`, bool: the rows whose summaries say that they are not the same.
+
+    Args:
+        one, two: of `row_summaries`; what is not of one shape and dtype differs in all rows.
+        tolerance: relative to a row's norm; not used where digests are compared.
+    """
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return torch.ones(len(two), dtype=torch.bool, device=two.device)
+    if one.dtype == torch.int64:
+        return (one != two).any(1)
+    norms = torch.maximum(one[:, 0], two[:, 0])
+    # Two rows that are not finite are left to who compares.
+    return ~((one - two).abs().amax(1) <= tolerance * norms)
+
+
+def tolerance(dtypes: set[torch.dtype]) -> float:
+    """How far rows may differ by rounding, relative to their norm: sqrt(eps) of the coarsest."""
+    floats = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    return math.sqrt(max(floats, default=0.0))
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """The bits of x as integers `[B, n]`, of 32 bits where a row has a whole number of these."""
+    if x.layout != torch.strided:
+        x = x.to_dense()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    rows = x.reshape(len(x), x.shape[1:].numel()).resolve_neg().contiguous()
+    size = rows.shape[1] * rows.element_size()
+    word = next(w for w in (torch.int32, torch.int16, torch.uint8) if size % w.itemsize == 0)
+    if rows.storage_offset() * rows.element_size() % word.itemsize:
+        rows = rows.clone()
+    return rows.view(word)
+
+
+def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
+    """`[B, chunks]`: sums over each chunk of the words `[B, n]` times the multipliers."""
+    whole = words.shape[1] // _WORDS
+    parts = []
+    if whole:
+        chunks = words[:, : whole * _WORDS].unflatten(1, (whole, _WORDS))
+        parts.append(_in_slabs(chunks, multipliers))
+    if whole * _WORDS < words.shape[1]:
+        rest = words[:, whole * _WORDS :].unsqueeze(1)
+        parts.append(_in_slabs(rest, multipliers[: rest.shape[2]]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
+    """`[B, chunks]` of `[B, chunks, words]`, some at a time: products are wider than words."""
+    batch, count, width = chunks.shape
+    most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
+    if batch * count <= most:
+        return (chunks * multipliers).sum(2)
+    sums = torch.empty((batch, count), dtype=torch.int64, device=chunks.device)
+    rows = max(1, most // count)
+    columns = count if rows > 1 else max(1, most)
+    for i in range(0, batch, rows):
+        for j in range(0, count, columns):
+            slab = chunks[i : i + rows, j : j + columns]
+            sums[i : i + rows, j : j + columns] = (slab * multipliers).sum(2)
+    return sums
+
+
+def _table(device: torch.device) -> Tensor:
+    """Secret multipliers `[levels, words]`, int64, the same on all devices of the process."""
+    if device not in _tables:
+        cpu = torch.device("cpu")
+        if cpu not in _tables:
+            drawn = bytearray(os.urandom(8 * _LEVELS * _WORDS))
+            _tables[cpu] = torch.frombuffer(drawn, dtype=torch.int64).view(_LEVELS, _WORDS)
+        _tables[device] = _tables[cpu].to(device)
+    return _tables[device]

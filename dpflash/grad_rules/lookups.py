@@ -1,0 +1,87 @@
+"""Table look-ups under the generic rule, where vmap honours `padding_idx` for one sample alone.
+
+vmap stacks the tables of all samples and looks up in the stack, where `padding_idx` is a row of
+the first sample's table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_REMEDIES = {
+    "max_norm": "changes the table as it reads the data; pass max_norm=None",
+    "scale_grad_by_freq": "has no rule for private training; pass scale_grad_by_freq=False",
+    "sparse": "has no rule for private training; pass sparse=False",
+}
+
+
+class PerSampleLookups(TorchFunctionMode):
+    """While a module runs under vmap: the row of `padding_idx` gets no gradient in any sample.
+
+    Options without a rule (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups
+    inside of a scripted function are not seen.
+
+    Args:
+        name: dotted name of the module, for messages.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
+            self._refuse(given)
+            return self._rows(given["weight"], given["input"], given.get("padding_idx"))
+        if func in _TABLE_FIRST:
+            return self._table_first(*args, **kwargs)
+        if func is F.embedding_bag:
+            self._refuse(inspect.signature(func).bind(*args, **kwargs).arguments)
+        if func is torch.embedding_renorm_:
+            self._refuse({"max_norm": args[2] if len(args) > 2 else kwargs.get("max_norm")})
+        return func(*args, **kwargs)
+
+    def _table_first(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        padding_idx: int = -1,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """`torch.embedding`, where a negative padding_idx is none."""
+        self._refuse({"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse})
+        return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
+
+    def _rows(self, weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
+        rows = F.embedding(indices, weight)
+        if padding_idx is None:
+            return rows
+        if not -weight.shape[0] <= padding_idx < weight.shape[0]:
+            raise ValueError(
+                f"module '{self._name}' looks up with padding_idx={padding_idx}: expected a row "
+                f"of its table, which has {weight.shape[0]}"
+            )
+        is_padding = (indices == padding_idx % weight.shape[0]).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
+
+    def _refuse(self, given: Mapping[str, Any]) -> None:
+        for option, remedy in _REMEDIES.items():
+            value = given.get(option)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"module '{self._name}' looks up in a table with {option}={value!r}, which "
+                    f"{remedy}"
+                )
+
+
+_TABLE_FIRST = (torch.embedding, torch.ops.aten.embedding, torch.ops.aten.embedding.default)

@@ -1,0 +1,240 @@
+"""A file of lines that several processes share: locked appends, and a head that tells a cut.
+
+It knows bytes only; what a line says is `ledger.py`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How a file ended when it was read or written.
+
+    Attributes:
+        size: bytes of its whole lines.
+        last: the last whole line; b"" where there is none.
+        unfinished: bytes after that.
+        head: content of the head; None where there is none.
+    """
+
+    size: int
+    last: bytes
+    unfinished: bytes
+    head: bytes | None
+
+
+class LedgerFile:
+    """A file that only grows, line by line, and its head.
+
+    The head is a second file, `<file>.head`, with a copy of the last line. It is made before the
+    first line is appended and replaced after each. All of it happens under an exclusive `flock`
+    of the file, with two fsyncs for a line, and two more for the first.
+
+    Guarantees:
+        A line whose `append` returned is in the file, and the head is that line or a later one,
+        wherever any process dies. So a file without its head's line was cut or changed, and an
+        unfinished line beside a head belongs to an `append` that did not return.
+        A failed `append` removes nothing but bytes that it wrote.
+
+    Raises:
+        ValueError: this platform has no `flock`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        # Whatever the working directory becomes; and several names of one file have one head.
+        self._file = Path(os.path.realpath(path))
+        self.head_path = Path(f"{self._file}.head")
+        if fcntl is None:
+            raise ValueError(
+                f"ledger={str(path)!r}: this platform has no fcntl.flock, without which another "
+                "process could overwrite the ledger; use Linux or macOS, or leave ledger out"
+            )
+
+    def read(self) -> tuple[bytes, Tail]:
+        """All whole lines, and how the file ends; changes nothing. A missing file is empty.
+
+        Raises:
+            ValueError: the file or its head cannot be read, or is not a regular file.
+        """
+        try:
+            # A head that was there before the file was found missing is one of a lost file.
+            head = self._read_head()
+            try:
+                with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
+                    content, head = _read_all(handle), self._read_head()
+            except FileNotFoundError:
+                content = b""
+        except OSError as error:
+            raise ValueError(
+                f"ledger={str(self.path)!r}: cannot be read ({error.strerror}), so the privacy "
+                "spent so far is unknown; pass the path of a file that can be read and written"
+            ) from error
+        size = content.rfind(b"\n") + 1
+        whole, unfinished = content[:size], content[size:]
+        last = whole[whole.rfind(b"\n", 0, size - 1) + 1 :] if whole else b""
+        return whole, Tail(size, last, unfinished, head)
+
+    def append(self, line: bytes, tail: Tail) -> Tail:
+        """Write one line, and return when it and the head are on the disk.
+
+        Args:
+            line: ends with a newline.
+            tail: how this process left the file.
+
+        Returns:
+            How it ends now.
+
+        Raises:
+            RuntimeError: the file or its head is not as this process left it.
+            OSError: they could not be written; the file is as before.
+        """
+        # Only a ledger without lines may be made: one that is missing was spent.
+        new = tail.size == 0 and not self._file.exists()
+        try:
+            flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if new else 0)
+            with self._locked(flags, fcntl.LOCK_EX) as handle:
+                self._require_unchanged(handle, tail)
+                self._write(handle, line, tail)
+        except FileNotFoundError:
+            if new:
+                raise
+            self.refuse_changed()
+        return Tail(tail.size + len(line), line, b"", line)
+
+    def refuse_changed(self) -> NoReturn:
+        """Raise the RuntimeError of a file that is not as this process left it."""
+        raise RuntimeError(
+            f"ledger {self.path} or its head {self.head_path} was changed or removed by another "
+            "process or engine, so what this one knows of the privacy spent is incomplete. "
+            "Nothing was released. Start anew from the ledger as it is now"
+        )
+
+    @contextmanager
+    def _locked(self, flags: int, kind: int) -> Iterator[int]:
+        """The file's descriptor, locked, and still that of the file at the path."""
+        handle = _open_regular(self._file, flags)
+        try:
+            try:
+                fcntl.flock(handle, kind)
+            except OSError as error:
+                raise OSError(error.errno, f"it cannot be locked: {error.strerror}") from error
+            try:
+                if not os.path.samestat(os.fstat(handle), os.stat(self._file)):
+                    self.refuse_changed()
+                yield handle
+            finally:
+                # Closing is not enough: a process forked meanwhile has the descriptor too.
+                fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
+
+    def _require_unchanged(self, handle: int, tail: Tail) -> None:
+        length = len(tail.last) + len(tail.unfinished)
+        found = os.pread(handle, length + 1, tail.size - len(tail.last))
+        # An `append` that failed has removed the unfinished line and written the head.
+        same = found in (tail.last + tail.unfinished, tail.last)
+        if same and self._read_head() in (tail.head, tail.last):
+            return
+        if found.startswith(tail.last) and len(found) > len(tail.last):
+            raise RuntimeError(
+                f"ledger {self.path}: another process or engine has added to it, so what this one "
+                "knows of the privacy spent is incomplete. Nothing was released. Give each "
+                "running engine a ledger of its own, or start anew from this one"
+            )
+        self.refuse_changed()
+
+    def _write(self, handle: int, line: bytes, tail: Tail) -> None:
+        if tail.unfinished:
+            os.ftruncate(handle, tail.size)
+        if tail.head is None or tail.size == 0:
+            self._write_head(tail.last, handle)
+            flush_folder(self.head_path.parent)
+        written = b""
+        try:
+            written = line[: os.write(handle, line)]
+            if written != line:
+                raise OSError(
+                    errno.ENOSPC, f"ledger {self.path}: a line was written in part; disk full?"
+                )
+            os.fsync(handle)
+            # Somebody who takes no lock may have written too.
+            if os.fstat(handle).st_size != tail.size + len(line):
+                self.refuse_changed()
+            self._write_head(line, handle)
+        except BaseException:
+            # The release is not made. A line that the head has must stay, and count.
+            if self._read_head() != line:
+                _take_back(handle, written)
+            raise
+
+    def _read_head(self) -> bytes | None:
+        try:
+            handle = _open_regular(self.head_path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return _read_all(handle)
+        finally:
+            os.close(handle)
+
+    def _write_head(self, line: bytes, like: int) -> None:
+        """Replace the head in one step. The folder is not flushed: the old head holds too."""
+        temporary = Path(f"{self.head_path}.tmp")
+        temporary.unlink(missing_ok=True)  # of a process that died
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.fchmod(handle, stat.S_IMODE(os.fstat(like).st_mode))
+            if os.write(handle, line) != len(line):
+                raise OSError(
+                    errno.ENOSPC, f"{temporary}: the head was written in part; disk full?"
+                )
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(temporary, self.head_path)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    # Without O_NONBLOCK a pipe waits for its other end.
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return handle
+
+
+def _read_all(handle: int) -> bytes:
+    with open(handle, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _take_back(handle: int, written: bytes) -> None:
+    """Remove what was written, if it is still the last of the file."""
+    end = os.lseek(handle, 0, os.SEEK_CUR)  # where the write ended
+    start = end - len(written)
+    if os.fstat(handle).st_size == end and os.pread(handle, len(written), start) == written:
+        os.ftruncate(handle, start)
+
+
+def flush_folder(folder: Path) -> None:
+    """Put the name of a new file on the disk too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

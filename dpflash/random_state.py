@@ -1,0 +1,49 @@
+"""The state of all generators that a model may draw from: torch's, numpy's and Python's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RandomState", "random_state_kept"]
+
+
+class RandomState:
+    """The global generators as they are now.
+
+    Args:
+        device: whose generator counts beside that of the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._torch = torch.get_rng_state()
+        self._cuda: Tensor | None = None
+        if device.type == "cuda":
+            self._cuda = torch.cuda.get_rng_state(device)
+        self._numpy: Any = np.random.get_state()
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        """Give the generators this state again."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """The generators are behind the block as they were before it."""
+    held = RandomState(device)
+    try:
+        yield
+    finally:
+        held.restore()

@@ -1,0 +1,193 @@
+"""A forward repeated with other contents for half of the samples, to see whether the rest changes.
+
+No gradient shows what a model takes from a batch without differentiating it: detached statistics,
+a scale of the whole batch, routing with a capacity, an order by length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .digests import differing, row_summaries, tolerance
+
+__all__ = ["ForwardRows", "Replacement", "first_difference", "own_copies"]
+
+_OFF = "make_private(verify_first_batch=False) leaves this proof out"
+_CHANGED = (
+    "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
+    "released: what comes before it mixes samples (statistics or a scale of the batch, routing "
+    "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
+    f"sample; engine.check helps to find it. {_OFF}"
+)
+
+
+# Elements after which an address is aligned as before.
+_ALIGNED = 64
+
+
+class ForwardRows:
+    """What the private layers of a forward got, and what it returned, in their order."""
+
+    def __init__(self) -> None:
+        self.where: list[str] = []
+        self.shapes: list[torch.Size] = []
+        self.summaries: list[Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+        self._loudest: list[Tensor] = []
+
+    def note(self, name: str, x: Tensor) -> None:
+        """The input of a layer."""
+        self._note(f"the input of layer '{name}'", x)
+
+    def note_outputs(self, outputs: Any) -> None:
+        """All tensors that the model returned."""
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                self._note("the model's output", leaf)
+
+    def _note(self, where: str, x: Tensor) -> None:
+        self.where.append(where)
+        self.shapes.append(x.shape)
+        self.summaries.append(row_summaries(x))
+        self.dtypes.add(x.dtype)
+        if x.is_floating_point() and x.numel():
+            self._loudest.append(x.detach().abs().reshape(len(x), -1).amax(1).argmax())
+
+    def loudest(self, count: int) -> list[int]:
+        """Up to so many rows, those that had the greatest entry of the batch most often."""
+        rows = [int(row) for row in self._loudest]
+        return [row for row, _ in Counter(rows).most_common(count)]
+
+
+def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> str | None:
+    """Where a forward differs from another first for the samples `kept` `[B]`, in words."""
+    tolerated = tolerance(first.dtypes)
+    for i in range(max(len(first.where), len(second.where))):
+        if first.where[i : i + 1] != second.where[i : i + 1]:
+            where = (first.where[i:] + second.where[i:])[0]
+            return _CHANGED.format(where=f"whether there is {where}")
+        if first.shapes[i] != second.shapes[i]:
+            return _CHANGED.format(where=f"the shape of {first.where[i]}")
+        if first.shapes[i][0] != len(kept):
+            continue
+        apart = differing(first.summaries[i], second.summaries[i], tolerated).cpu()
+        if bool((apart & kept).any()):
+            return _CHANGED.format(where=first.where[i])
+    return None
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Which sample's contents each row of a batch gets.
+
+    Attributes:
+        source: `[B]`, int64; a row that keeps its contents is its own.
+    """
+
+    source: Tensor
+
+    @property
+    def kept(self) -> Tensor:
+        """`[B]`, bool: rows with their own contents."""
+        return self.source == torch.arange(len(self.source))
+
+    @classmethod
+    def drawn(
+        cls,
+        arguments: Any,
+        size: int,
+        first: ForwardRows,
+        draw: Callable[[Callable[[np.random.Generator], np.ndarray]], np.ndarray],
+    ) -> Replacement:
+        """Half of the samples keep their contents, secretly chosen; the others become one of them.
+
+        Many copies of one sample crowd any routing. What sets a scale of the batch is replaced.
+
+        Args:
+            arguments: of the model.
+            size: B.
+            first: what the layers got.
+            draw: makes the choice, for several ranks at once.
+        """
+        least = _least_filled(_of_samples(arguments, size))
+        loudest = first.loudest(size // 4)
+
+        def source(rng: np.random.Generator) -> np.ndarray:
+            last = [row for row in loudest if row != least]
+            order = [row for row in rng.permutation(size) if row not in {least, *last}]
+            kept = ([] if least is None else [least]) + order
+            kept = kept[: max(1, size // 2)]
+            rows = np.full(size, kept[rng.integers(len(kept))] if size else 0)
+            rows[kept] = kept
+            return rows
+
+        return cls(torch.from_numpy(draw(source).copy()))
+
+    def applied(self, arguments: Any) -> tuple[Any, bool]:
+        """The arguments with other contents, and whether anything in them changed."""
+        size = len(self.source)
+        chosen = {id(t) for t in _of_samples(arguments, size)}
+        changed = False
+
+        def replaced(t: Tensor) -> Tensor:
+            nonlocal changed
+            if id(t) not in chosen:
+                return t
+            rows = t.detach()[self.source.to(t.device)]
+            changed = changed or not torch.equal(rows, t.detach())
+            return _lying_as(t, rows)
+
+        return tree_map_only(Tensor, replaced, arguments), changed
+
+
+def own_copies(arguments: Any) -> Any:
+    """The arguments with tensors of their own, since a model may change what it gets."""
+    return tree_map_only(Tensor, lambda t: _lying_as(t, t), arguments)
+
+
+def _lying_as(t: Tensor, values: Tensor) -> Tensor:
+    """A copy of values with the strides and the alignment of t, by which kernels are chosen."""
+    values = values.detach()
+    if t.layout != torch.strided:
+        return values.clone().requires_grad_(t.requires_grad)
+    offset = t.storage_offset() % _ALIGNED
+    extent = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    flat = t.new_empty(offset + (extent if t.numel() else 0))
+    copy = flat.as_strided(t.shape, t.stride(), offset)
+    # What is expanded has one place for many entries.
+    single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
+    copy[tuple(single)].copy_(values[tuple(single)])
+    return copy.requires_grad_(t.requires_grad)
+
+
+def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
+    """The tensors whose first dimension is the batch; none where it may be another one."""
+    found = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
+    found = [t for t in found if t.shape[0] == size and t.layout == torch.strided]
+    if len(found) > 1 and any(t.ndim > 1 and t.shape[1] == size for t in found):
+        # As many tokens as samples: a table of positions looks like one of samples.
+        return ()
+    return found
+
+
+def _least_filled(tensors: Collection[Tensor]) -> int | None:
+    """The row with the fewest entries in a mask; None where no mask tells rows apart.
+
+    It is kept: where no row is padded any more, operators of masked batches take other roads,
+    which round otherwise.
+    """
+    for t in tensors:
+        if t.ndim < 2 or not t.numel() or not bool(((t == 0) | (t == 1)).all()):
+            continue
+        entries = t.reshape(len(t), -1).sum(1, dtype=torch.float64)
+        if bool((entries != entries[0]).any()):
+            return int(entries.argmin())
+    return None

@@ -1,0 +1,376 @@
+// Squared norms of per-sample gradients, sums of clipped ones on a grid, and noise on it, on the
+// CPU. grads_cpu.py and noise_cpu.py call it, and say what the tensors are.
+//
+// Letters: B samples, P elements of a sample, O outputs and I inputs of a matrix.
+
+#include <mutex>
+#include <new>
+#include <type_traits>
+
+#include "chacha20.h"
+#include "rounded_normal.h"
+#include "threads.h"
+
+namespace {
+
+// Sums of squares that a block of elements keeps, in an order that no processor changes.
+constexpr int kSums = 32;
+constexpr int64_t kSquaresBlock = 4096;
+// Tiles of a row that a thread takes together.
+constexpr int64_t kTilesAcross = 4;
+
+// `count` numbers in fp64, zeros behind them.
+template <class F>
+inline Doubles wide(const F* from, int64_t count = kDoubles) {
+  typedef F Narrow __attribute__((vector_size(kDoubles * sizeof(F))));
+  Narrow x{};
+  std::memcpy(&x, from, size_t(count) * sizeof(F));
+  return __builtin_convertvector(x, Doubles);
+}
+
+inline void store_some(double* to, Doubles x, int64_t count) {
+  std::memcpy(to, &x, size_t(count) * sizeof(double));
+}
+
+// Calls work(i, n) for the n numbers from i on of each vector; a constant where the vector is full.
+template <class Work>
+inline void for_vectors(int64_t count, Work work) {
+  int64_t i = 0;
+  for (; i + kDoubles <= count; i += kDoubles) work(i, std::integral_constant<int64_t, kDoubles>());
+  if (i < count) work(i, count - i);
+}
+
+// Adds the squares of `count` numbers to kSums sums.
+template <class F>
+inline void add_squares(const F* from, int64_t count, double* sums) {
+  constexpr int kEach = kSums / kDoubles;
+  Doubles own[kEach];
+  for (int k = 0; k < kEach; ++k) own[k] = load<double>(sums + k * kDoubles);
+  int64_t i = 0;
+  for (; i + kSums <= count; i += kSums) {
+    for (int k = 0; k < kEach; ++k) {
+      Doubles x = wide(from + i + k * kDoubles);
+      own[k] += x * x;
+    }
+  }
+  for (int k = 0; k < kEach && i < count; ++k, i += kDoubles) {
+    Doubles x = wide(from + i, std::min<int64_t>(kDoubles, count - i));
+    own[k] += x * x;
+  }
+  for (int k = 0; k < kEach; ++k) store<double>(sums + k * kDoubles, own[k]);
+}
+
+inline double total(double* sums) {
+  for (int half = kSums / 2; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+  }
+  return sums[0];
+}
+
+// squares[i] = the sum of the squares of sample i. A term goes through at most 127 additions to its
+// sum, 5 to its block's and 1 for each block.
+template <class F>
+void squared_norms(const F* grads, int64_t stride, int64_t batch, int64_t elements,
+                   int64_t threads, double* squares) {
+  int64_t blocks = (elements + kSquaresBlock - 1) / kSquaresBlock;
+  std::vector<double> of_blocks(size_t(batch * blocks));
+  share<PlainArithmetic>(batch * blocks, threads, [&](int64_t task, int64_t) {
+    int64_t begin = task % blocks * kSquaresBlock;
+    double sums[kSums] = {};
+    const F* from = grads + task / blocks * stride + begin;
+    add_squares(from, std::min(kSquaresBlock, elements - begin), sums);
+    of_blocks[size_t(task)] = total(sums);
+  });
+  for (int64_t i = 0; i < batch; ++i) {
+    squares[i] = 0;
+    for (int64_t k = 0; k < blocks; ++k) squares[i] += of_blocks[size_t(i * blocks + k)];
+  }
+}
+
+// Toward zero. The sign leaves and comes back as bits, so that no product before it and no sum
+// after it is fused with what happens here.
+inline Doubles truncated(Doubles x) {
+  Longs bits = as_longs(x), sign = bits & ~kMagnitude;
+  Doubles size = as_doubles(bits & kMagnitude), whole = rounded(size);
+  whole = whole > size ? whole - 1.0 : whole;
+  return as_doubles(as_longs(whole) | sign);
+}
+
+struct Grid {
+  double step, inverse;
+  explicit Grid(double grid) : step(grid), inverse(1 / grid) {}
+};
+
+// The `samples` numbers of an element times their factors, added to its sum: on the grid, each
+// truncated, or as they are.
+template <bool on_grid, int samples, class F>
+inline void add_clipped(const F* const* grads, const double* factors, int64_t begin, int64_t count,
+                        Grid grid, double* sums) {
+  for_vectors(count, [&](int64_t i, auto n) {
+    Doubles sum = wide(sums + i, n);
+    for (int s = 0; s < samples; ++s) {
+      Doubles x = wide(grads[s] + begin + i, n) * factors[s];
+      sum += on_grid ? truncated(x * grid.inverse) * grid.step : x;
+    }
+    store_some(sums + i, sum, n);
+  });
+}
+
+// Samples that a sum has: those whose factor is not 0.
+template <class F>
+struct Samples {
+  std::vector<const F*> grads;
+  std::vector<double> factors;
+
+  Samples(const F* first, const double* factor, int64_t stride, int64_t batch) {
+    for (int64_t i = 0; i < batch; ++i) {
+      if (factor[i] == 0) continue;
+      grads.push_back(first + i * stride);
+      factors.push_back(factor[i]);
+    }
+  }
+
+  void add(int64_t begin, int64_t count, Grid grid, double* sums) const {
+    constexpr int kTogether = 4;
+    size_t i = 0;
+    for (; i + kTogether <= grads.size(); i += kTogether) {
+      add_clipped<true, kTogether>(&grads[i], &factors[i], begin, count, grid, sums);
+    }
+    for (; i < grads.size(); ++i) {
+      add_clipped<true, 1>(&grads[i], &factors[i], begin, count, grid, sums);
+    }
+  }
+};
+
+}  // namespace
+
+// An element whose word leaves its rounding open, and the sum before noise, in steps of the grid.
+struct Open {
+  int64_t index, word;
+  double steps;
+};
+
+struct Noise {
+  Stream stream;
+  int64_t offset, threads;
+  double scale, grid;
+  Open* open;  // of the caller, who gives it to `forget`
+  int64_t open_count;
+};
+
+namespace {
+
+// out = grid * (sums / grid + Z) of all elements, rounded once; NaN where Z is open. get(begin,
+// count, sums) writes the sums.
+template <class F, class Get>
+void add_noise(Noise& noise, int64_t elements, F* out, Get get) {
+  Grid grid(noise.grid);
+  int64_t first = noise.offset / kRun, end = noise.offset + elements;
+  int64_t tasks = (end + kRun - 1) / kRun - first;
+  std::vector<Open> all;
+  std::mutex mutex;
+  bool full = false;
+  Memory<Run> memory(std::max<int64_t>(1, std::min(noise.threads, tasks)), 1);
+  share<PlainArithmetic>(tasks, noise.threads, [&](int64_t task, int64_t thread) {
+    Run& run = *memory.of(thread);
+    int64_t from = (first + task) * kRun, word = std::max(from, noise.offset);
+    int count = int(std::min(from + kRun, end) - word);
+    // Vectors of blocks begin at multiples of their size, of which a run has a whole number.
+    int64_t block = word / kBlockWords / kBlocks * kBlocks, skip = word - block * kBlockWords;
+    for (int64_t made = 0; made < skip + count; made += kBlocks * kBlockWords) {
+      keystream(noise.stream, uint32_t(block + made / kBlockWords), run.words + made);
+    }
+    bool open = normals_of_words(run.words + skip, count, noise.scale, run);
+    int64_t begin = word - noise.offset;
+    get(begin, count, run.sums);
+    for (int i = 0; i < count; ++i) {
+      out[begin + i] = F((run.sums[i] * grid.inverse + run.normals[i]) * grid.step);
+    }
+    for (int i = 0; open && i < count; ++i) {
+      if (run.normals[i] == run.normals[i]) continue;
+      std::lock_guard<std::mutex> lock(mutex);
+      try {
+        all.push_back({begin + i, run.words[skip + i], run.sums[i] * grid.inverse});
+      } catch (const std::bad_alloc&) {
+        full = true;
+      }
+    }
+  });
+  if (full) throw std::bad_alloc();
+  noise.open = new Open[all.size()];
+  noise.open_count = int64_t(all.size());
+  std::copy(all.begin(), all.end(), noise.open);
+}
+
+inline Doubles nearest(Doubles x) {
+  Longs bits = as_longs(x);
+  return as_doubles(as_longs(rounded(as_doubles(bits & kMagnitude))) | (bits & ~kMagnitude));
+}
+
+// round(scale * N) of words; NaN where it is open.
+void normals_of_words(const int64_t* words, int64_t count, double scale, double* normals) {
+  Memory<Run> memory(1, 1);
+  share<PlainArithmetic>((count + kRun - 1) / kRun, 1, [&](int64_t task, int64_t) {
+    Run& run = *memory.of(0);
+    int64_t begin = task * kRun, size = std::min<int64_t>(kRun, count - begin);
+    std::copy(words + begin, words + begin + size, run.words);
+    normals_of_words(run.words, int(size), scale, run);
+    std::copy(run.normals, run.normals + size, normals + begin);
+  });
+}
+
+// What out holds, rounded to the grid, and noise.
+template <class F>
+void noise_alone(Noise& noise, int64_t elements, F* out) {
+  Grid grid(noise.grid);
+  add_noise(noise, elements, out, [&](int64_t begin, int64_t count, double* sums) {
+    for_vectors(count, [&](int64_t i, auto n) {
+      store_some(sums + i, nearest(wide(out + begin + i, n) * grid.inverse) * grid.step, n);
+    });
+  });
+}
+
+template <class F>
+void noised_sum(Noise& noise, const F* grads, const double* factors, int64_t stride, int64_t batch,
+                int64_t elements, F* out) {
+  Samples<F> samples(grads, factors, stride, batch);
+  Grid grid(noise.grid);
+  add_noise(noise, elements, out, [&](int64_t begin, int64_t count, double* sums) {
+    std::fill(sums, sums + count, 0.0);
+    samples.add(begin, count, grid, sums);
+  });
+}
+
+// sums, or 0 where `fresh`, and the samples', truncated to the grid.
+template <class F>
+void clipped_sum(double step, const F* grads, const double* factors, int64_t stride, int64_t batch,
+                 int64_t fresh, int64_t threads, int64_t elements, double* sums) {
+  Samples<F> samples(grads, factors, stride, batch);
+  Grid grid(step);
+  share<PlainArithmetic>((elements + kRun - 1) / kRun, threads, [&](int64_t task, int64_t) {
+    int64_t begin = task * kRun, count = std::min<int64_t>(kRun, elements - begin);
+    if (fresh) std::fill(sums + begin, sums + begin + count, 0.0);
+    samples.add(begin, count, grid, sums + begin);
+  });
+}
+
+}  // namespace
+
+// The tiles of matrices [B, O, I] are clipped to bounds of their own.
+struct Tiles {
+  const void* grads;
+  const double* bounds;  // [tiles]
+  double* sums;          // [O, I]
+  float* factors;        // [B, tiles]
+  int64_t stride, batch, outputs, inputs, height, width, threads;
+  double grid;  // 0: sums are not on a grid
+};
+
+namespace {
+
+// reference.hard_clip_factors, operation by operation.
+inline float hard_factor(double squares, int64_t terms, double bound) {
+  constexpr double kSlack = 1.0 / (int64_t(1) << 40), kRounding = 1 / k2_52;
+  double norm = std::sqrt(squares * (1 + double(terms + 1) * kRounding)) * (1 + kSlack);
+  if (!std::isfinite(norm)) return 0;
+  double factor = norm > bound ? bound / norm * (1 - kSlack) : 1.0;
+  float narrow = float(factor);
+  if (double(narrow) > factor) narrow = std::nextafter(narrow, 0.0f);
+  return narrow >= std::numeric_limits<float>::min() ? narrow : 0.0f;
+}
+
+// Tiles `first` to `end` of a row of tiles, of all samples.
+template <bool on_grid, class F>
+void add_tiles(const Tiles& p, int64_t down, int64_t first, int64_t end) {
+  int64_t across = (p.inputs + p.width - 1) / p.width;
+  int64_t top = down * p.height, bottom = std::min(top + p.height, p.outputs);
+  auto width_of = [&](int64_t k) { return std::min(p.width, p.inputs - k * p.width); };
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const F* grad = static_cast<const F*>(p.grads) + b * p.stride;
+    double sums[kTilesAcross][kSums] = {}, factors[kTilesAcross];
+    for (int64_t r = top; r < bottom; ++r) {
+      for (int64_t k = first; k < end; ++k) {
+        add_squares(grad + r * p.inputs + k * p.width, width_of(k), sums[k - first]);
+      }
+    }
+    for (int64_t k = first; k < end; ++k) {
+      // A term of a sum of squares goes through no more additions than there are elements.
+      int64_t tile = down * across + k, terms = (bottom - top) * width_of(k);
+      float factor = hard_factor(total(sums[k - first]), terms, p.bounds[tile]);
+      p.factors[b * across * ((p.outputs + p.height - 1) / p.height) + tile] = factor;
+      factors[k - first] = factor;
+    }
+    for (int64_t r = top; r < bottom; ++r) {
+      for (int64_t k = first; k < end; ++k) {
+        const F* row = grad + r * p.inputs;
+        const double* factor = &factors[k - first];
+        if (*factor == 0) continue;
+        add_clipped<on_grid, 1>(&row, factor, k * p.width, width_of(k), Grid(p.grid),
+                                p.sums + r * p.inputs + k * p.width);
+      }
+    }
+  }
+}
+
+template <class F>
+void clipped_tiles(const Tiles& p) {
+  int64_t down = (p.outputs + p.height - 1) / p.height, across = (p.inputs + p.width - 1) / p.width;
+  int64_t groups = (across + kTilesAcross - 1) / kTilesAcross;
+  share<PlainArithmetic>(down * groups, p.threads, [&](int64_t task, int64_t) {
+    int64_t first = task % groups * kTilesAcross, end = std::min(first + kTilesAcross, across);
+    if (p.grid != 0) {
+      add_tiles<true, F>(p, task / groups, first, end);
+    } else {
+      add_tiles<false, F>(p, task / groups, first, end);
+    }
+  });
+}
+
+// 0, or 1 where memory does not suffice.
+template <class Work>
+int status(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+
+#define FOR_NUMBERS(F)                                                                             \
+  int squared_norms_##F(const F* grads, int64_t stride, int64_t batch, int64_t elements,           \
+                        int64_t threads, double* squares) {                                        \
+    return status([&] { squared_norms(grads, stride, batch, elements, threads, squares); });       \
+  }                                                                                                \
+  int clipped_sum_##F(double grid, const F* grads, const double* factors, int64_t stride,          \
+                      int64_t batch, int64_t fresh, int64_t threads, int64_t elements,             \
+                      double* sums) {                                                              \
+    return status([&] {                                                                            \
+      clipped_sum(grid, grads, factors, stride, batch, fresh, threads, elements, sums);            \
+    });                                                                                            \
+  }                                                                                                \
+  int noised_sum_##F(Noise* noise, const F* grads, const double* factors, int64_t stride,          \
+                     int64_t batch, int64_t elements, F* out) {                                    \
+    return status([&] { noised_sum(*noise, grads, factors, stride, batch, elements, out); });      \
+  }                                                                                                \
+  int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                    \
+    return status([&] { noise_alone(*noise, elements, out); });                                    \
+  }                                                                                                \
+  int clipped_tiles_##F(const Tiles* p) {                                                        \
+    return status([&] { clipped_tiles<F>(*p); });                                                 \
+  }
+
+extern "C" {
+
+FOR_NUMBERS(float)
+FOR_NUMBERS(double)
+
+int normals_of_words_double(const int64_t* words, int64_t count, double scale, double* normals) {
+  return status([&] { normals_of_words(words, count, scale, normals); });
+}
+void forget(Open* open) { delete[] open; }
+int64_t noise_bytes() { return sizeof(Noise); }
+int64_t tiles_bytes() { return sizeof(Tiles); }
+}

@@ -1,0 +1,218 @@
+"""Per-sample gradient operations on the CPU: products by torch, norms and sums by grads_cpu.cpp.
+
+What has no faster form here is that of `reference.py`. The kernels need `native.library`.
+
+Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import noise_cpu, reference
+from .block_reference import BLOCK, block_bounds
+from .noise import NoiseStream
+from .noise_cpu import call, write_noised, written
+from .reference import (
+    clipped_grad,
+    embedding_clipped_grad,
+    embedding_grad_norm,
+    embedding_per_sample_grad,
+    layer_norm_backward,
+    per_sample_bias_grad,
+    rms_norm_backward,
+    upper_bound,
+)
+
+__all__ = [
+    "block_clip_reduce",
+    "block_clipped_grad",
+    "clip_reduce",
+    "clipped_grad",
+    "embedding_clipped_grad",
+    "embedding_grad_norm",
+    "embedding_per_sample_grad",
+    "grad_norm",
+    "layer_norm_backward",
+    "per_sample_bias_grad",
+    "per_sample_grad",
+    "rms_norm_backward",
+    "squared_norm",
+]
+
+# Elements of per-sample gradients that are worth another thread.
+_WORK_OF_A_THREAD = 1 << 19
+# Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
+_CHUNK = 1 << 21
+# grads_cpu.cpp's kSquaresBlock, and the additions that a square goes through in a block.
+_SQUARES_BLOCK, _SQUARES_ADDITIONS = 4096, 132
+
+
+class _Tiles(ctypes.Structure):
+    """The fields of grads_cpu.cpp's Tiles, in its order."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("grads", "bounds", "sums", "factors")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("stride", "batch", "outputs", "inputs", "height", "width", "threads")
+        ),
+        ("grid", ctypes.c_double),
+    ]
+
+
+def squared_norm(grads: Tensor) -> Tensor:
+    """See `reference.squared_norm`."""
+    grads = _readable(grads)
+    batch, elements = grads.shape[0], grads.shape[1:].numel()
+    squares = torch.empty(batch, dtype=torch.float64, device="cpu")
+    sizes = grads.stride(0), batch, elements, _threads(grads)
+    call("squared_norms", grads.dtype, grads, *sizes, squares)
+    blocks = -(-elements // _SQUARES_BLOCK)
+    return upper_bound(squares, min(elements, _SQUARES_ADDITIONS + blocks))
+
+
+def per_sample_grad(
+    x: Tensor, dy: Tensor, *, return_squares: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `reference.per_sample_grad`."""
+    grads = reference.per_sample_grad(x, dy)
+    assert isinstance(grads, Tensor)
+    return (grads, squared_norm(grads)) if return_squares else grads
+
+
+def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+    """See `reference.grad_norm`."""
+    if form is None and x.shape[1] == 1:
+        return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
+    if (form or reference.cheaper_norm(x, dy)) == "gram":
+        return reference.grad_norm(x, dy, form="gram")
+    squares = torch.empty(x.shape[0], dtype=torch.float64, device="cpu")
+    for i in range(x.shape[0]):
+        grad = reference.per_sample_grad(x[i : i + 1], dy[i : i + 1])
+        assert isinstance(grad, Tensor)
+        squares[i] = squared_norm(grad)[0]
+    return squares
+
+
+def clip_reduce(
+    grads: Tensor,
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    noise: NoiseStream | None = None,
+) -> Tensor:
+    """See `reference.clip_reduce`."""
+    if grid is None:
+        return reference.clip_reduce(grads, factors, noise=noise)
+    grads, factors = _readable(grads), factors.detach().resolve_neg().double().contiguous()
+    shape = grads.shape[1:]
+    sizes = grads.stride(0), grads.shape[0]
+    if noise is not None and noise.std > 0 and noise_cpu.serves(grads, noise):
+        out = torch.empty(shape, dtype=grads.dtype, device="cpu")
+        return write_noised("noised_sum", noise, out, grads, factors, *sizes)
+    total = torch.empty(shape, dtype=torch.float64, device="cpu") if into is None else into
+    numbers = *sizes, into is None, _threads(grads), total.numel()
+    call("clipped_sum", grads.dtype, float(grid), grads, factors, *numbers, total)
+    written(total)
+    return total if noise is None else noise.add_to_(total).to(grads.dtype)
+
+
+def block_clipped_grad(
+    x: Tensor,
+    dy: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    return_factors: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `block_reference.block_clipped_grad`."""
+    batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, dy = x.detach().to(dtype), dy.detach().to(dtype)
+    sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
+    chunk = max(1, min(batch, _CHUNK // max(1, outputs * inputs)))
+    grads = torch.empty(chunk, outputs, inputs, dtype=dtype, device="cpu")
+    for start in range(0, batch, chunk):
+        part = grads[: batch - start]
+        now = slice(start, start + chunk)
+        torch.bmm(dy[now].transpose(1, 2), x[now], out=part)
+        sums.add(part, start)
+    return sums.result(dtype, return_factors)
+
+
+def block_clip_reduce(
+    grads: Tensor,
+    bound: float,
+    *,
+    block: tuple[int, int] = BLOCK,
+    grid: float | None = None,
+    into: Tensor | None = None,
+    return_factors: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `block_reference.block_clip_reduce`."""
+    grads = _readable(grads)
+    batch, outputs, inputs = grads.shape
+    sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
+    sums.add(grads, 0)
+    return sums.result(grads.dtype, return_factors)
+
+
+class _BlockSums:
+    """The sum of samples whose tiles are clipped, in fp64, and their factors."""
+
+    def __init__(
+        self,
+        batch: int,
+        outputs: int,
+        inputs: int,
+        bound: float,
+        block: tuple[int, int],
+        grid: float | None,
+        into: Tensor | None,
+    ) -> None:
+        if into is None:
+            into = torch.zeros(outputs, inputs, dtype=torch.float64, device="cpu")
+        self._total = into
+        self._bounds = block_bounds(outputs, inputs, bound, block)
+        self._factors = torch.empty(batch, self._bounds.numel(), device="cpu", dtype=torch.float32)
+        self._block = block
+        self._grid = grid
+
+    def add(self, grads: Tensor, start: int) -> None:
+        """Adds grads [b, O, I], as `_readable` has them, the samples from `start` on."""
+        batch, outputs, inputs = grads.shape
+        tiles = _Tiles(
+            grads=grads.data_ptr(),
+            bounds=self._bounds.data_ptr(),
+            sums=self._total.data_ptr(),
+            factors=self._factors[start:].data_ptr(),
+            **{"stride": grads.stride(0), "batch": batch, "outputs": outputs, "inputs": inputs},
+            height=self._block[0],
+            width=self._block[1],
+            threads=_threads(grads),
+            grid=self._grid or 0.0,
+        )
+        call("clipped_tiles", grads.dtype, tiles)
+
+    def result(self, dtype: torch.dtype, return_factors: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """The sum, rounded to a dtype where it has no grid, and the factors where asked for."""
+        total = written(self._total) if self._grid is not None else self._total.to(dtype)
+        return (total, self._factors) if return_factors else total
+
+
+def _readable(grads: Tensor) -> Tensor:
+    """In fp32 or fp64, the elements of a sample next to each other, samples anywhere."""
+    grads = grads.detach().resolve_neg().to(torch.promote_types(grads.dtype, torch.float32))
+    each_in_a_row = grads.shape[0] == 0 or grads[0].is_contiguous()
+    return grads if each_in_a_row else grads.contiguous()
+
+
+def _threads(grads: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + grads.numel() // _WORK_OF_A_THREAD)

@@ -1,0 +1,55 @@
+"""The public grid on which clipped gradients are summed and noise is drawn.
+
+A grid is a power of two. Values on it are integer multiples, which fp64 holds and adds exactly as
+long as the integers stay below 2^53, so a sum has the same bits in every order.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+# Of a bound C: C is at least 2^30 grid steps and less than 2^31.
+_BITS = 30
+
+
+def grid_of(bound: float) -> float:
+    """The grid that belongs to a bound, 2^(floor(log2 bound) - 30), from the bound alone.
+
+    Args:
+        bound: what one sample may move a sum by, in L2; positive and finite.
+    """
+    return math.ldexp(1.0, math.frexp(bound)[1] - 1 - _BITS)
+
+
+def check_grid(grid: float) -> None:
+    """Refuse what is no grid.
+
+    Raises:
+        ValueError: grid is not a power of two whose quotients are exact in fp64.
+    """
+    number = isinstance(grid, Real) and not isinstance(grid, bool)
+    if not number or not 2.0**-500 <= grid <= 2.0**500 or math.frexp(grid)[0] != 0.5:
+        raise ValueError(
+            f"grid={grid!r}: expected a power of two as a float; pass grid_of(bound) for the "
+            "bound of the sum"
+        )
+
+
+def truncated(values: Tensor, grid: float) -> Tensor:
+    """Values moved toward zero onto the grid, in fp64, which never lengthens a vector."""
+    return (values.double() / grid).trunc_().mul_(grid)
+
+
+def exact_slots(grid: float, bound: float) -> int:
+    """How many samples of a bound fp64 adds up on a grid without rounding, noise left room for."""
+    return int(2.0**52 // math.ceil(bound / grid))
+
+
+def is_on_grid(values: Tensor, grid: float) -> bool:
+    """Whether all values are integer multiples of the grid."""
+    steps = values.double() / grid
+    return bool(torch.equal(steps, steps.round()))

@@ -1,0 +1,426 @@
+"""A collate function that mixes the entries of a batch is refused before training, by name."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dpflash import PrivacyEngine
+from dpflash.collating import _Trial
+
+IMAGES = [
+    (torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(i)), i * i % 7) for i in range(9)
+]
+TEXTS = [
+    torch.randint(1, 90, (length,), generator=torch.Generator().manual_seed(length))
+    for length in (5, 9, 7, 8, 4, 6)
+]
+
+
+class Entries(Dataset):
+    """A dataset that counts what is read of it."""
+
+    def __init__(self, entries):
+        self.entries = entries
+        self.read = 0
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.entries[index]
+
+
+# What mixes.
+
+
+def mixup(batch, alpha=0.2, chance=1.0):
+    x, y = default_collate(batch)
+    if random.random() < chance:
+        share = np.random.beta(alpha, alpha)
+        x = share * x + (1 - share) * x[torch.randperm(len(x))]
+    return x, y
+
+
+def sometimes_mixup(batch):
+    return mixup(batch, chance=0.5)
+
+
+def even_mixup(batch):
+    assert len(batch) % 2 == 0
+    return mixup(batch)
+
+
+def cutmix(batch):
+    x, y = default_collate(batch)
+    left, others = random.randrange(3), torch.randperm(len(x))
+    x[:, :, :, left : left + 2] = x[others, :, :, left : left + 2]
+    return x, y
+
+
+def with_the_next(batch):
+    x, y = default_collate(batch)
+    return x, 0.9 * y + 0.1 * y.roll(1)
+
+
+def with_the_one_before(batch):
+    x, y = default_collate(batch)
+    x[1:] += 0.01 * x[:-1].clone()
+    return x, y
+
+
+def with_its_mirror(batch):
+    x, y = default_collate(batch)
+    return {"x": (0.7 * x + 0.3 * x.flip(0)).numpy(), "y": y}
+
+
+def centred(batch):
+    x, y = default_collate(batch)
+    return x - x.mean(0), y
+
+
+def weights_that_sum_to_one(batch):
+    return *default_collate(batch), torch.full((len(batch),), 1 / len(batch))
+
+
+def ranks(batch):
+    labels = [y for _, y in batch]
+    return [x for x, _ in batch], [sorted(labels).index(y) for y in labels]
+
+
+def mixed_padded(batch):
+    x = pad_sequence(batch, batch_first=True).float()
+    return 0.5 * x + 0.5 * x[torch.randperm(len(x))]
+
+
+# What does not.
+
+
+def flipped(batch):
+    return default_collate([(x.flip(-1) if random.random() < 0.5 else x, y) for x, y in batch])
+
+
+def noisy(batch):
+    x, y = default_collate(batch)
+    return x + 0.1 * torch.randn_like(x), y
+
+
+class Own:
+    """Random by a generator of its own, now and then."""
+
+    def __init__(self, chance):
+        self.chance = chance
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, batch):
+        return default_collate(
+            [(-x if self.generator.random() < self.chance else x, y) for x, y in batch]
+        )
+
+
+class Counting:
+    """Keeps something between calls."""
+
+    calls = 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        x, y = default_collate(batch)
+        return -x if self.calls % 2 else x, y
+
+
+def by_label(batch):
+    order = sorted(range(len(batch)), key=lambda i: -batch[i][1])
+    return default_collate([batch[i] for i in order]), torch.tensor(order)
+
+
+def as_they_are(batch):
+    return batch
+
+
+def field_by_field(batch):
+    return tuple(zip(*batch, strict=True))
+
+
+def numbered(batch):
+    return *default_collate(batch), torch.arange(len(batch)), len(batch)
+
+
+def padded(batch):
+    return {
+        "ids": pad_sequence(batch, batch_first=True),
+        "relative": torch.tensor([len(x) / max(map(len, batch)) for x in batch]),
+    }
+
+
+def padded_on_the_left(batch):
+    longest = max(map(len, batch))
+    return torch.stack([torch.cat([x.new_zeros(longest - len(x)), x]) for x in batch])
+
+
+def time_first(batch):
+    return pad_sequence(batch), [len(x) for x in batch]
+
+
+def cut_to_the_shortest(batch):
+    return torch.stack([x[: min(map(len, batch))] for x in batch])
+
+
+def four_fields(batch):
+    return default_collate([(x, y, x.sum(), -y) for x, y in batch])
+
+
+def packed(batch):
+    return torch.cat(batch)[None], torch.tensor([0, *map(len, batch)]).cumsum(0)
+
+
+def masked(batch):
+    ids = pad_sequence(batch, batch_first=True)
+    mask = torch.bernoulli(torch.full(ids.shape, 0.15)).bool()
+    words = torch.randint(90, ids.shape)
+    return torch.where(mask, words, ids), ids.masked_fill(~mask, -100)
+
+
+def masked_in_two_rounds(batch):
+    """Each round draws as often as the entries want, so a longer one shifts the others' draws."""
+    batch = [x.clone() for x in batch]
+    for ids in batch:
+        for t in range(len(ids)):
+            if ids[t] % 3 == 0 and random.random() < 0.5:
+                ids[t] = 91
+    for ids in batch:
+        for t in range(len(ids)):
+            if ids[t] % 2 == 0 and random.random() < 0.3:
+                ids[t] = 92
+    return pad_sequence(batch, batch_first=True)
+
+
+def in_place(batch):
+    for ids in batch:
+        ids.add_(1)
+    return pad_sequence(batch, batch_first=True)
+
+
+class Batch:
+    """A class that the trial does not know."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def of_a_class_of_its_own(batch):
+    return Batch(pad_sequence(batch))
+
+
+def raising(batch):
+    raise KeyError("no such column")
+
+
+MIXING = [
+    (function, IMAGES)
+    for function in (
+        mixup,
+        sometimes_mixup,
+        even_mixup,
+        cutmix,
+        with_the_next,
+        with_the_one_before,
+        with_its_mirror,
+        centred,
+        weights_that_sum_to_one,
+        ranks,
+    )
+] + [(mixed_padded, TEXTS)]
+INNOCENT = [
+    (function, IMAGES)
+    for function in (
+        default_collate,
+        flipped,
+        noisy,
+        Own(0.5),
+        Own(0.02),
+        Counting(),
+        by_label,
+        as_they_are,
+        field_by_field,
+        numbered,
+        four_fields,
+    )
+] + [
+    (function, TEXTS)
+    for function in (
+        padded,
+        padded_on_the_left,
+        time_first,
+        cut_to_the_shortest,
+        packed,
+        masked,
+        masked_in_two_rounds,
+        in_place,
+        of_a_class_of_its_own,
+    )
+]
+# As many tokens as entries in a batch of the trial.
+INNOCENT += [(time_first, [ids[:4] for ids in TEXTS])]
+
+
+def named(case):
+    return getattr(case, "__name__", type(case).__name__) if callable(case) else ""
+
+
+def make(collate, entries, *, workers=0, model=None, seed=0, **options):
+    model = nn.Linear(2, 2) if model is None else model
+    loader = DataLoader(entries, batch_size=4, collate_fn=collate, num_workers=workers)
+    return PrivacyEngine(accountant="rdp", seed=seed).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("collate", "entries"), MIXING, ids=named)
+def test_a_function_that_mixes_entries_is_refused_by_its_name(collate, entries):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"collate_fn={collate.__name__} mixes the entries"):
+        make(collate, Entries(entries), model=model)
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize(("collate", "entries"), INNOCENT, ids=named)
+def test_a_function_that_makes_each_row_of_its_own_entry_is_taken(collate, entries):
+    before = [tuple(e) if isinstance(e, tuple) else e.clone() for e in entries]
+    make(collate, Entries(entries))
+    for entry, known in zip(entries, before, strict=True):
+        assert entry == known if isinstance(entry, tuple) else torch.equal(entry, known)
+
+
+def test_draws_that_depend_on_other_entries_are_no_mixing():
+    """Two entries draw equally often in all, and not in each round: the third gets others."""
+
+    def in_two_rounds(batch):
+        rounds = [[sum(random.random() for _ in range(n)) for *_, n in batch]]
+        rounds += [[sum(random.random() for _ in range(n)) for _, n, _ in batch]]
+        return torch.tensor([[x, *y] for (x, *_), *y in zip(batch, *rounds, strict=True)])
+
+    assert not _Trial(in_two_rounds, [(1.0, 1, 2), (2.0, 2, 1), (3.0, 3, 3)]).mixes()
+    for case in range(4):
+        generator = torch.Generator().manual_seed(case)
+        lengths = torch.randint(3, 8, (6,), generator=generator).tolist()
+        entries = [torch.randint(1, 90, (n,), generator=generator) for n in lengths]
+        assert not _Trial(masked_in_two_rounds, entries).mixes()
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
+def test_every_sampling_has_the_trial(sampling):
+    with pytest.raises(ValueError, match="centred mixes"):
+        make(centred, Entries(IMAGES), sampling=sampling)
+
+
+def test_a_target_epsilon_has_the_trial():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="centred mixes"):
+        PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(Entries(IMAGES), batch_size=4, collate_fn=centred),
+            target_epsilon=3.0,
+            target_delta=1e-3,
+            epochs=1,
+            max_grad_norm=1.0,
+        )
+
+
+@pytest.mark.parametrize("entries", [IMAGES[:1], IMAGES[:2], IMAGES[:3]], ids=len)
+def test_few_entries_are_enough(entries):
+    make(by_label, Entries(entries))
+    if len(entries) > 1:
+        with pytest.raises(ValueError, match="centred mixes"):
+            make(centred, Entries(entries))
+
+
+def test_a_function_without_a_name_is_refused_by_its_class():
+    with pytest.raises(ValueError, match="collate_fn=partial mixes"):
+        make(functools.partial(mixup, alpha=1.0), Entries(IMAGES))
+
+
+def test_no_value_is_in_the_message():
+    entries = [(torch.full((3,), 1234.5 + i), 98765 + i) for i in range(4)]
+    with pytest.raises(ValueError) as caught:
+        make(ranks, Entries(entries))
+    assert "1234" not in str(caught.value) and "9876" not in str(caught.value)
+
+
+@pytest.mark.parametrize("collate", [mixup, masked, raising, in_place], ids=named)
+def test_the_trial_leaves_the_users_random_numbers_alone(collate):
+    def drawn():
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    def seeded():
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+
+    model = nn.Linear(2, 2)
+    seeded()
+    expected = drawn()
+    seeded()
+    entries = IMAGES if collate is mixup else TEXTS
+    try:
+        make(collate, Entries(entries), model=model)
+    except ValueError:
+        assert collate is mixup
+    assert drawn() == expected
+
+
+def test_a_function_or_dataset_that_raises_is_left_to_the_loop():
+    make(raising, Entries(IMAGES))
+
+    class Gone(Entries):
+        def __getitem__(self, index):
+            raise OSError("gone")
+
+    make(centred, Gone(IMAGES))
+    make(centred, Entries([(nn.Linear(1, 1).weight * 1, i) for i in range(4)]))  # not copied
+
+
+@pytest.mark.parametrize("entries", [9, 1000])
+def test_a_handful_of_entries_is_read_and_none_for_torchs_own_function(entries):
+    dataset = Entries([IMAGES[i % 9] for i in range(entries)])
+    make(default_collate, dataset)
+    make(None, dataset)
+    assert dataset.read == 0
+    make(by_label, dataset)
+    assert dataset.read == 6
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_with_loader_workers_they_try_what_they_fetched(sampling):
+    """What a dataset opens as it is read is not open when workers are forked."""
+    dataset = Entries(IMAGES)
+    *_, loader = make(centred, dataset, workers=1, sampling=sampling)
+    assert dataset.read == 0
+    # As a worker calls it.
+    with pytest.raises(ValueError, match="centred mixes the entries"):
+        loader.collate_fn(IMAGES[:4])
+    calls = []
+    *_, loader = make(lambda b: calls.append(b) or by_label(b), dataset, workers=1)
+    tried = []
+    for count in (1, 4, 4):
+        calls.clear()
+        loader.collate_fn(IMAGES[:count])
+        tried.append(len(calls) > 1)
+    assert tried == [False, True, False]
+
+
+@pytest.mark.slow
+def test_what_a_worker_found_ends_the_loop():
+    *_, loader = make(centred, Entries(IMAGES), workers=1)
+    with pytest.raises(ValueError, match="centred mixes the entries"):
+        list(loader)

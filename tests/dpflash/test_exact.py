@@ -1,0 +1,208 @@
+"""Exact release: sums are integers times a public grid, and noise is added before any rounding."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from dpflash import release as release_module
+from dpflash.kernels import NoiseStream, grid_of
+from dpflash.kernels.grid import is_on_grid
+
+EXACT = [{"way": "stored"}, {"clipping": "per_layer", "exact": True}, {"clipping": "per_block"}]
+ROUNDED = [{"way": "book_keeping"}, {"way": "two_pass"}, {"way": "stored", "exact": False}]
+
+
+def names(kinds):
+    return ["-".join(map(str, kind.values())) for kind in kinds]
+
+
+exact_kind = pytest.mark.parametrize("kind", EXACT, ids=names(EXACT))
+every_kind = pytest.mark.parametrize("kind", EXACT + ROUNDED, ids=names(EXACT + ROUNDED))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def losses_of(module, x):
+    return module(x).square().mean((1, 2))
+
+
+def data(count=12):
+    torch.manual_seed(1)
+    return torch.randn(count, 7, 5)
+
+
+def integer_losses(module, x):
+    """Per-sample gradients of a `Linear` that are exact in fp32, whatever the batch."""
+    return (module(x) * torch.tensor([1.0, -2.0, 4.0])).sum(1)
+
+
+def integer_data(count=12):
+    torch.manual_seed(1)
+    return torch.randint(-8, 9, (count, 5)).float()
+
+
+def steps_in_grid(total, grid):
+    """A total as integers, in exact arithmetic."""
+    found = [Fraction(value) / Fraction(grid) for value in total.double().flatten().tolist()]
+    assert all(value.denominator == 1 for value in found)
+    return [int(value) for value in found]
+
+
+@exact_kind
+@pytest.mark.parametrize("bound", [0.3, 1.0, 2.0**0.5, 1e-6, 1e4])
+def test_one_sample_is_an_integer_vector_no_longer_than_the_bound(bound, kind, private, sums):
+    grid = grid_of(bound)
+    engine, made, _, _ = private(model(), data(), max_grad_norm=bound, **kind)
+    engine.backward(losses_of(made, data()[:1]) * 1e9)
+    square = 0
+    for total in sums(engine, made).values():
+        square += sum(value * value for value in steps_in_grid(total, grid))
+    assert square <= (Fraction(bound) / Fraction(grid)) ** 2
+    assert square >= (Fraction(bound) / Fraction(grid)) ** 2 * Fraction(1, 4)
+    assert engine.rounded_sums == ()
+
+
+@exact_kind
+def test_the_sum_of_a_batch_is_the_sum_of_its_parts_in_every_order(kind, private, sums):
+    def of(rows):
+        engine, made, _, _ = private(model(), data(), max_grad_norm=0.05, **kind)
+        total = {}
+        for row in rows:
+            engine._tracker.backward_done = False
+            engine.backward(losses_of(made, data()[row : row + 1]))
+            total = sums(engine, made)
+        return total
+
+    first, second = of(range(9)), of(reversed(range(9)))
+    for name in first:
+        assert first[name].dtype == torch.float64
+        assert torch.equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.3])
+@exact_kind
+def test_microbatches_change_no_bit_of_a_release(noise_multiplier, kind, private):
+    released = []
+    for size in (1, 2, 5, None):
+        torch.manual_seed(0)
+        engine, made, optimizer, loader = private(
+            nn.Linear(5, 3),
+            integer_data(),
+            batch_size=8,
+            physical_batch_size=size,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=3.0,
+            **kind,
+        )
+        for (x,) in loader:
+            engine.backward(integer_losses(made, x))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.releases == 2
+        released.append(torch.cat([p.detach().flatten() for p in made.parameters()]))
+    for other in released[1:]:
+        assert torch.equal(other, released[0])
+
+
+@every_kind
+def test_what_leaves_is_a_function_of_grid_sum_plus_noise(kind, private, monkeypatch):
+    """Without noise the sum, rounded to the grid; with noise that plus integers, rounded once."""
+    bound, runs = 0.7, []
+    for noise_multiplier in (0.0, 1.5):
+        torch.manual_seed(0)
+        runs.append(
+            private(
+                model(),
+                data(),
+                batch_size=6,
+                physical_batch_size=2,
+                max_grad_norm=bound,
+                noise_multiplier=noise_multiplier,
+                **kind,
+            )
+        )
+    (quiet, still, _, still_loader), (engine, made, optimizer, loader) = runs
+    for (x,), (y,) in zip(still_loader, loader, strict=True):
+        quiet.backward(losses_of(still, x))
+        engine.backward(losses_of(made, y))
+        if engine._tracker.current.last:
+            break
+        optimizer.step()
+    grid = grid_of(bound)
+    std = math.nextafter(1.5 * bound, math.inf)
+    for number, (one, other) in enumerate(zip(still.parameters(), made.parameters(), strict=True)):
+        total = (quiet._backward.sums[one].double() / grid).round() * grid
+        stream = NoiseStream(
+            std=std, grid=grid, key=engine._noise_key(), step=0, parameter_id=number
+        )
+        noisy = stream.add_to_(total.clone().contiguous())
+        assert is_on_grid(noisy, grid)
+        assert torch.equal(other.grad, noisy.float())
+    optimizer.step()
+    assert all(torch.equal(p.grad, p.grad.float()) for p in made.parameters())
+
+
+@pytest.mark.parametrize("kind", ROUNDED, ids=names(ROUNDED))
+def test_rounded_sums_are_named(kind, private):
+    engine, made, _, _ = private(model(), data(), **kind)
+    engine.backward(losses_of(made, data()[:4]))
+    assert "0.weight" in engine.rounded_sums
+    assert any(not use.exact for use in engine.plan())
+    assert "rounded" in str(engine.plan())
+
+
+def test_exact_sums_are_named_in_the_plan(private):
+    engine, made, _, _ = private(model(), data(), exact=True)
+    engine.backward(losses_of(made, data()[:4]))
+    assert all(use.exact and use.way == "stored" for use in engine.plan())
+    assert "exact" in str(engine.plan()) and "rounded" not in str(engine.plan())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"exact": "yes"}, "exact='yes'"),
+        ({"exact": 1}, "exact=1"),
+        ({"exact": True, "way": "book_keeping"}, "way='book_keeping'"),
+        ({"exact": True, "max_grad_norm": math.inf}, "max_grad_norm=inf"),
+        ({"noise_multiplier": 2.0**14}, "noise_multiplier=16384"),
+        ({"batch_size": 3_000_000}, "batch_size"),
+    ],
+    ids=["yes", "one", "way", "inf", "noise", "batch"],
+)
+def test_what_cannot_be_exact_is_refused(options, message, private):
+    big = torch.zeros(3_000_000, 1) if "batch_size" in options else data()
+    with pytest.raises(ValueError, match=message):
+        private(model(), big, **options)
+
+
+def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
+    """`.grad` gets the whole sum anew in each microbatch, unless something else is in it."""
+    engine, made, optimizer, loader = private(
+        model(), data(), batch_size=6, physical_batch_size=2, way="stored"
+    )
+    for number, (x,) in enumerate(loader):
+        losses = losses_of(made, x)
+        if number == 0:
+            losses = losses + 0.1 * made[0].weight.sum()
+        engine.backward(losses)
+        if engine._tracker.current.last:
+            break
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is not the clipped"):
+        optimizer.step()
+
+
+def test_the_noise_multiplier_is_never_rounded_down(monkeypatch):
+    parameter = nn.Parameter(torch.zeros(3))
+    for sigma, bound in ((1.1, 0.3), (1 / 3, 1e-5), (3.0, 7.7)):
+        made = release_module.Release(sigma, bound, bytes(32), 0, {parameter: 0})
+        stream = made.noise_for(parameter)
+        assert Fraction(stream.std) >= Fraction(sigma) * Fraction(bound)
+        assert stream.grid == grid_of(bound)

@@ -1,0 +1,83 @@
+"""Noise is refused while a CUDA stream captures a graph, whose replays would repeat it.
+
+There may be no GPU: what PyTorch answers about the stream is replaced.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from dpflash import kernels
+from dpflash.kernels import NoiseStream, gaussian_noise_
+
+STREAM = NoiseStream(std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
+OPERANDS = {
+    "grads": torch.ones(2, 5, 4),
+    "factors": torch.ones(2),
+}
+
+
+def with_noise():
+    """Every public operation that adds noise to its result, with operands."""
+    found = {}
+    for name in kernels.__all__:
+        operation = getattr(kernels, name)
+        if callable(operation) and not inspect.isclass(operation):
+            parameters = inspect.signature(operation).parameters
+            if "noise" in parameters:
+                found[name] = {k: v for k, v in OPERANDS.items() if k in parameters}
+    return found
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def add_noise(out):
+    return gaussian_noise_(out, std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
+
+
+@pytest.mark.parametrize("add", [add_noise, STREAM.add_to_], ids=["function", "stream"])
+def test_noise_in_place_is_refused_while_a_stream_captures(add, capturing):
+    out = torch.zeros(8)
+    with pytest.raises(RuntimeError, match="capturing"):
+        add(out)
+    assert not out.any()
+
+
+def test_the_operation_with_noise_is_the_one_that_is_known():
+    assert sorted(with_noise()) == ["clip_reduce"]
+
+
+@pytest.mark.parametrize("name", with_noise())
+def test_fused_noise_is_refused_while_a_stream_captures(name, capturing):
+    operation, operands = getattr(kernels, name), with_noise()[name]
+    with pytest.raises(RuntimeError, match="capturing"):
+        operation(**operands, noise=STREAM)
+    assert torch.is_tensor(operation(**operands))
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_noise_is_added_where_nothing_captures(initialized, monkeypatch):
+    def answer():
+        assert initialized, "asked though CUDA was never used: a build without it raises then"
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
+    assert add_noise(torch.zeros(8)).all()
+
+
+@pytest.mark.gpu
+def test_a_real_capture_is_seen():
+    out = torch.zeros(8, device="cuda")
+    add_noise(out)
+    before = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="capturing a graph"), torch.cuda.graph(graph):
+        add_noise(out)
+    torch.cuda.synchronize()
+    assert torch.equal(out, before)
