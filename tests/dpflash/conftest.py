@@ -107,7 +107,7 @@ def private():
 
 @pytest.fixture
 def one_batch_a_draw(monkeypatch):
-    """So many slots that each draw is one physical batch, where no physical_batch_size is given."""
+    """So many slots that each draw is one physical batch, without a physical_batch_size."""
 
     def slots(num_samples, sample_rate, *, ranks=1, at_most=None, cap=None):
         return at_most or -(-num_samples // ranks)
