@@ -142,9 +142,12 @@ class LeveledForward:
             state.restore()
             if allowed is not None:
                 allowed.restore()
+            held = _held_tensors(module)
             try:
                 self._noted(second, lambda: self._again(module, *others))
             finally:
+                for owner, tensors_of in held:
+                    owner.__dict__.update(tensors_of)
                 if after is not None:
                     after.restore()
         refusal = refusal or first_difference(first, second, replacement.kept)
@@ -300,6 +303,15 @@ def _drop(x: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise AssertionError("a backward through a forward of which only the results count")
+
+
+def _held_tensors(module: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Tensors that modules keep as plain attributes, as for a loss of what they saw."""
+    found = [
+        (child, {name: x for name, x in child.__dict__.items() if isinstance(x, Tensor)})
+        for child in module.modules()
+    ]
+    return [(child, tensors) for child, tensors in found if tensors]
 
 
 def _is_low(output: Any) -> bool:
