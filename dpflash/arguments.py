@@ -12,11 +12,11 @@ from torch import nn
 
 from dpflash.kernels import exact_slots, grid_of
 
-from ._validate import one_of, positive_int
+from ._validate import one_of, positive, positive_int
 from .attach import owners, tileable
 from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
 from .optimizer import PrivateOptimizer
-from .sampling import SAMPLINGS
+from .sampling import SAMPLINGS, PublicSize
 
 # Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14
@@ -29,7 +29,7 @@ _REFUSED = {
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
     "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
     "wrap_model": "the model is never wrapped; it comes back as the same object",
-    "rand_on_empty": "empty batches are yielded with zero samples",
+    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
 }
 
 
@@ -103,6 +103,43 @@ def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
             f"data_loader.batch_size={expected_batch_size:g}: expected at most "
             f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
         )
+
+
+def public_size_of(
+    sampling: str,
+    dataset_size: int | None,
+    sample_rate: float | None,
+    steps_per_epoch: int | None,
+) -> PublicSize | None:
+    """The public numbers that are declared instead of the dataset's own size; None for none."""
+    given = {
+        "dataset_size": dataset_size,
+        "sample_rate": sample_rate,
+        "steps_per_epoch": steps_per_epoch,
+    }
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if not named:
+        return None
+    if sampling != "poisson":
+        raise ValueError(
+            f"{named[0]} with sampling={sampling!r}, whose neighboring relation takes the size of "
+            "the dataset for public; leave it out, or use sampling='poisson'"
+        )
+    if (sample_rate is None) != (steps_per_epoch is None):
+        raise ValueError(f"{named[0]}: sample_rate and steps_per_epoch come together; pass both")
+    if dataset_size is not None:
+        positive_int(dataset_size=dataset_size)
+        if sample_rate is not None:
+            raise ValueError(
+                f"{', '.join(named)}: the size gives the rate; pass dataset_size, or sample_rate "
+                "with steps_per_epoch"
+            )
+    if sample_rate is not None:
+        positive(sample_rate=sample_rate)
+        if sample_rate > 1:
+            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
+        positive_int(steps_per_epoch=steps_per_epoch)
+    return PublicSize(dataset_size, sample_rate, steps_per_epoch)
 
 
 def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -146,7 +146,8 @@ class ContextGate(Gate):
         share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        matrix = share.view(self.batch_size, share.shape[1] // width, width) * scale
+        own = owner.rows.only(share) * scale
+        matrix = own.view(self.batch_size, share.shape[1] // width, width)
         dtype = share.dtype if owner.grid is None else torch.float64
         total, factors = share.new_zeros(0, dtype=dtype), share.new_ones(self.batch_size, 0)
         if matrix.shape[1]:

@@ -27,6 +27,7 @@ from .arguments import (
     check_exact,
     check_slots,
     make_groups,
+    public_size_of,
     refuse_keywords,
     sampling_of,
     trained_parameters,
@@ -48,12 +49,14 @@ from .joining import (
     require_same_data,
 )
 from .leveled import LeveledForward
+from .masks import SecretMasks
 from .mesh import Workers
 from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
 from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
 from .proof import Proof, allow_second_backwards
+from .public_facts import PublicFacts
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
@@ -98,8 +101,9 @@ class PrivacyEngine:
             them; every worker makes the same calls, on the same data set (of which some entries
             are compared). None for a process by itself.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
-            None for the samplers' own ("add_remove" for Poisson sampling, "replace_one" for
-            fixed-size batches, "zero_out" for shuffled ones, foreign ones and mixtures).
+            None for the samplers' own ("add_remove" for Poisson sampling with a public
+            dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
+            "replace_one" for fixed-size batches).
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
@@ -188,6 +192,10 @@ class PrivacyEngine:
         sampling: str | None = None,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
+        dataset_size: int | None = None,
+        sample_rate: float | None = None,
+        steps_per_epoch: int | None = None,
+        public_length: int | None = None,
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
@@ -223,10 +231,23 @@ class PrivacyEngine:
                 anew) or "shuffled" (the loader's own passes); None for what poisson_sampling
                 says. Epsilon is that of the sampler: a shuffled pass costs one Gaussian step,
                 an upper bound without amplification.
-            physical_batch_size: upper bound of a batch that the loader yields to a worker;
-                logical batches above it come in parts and step() waits for the last.
+            physical_batch_size: upper bound of a batch that the loader yields to a worker. All
+                of them have one public number of rows, `loader.slots`, at most this one; without
+                it as many as leave about 10% of all rows empty on average. A draw comes in as
+                many of them as it needs, and step() waits for the last.
             max_batch_size: of a Poisson draw with more samples only so many are kept. What that
-                costs is accounted for; well above batch_size it is next to nothing.
+                costs is accounted for; well above batch_size it is next to nothing. Where
+                physical_batch_size holds so many too, every draw is one batch of so many rows.
+            dataset_size: the size of the dataset that may be known to everybody. Sample rate,
+                steps of a pass and the divisor come from it alone; the number of entries, which
+                is private, may be another and is never compared with it. With max_batch_size it
+                must not be less, or cuts are likelier than accounted for. None takes the number
+                of entries for public, and the relation is "zero_out". Poisson sampling only.
+            sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
+            steps_per_epoch: draws of a pass over the loader, with sample_rate.
+            public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
+                other shapes than the first is refused then; `dpflash.sampling.PadTo` pads to it,
+                and declares it by itself.
             loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
                 scalar that is that reduction over samples; None for engine.backward(losses).
                 "mean" in full float32 only: where parameters, autocast (that of a level too) or
@@ -263,10 +284,15 @@ class PrivacyEngine:
         on with the next batches. Of a scalar loss (loss_reduction) the rows of its gradient at
         the model's outputs are weighted, so what makes the scalar of them is not proven.
 
-        In 16 bit (parameters, or autocast: that of "balanced" and "aggressive" too) the batch's
-        size chooses the kernels that round the model's products. A sample more may then round
-        the gradients of all others anew, beyond the bound: on a CPU one sample was seen to move
-        the sum by 1.0009 max_grad_norm, by 1.0083 where model and data were searched for it.
+        Batches of the private loader have a public number of rows, and a sample's row is secret
+        and does not depend on the others, so a sample more changes none of the kernels that round
+        the others' gradients, in any dtype. Rows that are not samples (`~loader.is_real`) count
+        for nothing, whatever their losses. Keep the loader's order of rows up to the losses.
+        Three kinds of batches have no such rows: those of Opacus' BatchMemoryManager, those that
+        did not come from the loader, and those of a collate_fn that pads to the longest sample,
+        whose lengths are not public. There a sample more may round the others anew, beyond the
+        bound: in 16 bit one was seen to move the sum by 1.0009 max_grad_norm, by 1.0083 where
+        model and data were searched for it. `engine.public` tells what a run has.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -316,6 +342,7 @@ class PrivacyEngine:
         if physical_batch_size is not None:
             positive_int(physical_batch_size=physical_batch_size)
         sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
+        public_size = public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch)
         if budget is not None and not isinstance(budget, PrivacyBudget):
             raise ValueError(
                 f"budget={budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
@@ -340,6 +367,8 @@ class PrivacyEngine:
                 physical_batch_size=physical_batch_size,
                 max_batch_size=max_batch_size,
                 share=(self._workers.data_rank, self._workers.data_size),
+                public_size=public_size,
+                public_length=public_length,
             )
             check_slots(loader.expected_batch_size, max_grad_norm)
             refuse_mixing(data_loader)
@@ -386,6 +415,7 @@ class PrivacyEngine:
                 "optimize": optimize,
                 "exact": exact,
                 "sampling": self._sampling_of(loader),
+                "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
                 "physical_batch_size": physical_batch_size,
                 "loss_reduction": loss_reduction,
                 "budget": budget,
@@ -412,6 +442,7 @@ class PrivacyEngine:
         backward.before_backward = tracker.before_backward
         backward.begin_release = private_optimizer.begin_release
         backward.place = tracker.place
+        backward.rows.source = tracker.real_rows
 
         def abandon() -> None:
             private_optimizer.forget_signals()
@@ -445,7 +476,15 @@ class PrivacyEngine:
         if verify_first_batch:
             allow_second_backwards()
         attach(module, backward)
-        self._leveled = LeveledForward(module, backward, optimization, unchanged)
+
+        def place() -> tuple[object, ...]:
+            return (private_optimizer.releases, tracker.place(), self._workers.data_rank)
+
+        devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
+        masks = SecretMasks(devices, self._noise_key, place)
+        self._leveled = LeveledForward(
+            module, backward, optimization, unchanged, masks, loader.order
+        )
         self._leveled.put()
         _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker
@@ -471,6 +510,10 @@ class PrivacyEngine:
         sampling: str | None = None,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
+        dataset_size: int | None = None,
+        sample_rate: float | None = None,
+        steps_per_epoch: int | None = None,
+        public_length: int | None = None,
         loss_reduction: str | None = None,
         memory_budget: int | None = None,
         budget: PrivacyBudget | None = None,
@@ -484,7 +527,7 @@ class PrivacyEngine:
 
         Args:
             target_epsilon: epsilon > 0 at the end of training.
-            target_delta: delta in (0, 1), well below 1 / len(dataset).
+            target_delta: delta in (0, 1), well below 1 / size of the dataset.
             epochs: passes over the loader, >= 1.
             budget: a limit on the sum of what was spent before and is spent from now on, while
                 target_epsilon is for the coming epochs alone.
@@ -509,12 +552,12 @@ class PrivacyEngine:
             sampling=sampling,
             key=bytes(32),
             max_batch_size=max_batch_size,
+            public_size=public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch),
         )
-        num_samples = len(data_loader.dataset)  # type: ignore[arg-type]
-        if target_delta >= 1 / num_samples:
+        if target_delta >= 1 / drawn.dataset_size:
             warnings.warn(
-                f"target_delta={target_delta!r} is not below 1 / {num_samples} entries of the "
-                "data: releasing one of them outright would be allowed; choose it well below",
+                f"target_delta={target_delta!r} is not below 1 / {drawn.dataset_size} entries of "
+                "the data: releasing one of them outright would be allowed; choose it well below",
                 stacklevel=2,
             )
         if not self._spending.is_empty:
@@ -545,6 +588,10 @@ class PrivacyEngine:
             sampling=sampling,
             physical_batch_size=physical_batch_size,
             max_batch_size=max_batch_size,
+            dataset_size=dataset_size,
+            sample_rate=sample_rate,
+            steps_per_epoch=steps_per_epoch,
+            public_length=public_length,
             loss_reduction=loss_reduction,
             memory_budget=memory_budget,
             budget=budget,
@@ -561,8 +608,9 @@ class PrivacyEngine:
         """Add the clipped gradients of a batch to the logical batch's sum.
 
         Args:
-            losses: [B], one number per sample, computed from that sample alone. A scalar only
-                where make_private got loss_reduction.
+            losses: [B], one number for each row of the batch in the loader's order, computed from
+                that row alone; those of padding rows count for nothing. A scalar only where
+                make_private got loss_reduction.
 
         Raises:
             ValueError: for another shape, or a number of losses that is not the batch's.
@@ -571,7 +619,7 @@ class PrivacyEngine:
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
-            16 bit up to how the other samples are rounded, see `make_private`.
+            batches without public slots up to how the others are rounded, see `make_private`.
         """
         backward = self._attached()
         if not isinstance(losses, Tensor):
@@ -728,7 +776,8 @@ class PrivacyEngine:
         True, or False where make_private(verify_first_batch=False) left that out; "pending" until
         enough samples were seen, and every layer that ran had gradients that are not zero;
         "gradients" where only these are proven, since no call of the model itself was seen in
-        which samples could be replaced. It depends on the data no more than a refusal does.
+        which samples could be replaced (its layers are called one by one, or it went through
+        your own torch.compile). It depends on the data no more than a refusal does.
 
         Raises:
             ValueError: no model is private.
@@ -755,7 +804,24 @@ class PrivacyEngine:
                 "per-sample gradients, so nothing is planned; engine.optimization tells what that "
                 "takes. Pass optimize='balanced' for a planned model"
             )
-        return explain_plan(backward)
+        return explain_plan(backward, self.public)
+
+    @property
+    def public(self) -> PublicFacts:
+        """What of the batches is public: slots, lengths, the dataset's size; as text, by line.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        self._require_private("public")
+        assert self._loader is not None
+        return PublicFacts(
+            slots=self._loader.slots,
+            others=self._unamplified or self._tracker.signalled,
+            lengths=str(self._loader.lengths),
+            dataset_size=self._loader.dataset_size,
+            is_declared=self._loader.has_public_size,
+        )
 
     @property
     def rounded_sums(self) -> tuple[str, ...]:
@@ -954,7 +1020,8 @@ class PrivacyEngine:
         """Numbers for the eyes of who trains. PRIVATE: no epsilon covers them; do not release.
 
         Returns:
-            per_sample_norms: [B] of the last backward (of the last group when per_layer);
+            per_sample_norms: of the samples of the last backward, padding rows left out (of the
+            last group when per_layer);
             clip_fraction and nonfinite_samples: over all samples so far.
         """
         backward = self._attached()
@@ -991,7 +1058,7 @@ class PrivacyEngine:
     def _sampling_of(loader: PrivateDataLoader) -> dict[str, Any]:
         return {
             "sampler": loader.sampler_name,
-            "num_samples": len(loader.dataset),  # type: ignore[arg-type]
+            "num_samples": loader.dataset_size,
             "expected_batch_size": loader.expected_batch_size,
             "max_batch_size": loader.max_batch_size,
         }

@@ -14,6 +14,7 @@ from .ceilings import Ceilings
 from .clipping import Group
 from .gate import PrivateBackward
 from .planner import LinearShape, cost
+from .public_facts import PublicFacts
 
 _COLUMNS = 110
 _SHORTEST_NAME = 20
@@ -94,10 +95,12 @@ class ClippingPlan:
     Attributes:
         uses: one a parameter.
         ceilings: of the device, by which costs were predicted and ways chosen.
+        public: what of the batches is public.
     """
 
     uses: tuple[PlannedUse, ...]
     ceilings: Ceilings
+    public: PublicFacts
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
@@ -126,7 +129,8 @@ class ClippingPlan:
         return (
             f"{_table(list(zip(names, figures, strict=True)))}\n"
             f"+ beyond a non-private backward; time: share of the predicted {predicted:.3g} ms\n"
-            f"ceilings: {self.ceilings}"
+            f"ceilings: {self.ceilings}\n"
+            f"{self.public}"
         )
 
 
@@ -152,7 +156,7 @@ def _tiles(weight: nn.Parameter) -> int:
     return math.prod(-(-size // side) for size, side in zip(weight.shape, BLOCK, strict=True))
 
 
-def explain_plan(backward: PrivateBackward) -> ClippingPlan:
+def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
     if not backward.last_shapes:
         raise ValueError(
@@ -175,6 +179,7 @@ def explain_plan(backward: PrivateBackward) -> ClippingPlan:
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
         planned.ceilings,
+        public,
     )
 
 

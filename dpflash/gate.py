@@ -50,6 +50,7 @@ from .proof import OFF
 from .rehearsal import ForwardRows
 from .release import Release
 from .sharding import is_sharded, reduce_to_part
+from .slots import RealRows
 from .twice import BackwardsDiffer, First, Second
 from .watch import Watch, refuse_together
 from .workers import agree, gather_rows
@@ -301,7 +302,7 @@ class Gate:
             return owner.factors
         scale = self.batch_size if owner.loss_reduction == "mean" else 1
         squares = self.finish_norms(grads) * scale**2
-        factors = clip_factors(squares, self.bound, owner.clip_function)
+        factors = owner.rows.only(clip_factors(squares, self.bound, owner.clip_function))
         owner.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
@@ -345,10 +346,12 @@ class Gate:
         if owner.grid is None:
             owner.rounded.add(owner.names[parameter])
         if kept is not None and grad is None:
+            # Factors are made tile by tile, so padding rows lose their gradients instead.
+            kept.linear = [(x, owner.rows.only(dy)) for x, dy in kept.linear]
             total, factors = kept.block_clipped(self.bound, owner.grid, into, scale=scale)
         else:
             assert grad is not None
-            dense = grad if kept is None else grad + kept.dense()
+            dense = owner.rows.only(grad if kept is None else grad + kept.dense())
             total, factors = block_clip_reduce(
                 dense * scale, self.bound, grid=owner.grid, into=into, return_factors=True
             )
@@ -398,6 +401,7 @@ class PrivateBackward:
         release: the release under way, from its payment to the end of the optimizer's step.
         batch_hint: size of the physical batch last drawn, None when batches are not ours.
         place: (draw, part) of the physical batch at hand, None when it is not ours.
+        rows: which rows of that batch are samples; the others are given the factor 0.
         convolves: whether the model has modules that convolve, for which cudnn rounds by default.
         proof: whether the model keeps samples apart, as far as it is proven.
         watches: what sees the uses of the backward under way.
@@ -468,6 +472,7 @@ class PrivateBackward:
         self._shared: set[str] = set()
         self._call: _Call | None = None
         self.place: Callable[[], tuple[int, int] | None] = lambda: None
+        self.rows = RealRows()
         self.is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
         self._batch_size: int | None = None
@@ -731,7 +736,8 @@ class PrivateBackward:
             if squares.shape != losses.shape:
                 self._refuse_size(gate.batch_size, losses.shape[0])
             allowed = first.allowed(squares)
-            self.factors = clip_factors(allowed, gate.bound, self.clip_function)
+            factors = clip_factors(allowed, gate.bound, self.clip_function)
+            self.factors = self.rows.only(factors)
             self.note(squares, self.factors)
         del grads
         self._summing = gate
@@ -870,7 +876,8 @@ class PrivateBackward:
 
     def note(self, squares: Tensor | None, factors: Tensor) -> None:
         """Keep what reports show. Private: it depends on the data and is not noised."""
-        self.squared_norms = None if squares is None else squares.detach()
+        factors = self.rows.select(factors)
+        self.squared_norms = None if squares is None else self.rows.select(squares).detach()
         removed = factors == 0
         # A sample that several groups remove is one sample.
         anew = removed if self._removed is None else removed & ~self._removed
@@ -984,6 +991,13 @@ class PrivateBackward:
             for parameter in group.parameters:
                 parameter.grad = None
         self.clear()
+
+    def released(self) -> None:
+        """The logical batch was released, and its parameters are about to change."""
+        self.clear()
+        self.batch_hint = None
+        # They are views of the parameters as they were.
+        self._prepared = []
 
     def clear(self) -> None:
         """Ready for the next logical batch."""

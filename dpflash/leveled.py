@@ -1,7 +1,8 @@
 """What stands around a model's own forward: where a call begins and ends, its proof and its level.
 
 The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
-of both. While the model is not proven, a call is repeated with other samples.
+of both. While the model is not proven, a call is repeated with other samples. The generators of
+random masks are seeded around the forward, see `masks`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .gate import PrivateBackward
 from .grad_rules import PrivateModule
+from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
 from .proof import allow_second_backwards
 from .random_state import RandomState, random_state_kept
 from .rehearsal import ForwardRows, Replacement, first_difference, own_copies
+from .row_order import RowOrder
 from .unchanged import Unchanged
 
 __all__ = ["LeveledForward"]
@@ -53,11 +56,15 @@ class LeveledForward:
         backward: PrivateBackward,
         optimization: Optimization,
         unchanged: Unchanged | None = None,
+        masks: SecretMasks | None = None,
+        order: RowOrder | None = None,
     ):
         self.optimization = optimization
         self.unchanged = unchanged
         self._module = module
         self._backward = backward
+        self._masks = masks
+        self._order = order
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -91,7 +98,9 @@ class LeveledForward:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = _tensors((args, kwargs))
-        with self._backward.call(_first_dimensions(tensors)) as outermost:
+        if self._order is not None and torch.is_grad_enabled():
+            self._order.check(tensors)
+        with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             if self._backward.begin_proof():
@@ -123,7 +132,7 @@ class LeveledForward:
             backward.discard()
             raise RuntimeError(refusal)
         second, layers = ForwardRows(), list(backward.used)
-        replacement = Replacement.drawn(copies, size, proof.draw)
+        replacement = Replacement.drawn(copies, size, first, proof.draw)
         others, changed = replacement.applied(copies)
         if alone and not changed:
             proof.forward_repeated(layers, 0)
@@ -133,9 +142,12 @@ class LeveledForward:
             state.restore()
             if allowed is not None:
                 allowed.restore()
+            held = _held_tensors(module)
             try:
                 self._noted(second, lambda: self._again(module, *others))
             finally:
+                for owner, tensors_of in held:
+                    owner.__dict__.update(tensors_of)
                 if after is not None:
                     after.restore()
         refusal = refusal or first_difference(first, second, replacement.kept)
@@ -165,6 +177,12 @@ class LeveledForward:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
                 dtype = self._autocast_dtype()
                 return self._eagerly(module, dtype, args, kwargs, inner=True)
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Random masks of a forward that trains come from a secret seed."""
+        if self._masks is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
 
     def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()
@@ -287,6 +305,15 @@ def _dropped(packed: None) -> Tensor:
     raise AssertionError("a backward through a forward of which only the results count")
 
 
+def _held_tensors(module: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Tensors that modules keep as plain attributes, as for a loss of what they saw."""
+    found = [
+        (child, {name: x for name, x in child.__dict__.items() if isinstance(x, Tensor)})
+        for child in module.modules()
+    ]
+    return [(child, tensors) for child, tensors in found if tensors]
+
+
 def _is_low(output: Any) -> bool:
     return isinstance(output, Tensor) and output.dtype in _LOW
 
@@ -358,10 +385,9 @@ def _guards(original: type[nn.Module], leveled: LeveledForward, prefix: str) -> 
 
     @functools.wraps(original._apply)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        was_changed = unchanged.refusal() is not None
+        changed = unchanged.changed()
         result = original._apply(self, *args, **kwargs)
-        if not was_changed:
-            unchanged.moved()
+        unchanged.moved(apart_from=changed)
         return result
 
     base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Leveled

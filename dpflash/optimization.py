@@ -7,7 +7,7 @@ aggressive    balanced, per-layer clipping and a compiled forward.
 
 No level changes how much privacy a step costs: batches, noise and clipping are the same. Clipping
 and noise sit in the gates' backward, outside of what is autocast or compiled. What 16 bit does to
-the bound all the same, `_OF_16_BIT` tells.
+the bound of batches without public slots, `_OF_16_BIT` tells.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ _PRIVACY = (
     "and norms, clip factors, sums and noise stay float32 or wider"
 )
 _OF_16_BIT = (
-    "numerics: products in 16 bit are rounded by kernels that the batch's size chooses, so one "
-    "sample more may round the gradients of all others anew, which no bound covers: it was seen "
-    "to move the sum by 1.0009 max_grad_norm, by 1.0083 where that was searched for. With "
-    "optimize='none' or 'conservative' a float32 model has no such kernels"
+    "numerics: products in 16 bit are rounded by kernels that the batch's shape chooses. Batches "
+    "of the private loader have a public number of rows, so no sample chooses for the others. "
+    "BatchMemoryManager's batches, those from elsewhere, and those of a collate_fn that pads to "
+    "the longest sample have not: one sample was seen to move the sum by 1.0009 max_grad_norm "
+    "there, by 1.0083 where that was searched for"
 )
 _CONSERVATIVE = (
     "numerics: those of the model as it is; ways differ by rounding alone",

@@ -15,9 +15,10 @@ WHY_NO_COARSE_MEAN = (
 INSTEAD_OF_A_MEAN = (
     "declare loss_reduction='sum', or call engine.backward(losses) with one loss a sample"
 )
-WHY_NOT_16_BIT = (
-    "the batch's size chooses the kernels that round its products, so that a sample more may move "
-    "the sum by slightly more than max_grad_norm"
+OF_16_BIT = (
+    "16 bit in batches without public slots or lengths (BatchMemoryManager, batches that are not "
+    "the private loader's, a collate_fn that pads to the longest sample): their shape chooses the "
+    "kernels, so that a sample more may move the sum by slightly more than max_grad_norm"
 )
 _COARSE = ("tf32", "bf16")
 # Of torch.backends.

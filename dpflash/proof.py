@@ -83,13 +83,16 @@ class _Progress:
         often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
         return self.is_pending and (often or self.woken)
 
-    def meet(self, names: Iterable[Any]) -> None:
-        """Names that this forward or backward has; new ones are to be proven."""
+    def meet(self, names: Iterable[Any]) -> bool:
+        """Names that this forward or backward has; whether there are new ones, to be proven."""
         new = set(names) - self.known
-        if new:
-            self.known |= new
-            self.unproven |= new
-            self.batches, self.woken = 0, True
+        self.known |= new
+        self.unproven |= new
+        return bool(new)
+
+    def begin_anew(self) -> None:
+        """Try the next batches."""
+        self.batches, self.woken = 0, True
 
     def prove(self, names: Iterable[Any]) -> None:
         names = set(names)
@@ -212,7 +215,7 @@ class Proof:
 
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
-        rng = np.random.default_rng(int.from_bytes(os.urandom(32), "little"))
+        rng = np.random.default_rng(_secret())
         drawn = from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
         return np.frombuffer(drawn, dtype="<i8")
 
@@ -232,11 +235,12 @@ class Proof:
         self._mode_is_new = False
         mode, repeated = self._mode, self._repeated
         self._repeated = False
-        mode.layers.meet(used)
+        if is_new := mode.layers.meet(used):
+            mode.layers.begin_anew()
         if self.group is None and size < 2:
             return False
         mode.layers.missed |= not repeated
-        due = mode.uses.is_due()
+        due = mode.uses.is_due() or is_new
         mode.uses.batches += mode.uses.is_pending
         return due
 
@@ -246,8 +250,8 @@ class Proof:
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor],
         size: int,
-    ) -> Watch:
-        """Run the backward of some samples alone; returns what compares the ordinary one with it.
+    ) -> Watch | None:
+        """Run the backward of some samples alone.
 
         Args:
             owner: whose handles are differentiated by.
@@ -255,16 +259,21 @@ class Proof:
             seeds: gradients by them, `[B, ...]` each.
             size: B.
 
+        Returns:
+            What compares the ordinary backward with it; None where it could not be run.
+
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
         """
-        drawn = self.draw(lambda rng: _weights(size, rng)).astype(bool)
+        loudest = _loudest(outputs, seeds, size)
+        drawn = self.draw(lambda rng: _weights(size, rng, loudest)).astype(bool)
         weighted = _Weighted(torch.from_numpy(drawn))
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not _differentiate(owner, outputs, weights, weighted):
                 return None
         self._mode.uses.woken = False
+        self._mode.uses.meet(weighted.uses)
         refuse_together(weighted.refusal, self.group, _WHAT)
         return _Ordinary(self, weighted)
 
@@ -304,11 +313,10 @@ class Proof:
         uses.samples += best[0]
         for position, value in enumerate(best[1:]):
             slot = (gate.index, position)
+            if value:
+                uses.meet([slot])
             if value == 2:
                 uses.prove([slot])
-            elif value == 1 and slot not in uses.known:
-                uses.known.add(slot)
-                uses.unproven.add(slot)
 
 
 class CrossedBackward(Protocol):
@@ -332,8 +340,8 @@ class _Resting:
         if slot in uses.unproven:
             # A layer whose gradients were all 0 so far may have woken.
             uses.woken = uses.woken or bool(rows[0].any())
-        elif slot not in uses.known and uses.samples:
-            uses.meet([slot])
+        elif uses.samples and uses.meet([slot]):
+            uses.begin_anew()
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         for position, grad in enumerate(grads):
@@ -528,12 +536,30 @@ def _differentiate(
     return True
 
 
-def _weights(size: int, rng: np.random.Generator) -> np.ndarray:
-    """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more."""
+def _secret() -> int:
+    """A number from the operating system, and from none of the run's own streams."""
+    return int.from_bytes(os.urandom(32), "little")
+
+
+def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -> np.ndarray:
+    """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
+
+    Those of the loudest samples are 0, for one of them may set a scale of the batch.
+    """
     while True:
         weights = rng.integers(0, 2, size)
+        weights[list(loudest)] = 0
         if size < 2 or 0 < weights.sum() < size:
             return weights
+
+
+def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
+    """A few samples, those with the greatest losses, or products of outputs and gradients."""
+    sizes = torch.zeros(size, dtype=torch.float64)
+    for x, seed in zip(outputs, seeds, strict=True):
+        products = x.detach().double() * seed.double()
+        sizes += products.abs().unsqueeze(1).flatten(1).sum(1).nan_to_num(0.0, 0.0).cpu()
+    return sizes.argsort(descending=True)[: size // 4].tolist()
 
 
 def _masked(seed: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A forward repeated with other contents for most samples, to see whether the rest changes.
+"""A forward repeated with other contents for half of the samples, to see whether the rest changes.
 
 No gradient shows what a model takes from a batch without differentiating it: detached statistics,
 a scale of the whole batch, routing with a capacity, an order by length.
@@ -6,6 +6,7 @@ a scale of the whole batch, routing with a capacity, an order by length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,10 @@ _CHANGED = (
     "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
     f"sample; engine.check helps to find it. {_OFF}"
 )
-# One in so many samples keeps its contents; the others become copies of those.
-_KEPT = 4
+
+
+# Elements after which an address is aligned as before.
+_ALIGNED = 64
 
 
 class ForwardRows:
@@ -38,6 +41,7 @@ class ForwardRows:
         self.shapes: list[torch.Size] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
+        self._loudest: list[Tensor] = []
 
     def note(self, name: str, x: Tensor) -> None:
         """The input of a layer."""
@@ -54,6 +58,13 @@ class ForwardRows:
         self.shapes.append(x.shape)
         self.summaries.append(row_summaries(x))
         self.dtypes.add(x.dtype)
+        if x.is_floating_point() and x.numel():
+            self._loudest.append(x.detach().abs().reshape(len(x), -1).amax(1).argmax())
+
+    def loudest(self, count: int) -> list[int]:
+        """Up to so many rows, those that had the greatest entry of the batch most often."""
+        rows = [int(row) for row in self._loudest]
+        return [row for row, _ in Counter(rows).most_common(count)]
 
 
 def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> str | None:
@@ -93,16 +104,28 @@ class Replacement:
         cls,
         arguments: Any,
         size: int,
+        first: ForwardRows,
         draw: Callable[[Callable[[np.random.Generator], np.ndarray]], np.ndarray],
     ) -> Replacement:
-        """A secret choice of samples to keep; `draw` makes it, for several ranks at once."""
+        """Half of the samples keep their contents, secretly chosen; the others become one of them.
+
+        Many copies of one sample crowd any routing. What sets a scale of the batch is replaced.
+
+        Args:
+            arguments: of the model.
+            size: B.
+            first: what the layers got.
+            draw: makes the choice, for several ranks at once.
+        """
         least = _least_filled(_of_samples(arguments, size))
+        loudest = first.loudest(size // 4)
 
         def source(rng: np.random.Generator) -> np.ndarray:
-            kept = rng.permutation(size)[: max(1, size // _KEPT)]
-            if least is not None and least not in kept:
-                kept[0] = least
-            rows = rng.choice(kept, size) if size else np.arange(0)
+            last = [row for row in loudest if row != least]
+            order = [row for row in rng.permutation(size) if row not in {least, *last}]
+            kept = ([] if least is None else [least]) + order
+            kept = kept[: max(1, size // 2)]
+            rows = np.full(size, kept[rng.integers(len(kept))] if size else 0)
             rows[kept] = kept
             return rows
 
@@ -118,18 +141,31 @@ class Replacement:
             nonlocal changed
             if id(t) not in chosen:
                 return t
-            other = t.detach()[self.source.to(t.device)]
-            changed = changed or not torch.equal(other, t.detach())
-            return other.requires_grad_(t.requires_grad)
+            rows = t.detach()[self.source.to(t.device)]
+            changed = changed or not torch.equal(rows, t.detach())
+            return _lying_as(t, rows)
 
         return tree_map_only(Tensor, replaced, arguments), changed
 
 
 def own_copies(arguments: Any) -> Any:
     """The arguments with tensors of their own, since a model may change what it gets."""
-    return tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), arguments
-    )
+    return tree_map_only(Tensor, lambda t: _lying_as(t, t), arguments)
+
+
+def _lying_as(t: Tensor, values: Tensor) -> Tensor:
+    """A copy of values with the strides and the alignment of t, by which kernels are chosen."""
+    values = values.detach()
+    if t.layout != torch.strided:
+        return values.clone().requires_grad_(t.requires_grad)
+    offset = t.storage_offset() % _ALIGNED
+    extent = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    flat = t.new_empty(offset + (extent if t.numel() else 0))
+    copy = flat.as_strided(t.shape, t.stride(), offset)
+    # What is expanded has one place for many entries.
+    single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
+    copy[tuple(single)].copy_(values[tuple(single)])
+    return copy.requires_grad_(t.requires_grad)
 
 
 def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpflash.accounting import Event, Gaussian
+from dpflash.accounting import Event, Gaussian, PoissonGaussian
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 DEFAULT_ACCOUNTANT = "contour"
@@ -34,6 +34,12 @@ def converted(event: Event, relation: str) -> Event:
             f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
             "has no guarantee for it, since one sample more could move all the others; use "
             f"{ZERO_OUT!r}"
+        )
+    if isinstance(event, PoissonGaussian) and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler took the size of the "
+            "dataset for public, and its sample rate changes with one sample more; pass "
+            f"make_private(dataset_size=...), a public number, or use {ZERO_OUT!r}"
         )
     try:
         return event.convert(relation)

@@ -14,6 +14,7 @@ import torch
 
 from dpflash.accounting import Interval
 
+from .public_facts import PublicFacts
 from .training_config import TrainingConfig, TrainingState
 
 __all__ = ["make_report", "peak_memory_mb", "write_report"]
@@ -28,11 +29,17 @@ _NOT_COVERED = {
     "clip_fraction": "made from the gradients of single documents",
     "tokens_per_second": "depends on which documents were drawn",
     "peak_memory_mb": "depends on which documents were drawn",
-    "num_documents": "taken as public; so are sample_rate and noise_multiplier",
+    "verified": "depends on how many documents were drawn together",
+    "num_documents": "taken as public, with sample_rate and noise_multiplier, unless "
+    "public.dataset_size_declared",
     "bits_per_byte_before": "measured on the held-out documents, which have no protection",
     "bits_per_byte_after": "measured on the held-out documents, which have no protection; the "
     "training documents have it",
 }
+_UNVERIFIED = (
+    "that the model keeps documents apart is not proven by its first batches (verified): too few "
+    "documents were seen together, or some gradients are still zero"
+)
 _SEEDED = "seeded: whoever knows the seed can subtract the noise. For research, not for release"
 
 
@@ -44,6 +51,7 @@ def make_report(
     lost_steps: int,
     sampler: str,
     neighboring_relation: str,
+    public: PublicFacts,
     num_documents: int,
     num_parameters: int,
     workers: dict[str, Any],
@@ -68,6 +76,8 @@ def make_report(
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
+    if state.verified is not True:
+        notes.append(_UNVERIFIED)
     report = {
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
@@ -76,14 +86,16 @@ def make_report(
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
         "privacy_unit": "one document (a file); a draw of it trains on one window",
+        "verified": state.verified,
         "sampler": sampler,
         "accountant": config.accountant,
         "noise_multiplier": state.noise_multiplier,
         "max_grad_norm": config.max_grad_norm,
         "clipping": config.clipping,
-        "sample_rate": config.batch_size / num_documents,
+        "sample_rate": config.sample_rate(num_documents),
         "expected_batch_size": config.batch_size,
         "num_documents": num_documents,
+        "public": public.as_dict(),
         "steps": len(state.history),
         "lost_steps": lost_steps,
         "stopped": state.stopped,
@@ -92,7 +104,7 @@ def make_report(
         "bits_per_byte_after": state.bits_after,
         "bits_per_byte_nonprivate": state.bits_nonprivate,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
-        "tokens_counted": "targets of the private steps, without padding",
+        "tokens_counted": "targets of the drawn documents, without padding",
         "peak_memory_mb": state.peak_memory_mb,
         "peak_memory_of": "the worker that needed the most",
         "clip_fraction": state.clipped_samples / seen if seen else None,

@@ -2,18 +2,20 @@
 
 A logical batch is what one noisy step releases; it may come as several physical batches. The
 mark that ends a logical batch travels with the data, so that a loop which is left in mid-batch
-leaves nothing behind.
+leaves nothing behind. Which rows of a physical batch hold samples, `slots` says.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,17 +32,69 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
+from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from ._validate import positive_int
 from .collating import TriedCollate
+from .lengths import Lengths, PadTo
+from .row_order import RowOrder
+from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .streams import uniform_words
 from .tracker import EARLIER_PASS, BatchMark, BatchTracker
+
+__all__ = [
+    "SAMPLINGS",
+    "BatchMark",
+    "BatchTracker",
+    "FixedSizeBatchSampler",
+    "PadTo",
+    "PoissonBatchSampler",
+    "PrivateDataLoader",
+    "PublicSize",
+    "check_loader",
+]
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
+@dataclass(frozen=True)
+class PublicSize:
+    """Public numbers that rate, steps and divisor come from, instead of the dataset's own size.
+
+    Attributes:
+        dataset_size: the public size, which the private one may differ from.
+        sample_rate: the chance of an entry to be drawn; None for batch_size / dataset_size.
+        steps_per_epoch: logical batches of a pass; None for ceil(dataset_size / batch_size).
+    """
+
+    dataset_size: int | None = None
+    sample_rate: float | None = None
+    steps_per_epoch: int | None = None
+
+    def of(self, batch_size: int) -> tuple[int, float, int]:
+        """(public size, sample rate, steps of a pass) for an expected batch size.
+
+        Raises:
+            ValueError: the batch is larger than the dataset.
+        """
+        if self.dataset_size is None:
+            assert self.sample_rate is not None and self.steps_per_epoch is not None
+            size = round(Fraction(batch_size) / Fraction(self.sample_rate))
+            return size, self.sample_rate, self.steps_per_epoch
+        if batch_size > self.dataset_size:
+            raise ValueError(
+                f"dataset_size={self.dataset_size!r} below the loader's batch_size={batch_size}: "
+                "the sample rate would be above 1; pass a smaller batch_size"
+            )
+        steps = -(-self.dataset_size // batch_size)
+        return self.dataset_size, batch_size / self.dataset_size, steps
+
+
 class _DrawSampler(ABC):
-    """Draws logical batches that are functions of (key, number of the draw), part by part.
+    """Draws logical batches that are functions of (key, number of the draw).
+
+    Iterated, it yields a rank's own samples only, in parts of at most physical_batch_size: for
+    loaders other than the private one, which adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.
@@ -49,8 +103,8 @@ class _DrawSampler(ABC):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Attributes:
-        share: (number of this worker, number of workers) among which each draw is dealt out, one
-            sample after another. All workers emit as many parts of a draw, some of them empty.
+        share: (number of this rank, number of ranks) among which each draw is dealt out. All
+            ranks emit as many parts of a draw, some of them empty.
     """
 
     def __init__(
@@ -67,7 +121,6 @@ class _DrawSampler(ABC):
         self.num_samples = num_samples
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
-        self.marks: deque[BatchMark] = deque()
         self.position = 0
         self.share = (0, 1)
         self.pass_remainder: int | None = None
@@ -84,12 +137,11 @@ class _DrawSampler(ABC):
     def event(self, noise_multiplier: float) -> Event:
         """What one logical batch costs when its sum is released with this noise."""
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
+        """(number of the draw, its samples on all ranks) over one pass."""
         if not self.may_begin(True):
             return
         self.on_pass()
-        # One queue a pass: an older pass that is still open keeps its own marks.
-        marks = self.marks = deque()
         steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
         self.pass_remainder = None
         for step in range(steps):
@@ -98,14 +150,15 @@ class _DrawSampler(ABC):
             draw = self.position
             self.position += 1
             drawn = self.draw(draw)
-            number, count = self.share
-            indices, most = drawn[number::count], -(-len(drawn) // count)
-            self.on_draw(len(indices))
-            size = self.physical_batch_size or max(most, 1)
-            parts = [indices[i : i + size] for i in range(0, max(most, 1), size)]
-            for number, part in enumerate(parts):
-                marks.append(BatchMark(draw, len(part), number + 1 == len(parts), number))
-                yield part
+            self.on_draw(len(self._own(drawn)))
+            yield draw, drawn
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, drawn in self.logical_batches():
+            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
+            size = self.physical_batch_size or most
+            for start in range(0, most, size):
+                yield indices[start : start + size]
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -118,6 +171,10 @@ class _DrawSampler(ABC):
         self.position = position
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
+
+    def _own(self, drawn: list[int]) -> list[int]:
+        number, count = self.share
+        return drawn[number::count]
 
     def _words(self, index: int) -> np.ndarray:
         return uniform_words(self._key, index=index, count=self.num_samples)
@@ -134,6 +191,9 @@ class PoissonBatchSampler(_DrawSampler):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
         max_batch_size: of a draw with more samples only so many are kept, a uniform subset;
             None for no truncation.
+        accounted_size: public size that the chance of a truncation is accounted for with, at
+            least num_samples where that is private; None for num_samples.
+        relation: the neighboring relation of its event.
 
     Guarantees:
         Inclusions are independent over samples and draws (64-bit thresholds, so that the
@@ -149,6 +209,8 @@ class PoissonBatchSampler(_DrawSampler):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
+        accounted_size: int | None = None,
+        relation: str = ADD_REMOVE,
     ):
         super().__init__(
             num_samples,
@@ -162,6 +224,8 @@ class PoissonBatchSampler(_DrawSampler):
             positive_int(max_batch_size=max_batch_size)
         self.sample_rate = sample_rate
         self.max_batch_size = max_batch_size
+        self.accounted_size = accounted_size or num_samples
+        self.relation = relation
 
     def draw(self, index: int) -> list[int]:
         """The samples of draw `index`, ascending; the same for the same key and index."""
@@ -181,12 +245,17 @@ class PoissonBatchSampler(_DrawSampler):
     def event(self, noise_multiplier: float) -> Event:
         """What one logical batch costs when its sum is released with this noise."""
         if self.max_batch_size is None:
-            return PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate)
+            return PoissonGaussian(
+                relation=self.relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=self.sample_rate,
+            )
         return TruncatedPoissonGaussian(
+            relation=self.relation,
             noise_multiplier=noise_multiplier,
             sample_rate=self.sample_rate,
             max_batch_size=self.max_batch_size,
-            num_samples=self.num_samples,
+            num_samples=self.accounted_size,
         )
 
 
@@ -318,10 +387,17 @@ def _emptied(value: Any) -> Any:
 
 
 class PrivateDataLoader(DataLoader):
-    """A DataLoader whose batches carry marks.
+    """A DataLoader whose batches carry marks, and of draws have a public number of rows.
+
+    The samples of a draw sit in secret random rows of its physical batches; the other rows, here
+    called padding rows, repeat a sample of the batch (of an empty one entry 0) and count for
+    nothing: their clipping factor is 0. A loader that iterates `batch_sampler` by itself, such as
+    Opacus' BatchMemoryManager, gets the samples alone, without public slots.
 
     Args:
-        share: (number of this worker, number of workers) that deal each draw out among them.
+        share: (number of this rank, number of ranks) that deal each draw out among them.
+        public_size: what rate, steps and divisor come from; None for the size of the dataset.
+        public_length: of dimension 1 of what varies in length; None where nothing is declared.
 
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
@@ -329,6 +405,11 @@ class PrivateDataLoader(DataLoader):
         sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one pass.
+        dataset_size: the public size; that of the dataset where none was declared.
+        slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
+            the loader's own sizes.
+        lengths: what is known of the shapes of its batches.
+        order: compares the rows that the model gets with those of its batches.
     """
 
     def __init__(
@@ -341,17 +422,30 @@ class PrivateDataLoader(DataLoader):
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
         share: tuple[int, int] = (0, 1),
+        public_size: PublicSize | None = None,
+        public_length: int | None = None,
     ):
         num_samples, batch_size = check_loader(loader, sampling=sampling)
-        batch_size = min(batch_size, num_samples)
+        self.dataset_size, rate = num_samples, 1.0
+        if public_size is None:
+            batch_size = min(batch_size, num_samples)
+            rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
+        else:
+            self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
         self._tracker = tracker
         # Draws at rate 1 are too, but each of them is the whole data set.
         tracker.equal_sizes = sampling != "poisson"
-        self.steps_per_epoch = -(-num_samples // batch_size)
-        self.sample_rate = batch_size / num_samples if sampling == "poisson" else None
+        self.sample_rate = rate if sampling == "poisson" else None
         self.expected_batch_size = float(batch_size)
         self.max_batch_size = max_batch_size
+        self.has_public_size = public_size is not None
+        if public_length is None and isinstance(loader.collate_fn, PadTo):
+            public_length = loader.collate_fn.length
+        self.lengths = Lengths(public_length)
+        self.order = RowOrder()
+        self.slots: int | None = None
         self._draws: _DrawSampler | None = None
+        self._mark: BatchMark | None = None
         if sampling == "shuffled":
             assert loader.batch_size is not None
             own = _PassBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
@@ -363,35 +457,55 @@ class PrivateDataLoader(DataLoader):
                 "key": key,
                 "physical_batch_size": physical_batch_size,
             }
-            self._draws = (
-                FixedSizeBatchSampler(num_samples, batch_size, **drawn)
-                if sampling == "fixed_size"
-                else PoissonBatchSampler(
-                    num_samples, batch_size / num_samples, max_batch_size=max_batch_size, **drawn
+            bounds: dict[str, Any] = {"ranks": share[1], "at_most": physical_batch_size}
+            if sampling == "fixed_size":
+                self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
+                self.slots = slots_of_size(batch_size, **bounds)
+            else:
+                self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
+                if public_size is None and (max_batch_size or 0) >= num_samples:
+                    max_batch_size = None  # no draw is larger
+                self._draws = PoissonBatchSampler(
+                    num_samples,
+                    rate,
+                    max_batch_size=max_batch_size,
+                    accounted_size=self.dataset_size,
+                    relation=ZERO_OUT if public_size is None else ADD_REMOVE,
+                    **drawn,
                 )
-            )
             self._draws.share = share
             self._draws.on_pass = tracker.begin_pass
             self._draws.on_draw = tracker.emitted.append
             self._draws.may_begin = lambda new_pass: tracker.may_begin(new_pass)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
         collate = TriedCollate(loader.collate_fn) if loader.num_workers else loader.collate_fn
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,
+            # Other loaders take it along, and get empty draws as empty lists.
             collate_fn=collate
-            if self._draws is None
+            if self.slots is None
             else _CollateWithEmpty(collate, loader.dataset),
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            **options,
         )
+        if self.slots is not None:
+            assert self._draws is not None
+            self._rows = SlotSampler(self._draws, self.slots, key)
+            # Only this one gets padding rows: who iterates batch_sampler would train on them.
+            self._padded: DataLoader[Any] = DataLoader(
+                loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
+            )
 
     def event(self, noise_multiplier: float) -> Event:
         """What one logical batch costs when its sum is released with this noise.
@@ -400,45 +514,67 @@ class PrivateDataLoader(DataLoader):
         """
         return self._source.event(noise_multiplier)
 
+    @property
+    def is_real(self) -> Tensor:
+        """`[B]`, bool: which rows of the batch at hand are samples. PRIVATE: do not release it.
+
+        The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
+        """
+        mark = self._at_hand()
+        # The gates read the mark's own.
+        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch at hand is the last of its logical batch, which step() releases."""
+        return self._at_hand().last
+
+    def _at_hand(self) -> BatchMark:
+        if self._mark is None:
+            raise RuntimeError("no batch is at hand: iterate over this loader first")
+        return self._mark
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # The samplers ask too, but workers fetch batches before those at hand are released.
         if not self._tracker.may_begin(True):
             return
-        batches = super().__iter__()
-        own = self._draws is None
-        marked = self._marked_pass(batches) if own else self._marked_draws(batches)
-        for batch, is_last in marked:
+        marked = self._marked_pass() if self._draws is None else self._marked_draws()
+        for batch, mark in marked:
+            self._mark = mark
+            self.lengths.observe(batch)
+            self.order.observe(batch, mark)
             yield batch
-            if is_last and not self._tracker.may_begin(False):
+            if mark.last and not self._tracker.may_begin(False):
                 return
 
-    def _marked_draws(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """Physical batches of draws, and whether they end their logical batch."""
-        assert self._draws is not None
+    def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
+        """Physical batches of draws, and their marks."""
         marks = None
-        for batch in batches:
+        for batch in self._padded:
             if marks is None:
-                marks, own = self._draws.marks, self._tracker.passes
+                marks, own = self._rows.marks, self._tracker.passes
             mark = marks.popleft()
             self._tracker.begin_batch(mark, own)
-            yield batch, mark.last
+            yield batch, mark
 
-    def _marked_pass(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
         """The batches of the loader's own pass."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(super().__iter__()):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
             if not number:
                 own = self._tracker.passes
-            self._tracker.begin_batch(BatchMark(number, size, True), own)
+            mark = BatchMark(number, size, True)
+            self._tracker.begin_batch(mark, own)
             self._tracker.still_to_come(self.steps_per_epoch - number - 1)
-            yield batch, True
+            yield batch, mark
 
     def set_key(self, key: bytes) -> None:
         """Draw from another key, that of a checkpoint."""
         if self._draws is not None:
             self._draws.set_key(key)
+            self._rows.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
         """The position among the draws; a draw that was not released is drawn again."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 EARLIER_PASS = (
     "an earlier pass over the loader goes on beside a newer one, so a sample could be released "
@@ -15,16 +17,24 @@ EARLIER_PASS = (
 
 @dataclass(frozen=True)
 class BatchMark:
-    """What travels with a physical batch: the draw it is part of, its size, whether it ends it.
+    """What travels with a physical batch: the draw it is part of, its rows, whether it ends it.
 
     Attributes:
-        part: its number among the parts of the draw.
+        size: its rows, padding rows included.
+        part: its number among the physical batches of the draw.
+        real: `[size]`, bool: which rows are samples of the draw. None where all of them are.
     """
 
     draw: int
     size: int
     last: bool
     part: int = 0
+    real: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def count(self) -> int:
+        """How many rows are samples of the draw."""
+        return self.size if self.real is None else int(self.real.sum())
 
 
 class BatchTracker:
@@ -54,6 +64,8 @@ class BatchTracker:
         self.signalled = False
         self._seen = 0
         self._still_to_come = 0
+        # Also after its release: its rows may come back.
+        self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self.unstepped: Callable[[], int] = lambda: 0
         self.fetched_ahead = False
@@ -72,7 +84,7 @@ class BatchTracker:
                 stacklevel=3,
             )
         self.abandon()
-        self.current = None
+        self.current = self._last_yielded = None
         self.dropped()
         self.emitted.clear()
         self.passes += 1
@@ -90,6 +102,15 @@ class BatchTracker:
     def place(self) -> tuple[int, int] | None:
         """(draw, part) of the batch at hand; None where it is not of the private loader."""
         return None if self.current is None else (self.current.draw, self.current.part)
+
+    def real_rows(self, rows: int) -> Tensor | None:
+        """`[rows]`: which rows of the batch at hand are samples; None where all of them are.
+
+        A batch of as many rows as the one that was just released may be that one again, whose
+        padding rows would count a sample twice.
+        """
+        mark = self.current or self._last_yielded
+        return None if mark is None or mark.size != rows else mark.real
 
     def still_to_come(self, batches: int) -> None:
         """How many batches follow in a pass of the loader's own, the one at hand left out."""
@@ -117,7 +138,7 @@ class BatchTracker:
                     "batch, an empty one too, or the number of steps tells which draws were empty",
                     stacklevel=3,
                 )
-        self.current = mark
+        self.current = self._last_yielded = mark
         self.backward_done = False
         self.next_draw = mark.draw
         self.on_batch(mark.size)
@@ -128,7 +149,7 @@ class BatchTracker:
         if mark is not None and batch_size != mark.size:
             raise ValueError(
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
-                "give one loss for each sample that was drawn"
+                "give one loss for each row, padding rows included, in the loader's order"
             )
         signals = self.unstepped() if mark is None else 0
         if signals and self._hides_repeats:
@@ -155,13 +176,21 @@ class BatchTracker:
                 "break the bound. Add the losses up and call engine.backward once for each batch "
                 "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
             )
+        real = self.real_rows(batch_size)
+        if mark is None and real is not None and not bool(real.all()):
+            warnings.warn(
+                f"a batch of {batch_size} rows after the loader's last one was released: it is "
+                "taken for that batch, whose padding rows count for nothing. Train on batches of "
+                "your own outside of the loop over the private loader, or in another size",
+                stacklevel=3,
+            )
         self.backward_done = True
-        self._seen += batch_size
+        self._seen += batch_size if mark is None else mark.count
 
     def warn_of_missing_backward(self) -> None:
         """Only an empty batch may be released without a backward."""
         mark = self.current
-        if mark is not None and mark.size and not self.backward_done:
+        if mark is not None and mark.count and not self.backward_done:
             warnings.warn(
                 "a drawn batch is released without engine.backward(losses) having been called on "
                 "it: the step is noise alone, and is paid for. Only an empty batch may skip it",

@@ -124,6 +124,8 @@ class TrainingRun:
             way=config.way,
             optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
+            dataset_size=config.dataset_size,
+            public_length=config.seq_len,
         )
 
     @classmethod
@@ -201,7 +203,9 @@ class TrainingRun:
             )
         given = given or {}
         saved = sharded_checkpoint.read_plain(path).get("extra", {})
-        if saved.keys() != {f.name for f in fields(TrainingState)}:
+        names = {f.name for f in fields(TrainingState)}
+        # A run of an older version lacks what it did not know.
+        if not names - {"verified"} <= saved.keys() <= names:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
             )
@@ -280,7 +284,7 @@ class TrainingRun:
         step = PoissonGaussian(
             relation=self._engine.neighboring_relation,
             noise_multiplier=self.state.noise_multiplier,
-            sample_rate=self.config.batch_size / len(self._windows),
+            sample_rate=self.config.sample_rate(len(self._windows)),
         )
         return 0 < remaining_steps(
             self._engine.accountant,
@@ -361,6 +365,7 @@ class TrainingRun:
                     if self.step == before:
                         continue
                     figures.seconds = time.perf_counter() - begun
+                    state.verified = self._engine.verified
                     state.history.append(self._entry(figures))
                     bar.set_postfix(_postfix(state.history[-1]), refresh=False)
                     bar.update()
@@ -383,12 +388,16 @@ class TrainingRun:
             state.history[-1]["epsilon"] = self.epsilon
 
     def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
-        """Forward, clipped backward and step of one part; adds to this worker's figures."""
+        """Forward, clipped backward and step of one part; adds to this worker's figures.
+
+        Rows that hold no drawn document are in no figure.
+        """
+        real = self._loader.is_real
         inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
         sample_losses = self.model(inputs, targets)
         self._engine.backward(sample_losses)
         # Of those with other tokens of the same documents only one counts documents.
-        documents = len(inputs) if self._team.counts_documents else 0
+        documents = int(real.sum()) if self._team.counts_documents else 0
         if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
             figures.clipped += int((norms > self.config.max_grad_norm).sum())
@@ -396,8 +405,8 @@ class TrainingRun:
         self._optimizer.step()
         self._optimizer.zero_grad()
         figures.documents += documents
-        figures.tokens += int((targets != IGNORE_INDEX).sum())
-        figures.bits += float(sample_losses.detach().sum()) / math.log(2)
+        figures.tokens += int((targets[real] != IGNORE_INDEX).sum())
+        figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
 
     def _entry(self, own: _Figures) -> dict[str, Any]:
         """What the history keeps of a step; the loss is None where nothing was drawn."""
@@ -455,7 +464,8 @@ class TrainingRun:
         config = self.config
         # A function of the step alone, so that a resumed run draws the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
-        rows = rng.choice(len(self._windows), config.batch_size, replace=False)
+        size = min(config.batch_size, len(self._windows))
+        rows = rng.choice(len(self._windows), size, replace=False)
         own = rows[self._team.workers.data_rank :: self._team.workers.data_size]
         bits = 0.0
         for start in range(0, len(own), config.physical_batch_size):
@@ -532,6 +542,7 @@ class TrainingRun:
             lost_steps=self.lost_steps,
             sampler=self._engine.sampler,
             neighboring_relation=self._engine.neighboring_relation,
+            public=self._engine.public,
             num_documents=self.num_documents,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
             workers=self.workers,

@@ -32,6 +32,8 @@ class TrainingConfig:
         batch_size: expected documents of a step, over all workers.
         physical_batch_size: the most documents in memory at once, of each worker.
         steps: noisy steps.
+        dataset_size: public number that the sample rate comes from; None takes the number of
+            documents for public.
         target_epsilon: epsilon after all steps; None where noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
         delta: of the guarantee.
@@ -59,6 +61,7 @@ class TrainingConfig:
     batch_size: int = 64
     physical_batch_size: int = 16
     steps: int = 20
+    dataset_size: int | None = None
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     delta: float = 1e-5
@@ -91,6 +94,13 @@ class TrainingConfig:
             eval_windows=self.eval_windows,
             checkpoint_every=self.checkpoint_every,
         )
+        if self.dataset_size is not None:
+            _validate.positive_int(dataset_size=self.dataset_size)
+            if self.batch_size > self.dataset_size:
+                raise ValueError(
+                    f"dataset_size={self.dataset_size} below batch_size={self.batch_size}: the "
+                    "sample rate would be above 1; lower batch_size"
+                )
         _validate.probability(delta=self.delta)
         _validate.positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
         _validate.finite(learning_rate=self.learning_rate)
@@ -126,6 +136,10 @@ class TrainingConfig:
         if suffixes is not None and not isinstance(suffixes, str):
             suffixes = sorted(set(suffixes))
         object.__setattr__(self, "suffixes", suffixes)
+
+    def sample_rate(self, num_documents: int) -> float:
+        """The chance of a document to be drawn; their number counts where none is declared."""
+        return self.batch_size / (self.dataset_size or num_documents)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -206,6 +220,7 @@ class TrainingState:
     seen_samples: int = 0
     peak_memory_mb: float = 0.0
     stopped: str | None = None
+    verified: bool | str = "pending"
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,7 +257,7 @@ class Corpus:
             config.data, suffixes=config.suffixes, max_total_bytes=config.max_total_bytes
         )
         train, held_out = documents.split()
-        if config.batch_size > len(train):
+        if config.dataset_size is None and config.batch_size > len(train):
             raise ValueError(
                 f"batch_size={config.batch_size}: {config.data} has {len(train)} documents for "
                 "training; lower it or add documents"
@@ -256,9 +271,10 @@ class Corpus:
 
 def noise_for(config: TrainingConfig, num_documents: int) -> float:
     """The noise multiplier of a job: its own, or the one that meets its target."""
-    if config.delta >= 1 / num_documents:
+    size = config.dataset_size or num_documents
+    if config.delta >= 1 / size:
         warnings.warn(
-            f"delta={config.delta}: not below 1 / {num_documents} documents, so the guarantee "
+            f"delta={config.delta}: not below 1 / {size} documents, so the guarantee "
             "would allow to publish one of them; pass a smaller delta",
             stacklevel=3,
         )
@@ -268,7 +284,7 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
     return get_noise_multiplier(
         target_epsilon=config.target_epsilon,
         target_delta=config.delta,
-        sample_rate=config.batch_size / num_documents,
+        sample_rate=config.sample_rate(num_documents),
         steps=config.steps,
         accountant=config.accountant,
     )

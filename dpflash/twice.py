@@ -97,9 +97,9 @@ class Second(First):
     def _unequal(self, gate: WatchedGate) -> str | None:
         """The first parameter whose uses differ, in words; None where none do."""
         first, second = self._first.uses, self.uses
-        positions = sorted(first.keys() | second.keys())
         found: list[tuple[int, Tensor]] = []
-        for position in positions:
+        # In the order in which they came, so that the one nearest to the losses is named.
+        for position in {**first, **second}:
             one, two = first.get(position, []), second.get(position, [])
             where = _DIFFERENT.format(where=f"layer '{gate.layer_of(position)}'")
             if [len(rows) for rows in one] != [len(rows) for rows in two]:

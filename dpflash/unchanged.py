@@ -92,12 +92,13 @@ class Unchanged:
 
     def before_backward(self) -> str | None:
         """`refusal` in each backward: of contents in the first one and in every 64th."""
-        contents = self._backwards % _EVERY == 0
-        self._backwards += 1
-        return self.refusal(contents=contents)
+        refusal = self.refusal(contents=self._backwards % _EVERY == 0)
+        # What is refused now is refused the next time.
+        self._backwards += refusal is None
+        return refusal
 
-    def refusal(self, *, contents: bool = True) -> str | None:
-        """Why nothing may leave, naming what changed; None where nothing did.
+    def changed(self, *, contents: bool = True) -> list[str]:
+        """Names of what changed.
 
         Args:
             contents: whether all contents are compared, also where no version counter moved.
@@ -106,7 +107,11 @@ class Unchanged:
             for name, place in _buffers_of(self._module):
                 if name not in self._allowed:
                     self._places.setdefault(name, place)
-        changed = [n for n, place in self._places.items() if self._changed(n, place, contents)]
+        return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
+
+    def refusal(self, *, contents: bool = True) -> str | None:
+        """Why nothing may leave, naming what changed; None where nothing did. See `changed`."""
+        changed = self.changed(contents=contents)
         if not changed:
             return None
         shown = ", ".join(f"'{name}'" for name in changed[:3]) + ", ..." * (len(changed) > 3)
@@ -136,18 +141,18 @@ class Unchanged:
             if tensor is not None and id(tensor) in ids:
                 self._seen[name] = _Seen.of(tensor)
 
-    def moved(self) -> None:
-        """Take all contents as they are, after a change of device or dtype."""
+    def moved(self, apart_from: Collection[str] = ()) -> None:
+        """Take contents as they are, after a change of device or dtype."""
         for name, place in self._places.items():
             tensor = place.tensor()
-            if tensor is not None:
+            if tensor is not None and name not in apart_from:
                 self._seen[name] = _Seen.of(tensor)
 
     def allowed_contents(self) -> Contents:
         """What may change, as it is now."""
         return Contents(self._allowed_places)
 
-    def _changed(self, name: str, place: _Place, contents: bool) -> bool:
+    def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
         tensor, seen = place.tensor(), self._seen.get(name)
         if tensor is None:
             # What is gone leaves nothing.

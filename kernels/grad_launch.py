@@ -7,7 +7,6 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -64,12 +63,12 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     """See `reference.grad_norm`; an upper bound, of what depends on the form.
 
     "tile": of ||H_i||^2 for H_i = G_i as `per_sample_grad` makes it, with products and sums in
-    fp32 (of fp32 operands, with three TF32 products for each). H_i itself differs from G_i by the
-    rounding of T products, at most a multiple of T 2^-23 of `grad_magnitude`, which is not added.
+    fp32 (of fp32 operands, with three TF32 products for each). H_i differs from G_i by the
+    rounding of T products, at most T 2^-20 `grad_magnitude`, which is not added here.
 
-    "gram": of ||G_i||^2 in real arithmetic. What fp32 may round in the products of tokens, by
-    `_gram_rounding`, is added to the square relative to the square of `grad_magnitude`: with 16
-    bits and I + O = 2048 it is T 9e-5 of ||G_i||^2 where tokens are orthogonal. A product that
+    "gram": of ||G_i||^2 in real arithmetic. What fp32 may round in the products of tokens, see
+    `_gram_rounding`, is added relative to `grad_magnitude` squared: where tokens are orthogonal
+    and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in 32. A product that
     overflows gives a non-finite square.
     """
     x, dy = _operands(x, dy)
@@ -290,9 +289,8 @@ def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
                 tokens, inputs, outputs, pairs.shape[1],
                 BLOCK_M=sizes.block_m, RUN=run, **_options(sizes),
             )  # fmt: skip
-    squares = partial.sum(1)
-    # What overflowed has no sign to go by.
-    squares = torch.where(squares.isfinite(), squares, math.nan).clamp(min=0)
+    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
+    squares = partial.sum(1).clamp(min=0)
     x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
     dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     size = (x_norms * dy_norms).sum(1).square()
@@ -307,7 +305,7 @@ def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
 
     Each addition rounds by at most 2^-23 of the terms added up so far, and a tensor core's block
     of four or more terms by once more. A product of fp32 is three chains of TF32 products, which
-    leave out 3 * 2^-22 of it.
+    leave out 2^-21 of it.
     """
     chains = 3 if dtype == torch.float32 else 1
     return (chains * min(width, run) * 5 / 4 + _blocks(width, run) + 8) * _ROUNDING

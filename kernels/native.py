@@ -75,9 +75,9 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
         return load(), ""
     except OSError as error:
         warnings.warn(
-            "attention, exact sums and noise on the CPU run in plain PyTorch, for want of C++ "
-            "kernels: attention takes time and memory as the square of the tokens, sums and noise "
-            f"take ten times as long: {error}",
+            "attention on the CPU, exact sums and noise run in plain PyTorch, for want of their "
+            "C++ kernels: attention takes time and memory as the square of the tokens, sums and "
+            f"noise some ten times as long: {error}",
             RuntimeWarning,
             stacklevel=2,
         )

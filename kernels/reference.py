@@ -259,9 +259,9 @@ def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) 
     """Per-sample gradient of an embedding table, dense.
 
     Args:
-        indices: [B, T], int64 rows.
-        dy: [B, T, E].
-        num_embeddings: V.
+        indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        num_embeddings: V, rows of the table; indices are below it, which is not checked.
 
     Returns:
         [B, V, E], fp32 (fp64 for fp64 operands).

@@ -22,7 +22,7 @@ class Problem:
 
     Attributes:
         kind: "unsupported", "run", "loss", "coupling", "reduction", "state", "first_dimension",
-            "outside_use", "no_gradient", "random", "rounding", "batch_size" or "empty_batch".
+            "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
         where: dotted name of the module or parameter, or "loss_fn"; for "no_gradient" the names
             of all such parameters, joined by ", ".
         message: what was found.

@@ -13,8 +13,8 @@ from .._validate import one_of
 from ..boundary import NoiseOff, without_noise
 from ..precision import (
     INSTEAD_OF_A_MEAN,
+    OF_16_BIT,
     WHY_NO_COARSE_MEAN,
-    WHY_NOT_16_BIT,
     narrow_parameters,
 )
 from .batch import batch_size, mapped
@@ -22,6 +22,7 @@ from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
 from .reduction import check_reduction
 from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, listed, said
+from .rows import check_rows
 from .subject import LossFunction, Subject, Trial, coarsest_eps, randomness_restored
 
 _MEND = "mend it first"
@@ -30,8 +31,8 @@ _DECLARE_REMEDY = (
     "'mean' or 'sum' over samples, here and in make_private"
 )
 _EMPTY_REMEDY = (
-    "skip the forward and backward with `if len(x):`, never optimizer.step(): an empty Poisson "
-    "batch is released with noise like any other"
+    "nothing, over the private loader, whose batches are never empty; under BatchMemoryManager "
+    "skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 
 _DATA = (
@@ -88,8 +89,7 @@ def _check(
         message = f"it is one of {len(narrow)} parameters in 16 bit: {WHY_NO_COARSE_MEAN}"
         findings.add("reduction", narrow[0], message, INSTEAD_OF_A_MEAN)
     elif narrow:
-        message = f"it is one of {len(narrow)} parameters in 16 bit: {WHY_NOT_16_BIT}"
-        findings.add("rounding", narrow[0], message, "keep float32 parameters", "warning")
+        findings.not_checked.append(OF_16_BIT)
     first = _first_run(trial, findings) and _widen(trial, model, findings)
     if not (first and _repeats(trial, findings)):
         findings.not_checked.append("what comes after a failed run: mend it and check again")
@@ -105,6 +105,7 @@ def _check(
     check_reach(trial, samples, findings)
     _check_empty_batch(trial, findings)
     check_private_backward(trial, reference, findings)
+    check_rows(trial, copy.deepcopy(model), batch, findings)
     if trial.subject.dropout:
         findings.not_checked.append("dropout: switched off for the comparisons")
     if not model.training:

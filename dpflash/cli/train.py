@@ -34,6 +34,12 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "batch_size": ("N", int, "expected number of documents in a step, over all workers"),
     "physical_batch_size": ("N", int, "the most documents in memory at once, of each worker"),
     "steps": ("N", int, "number of noisy steps"),
+    "dataset_size": (
+        "N",
+        int,
+        "public number that the sample rate comes from; the number of documents, which is then "
+        "private, is never compared with it",
+    ),
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
@@ -48,7 +54,10 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "max_total_bytes": ("N", int, "the most bytes of text to hold in memory"),
     "checkpoint_every": ("N", int, "steps between checkpoints"),
 }
-_OTHER_DEFAULTS = {"clipping": "flat, or per_layer with --optimize aggressive"}
+_OTHER_DEFAULTS = {
+    "clipping": "flat, or per_layer with --optimize aggressive",
+    "dataset_size": "the number of documents, taken as public",
+}
 
 # The same of Parallelism: how workers share the job. A resumed run may do it differently.
 _SHARED: dict[str, tuple[str, type, str]] = {
@@ -311,6 +320,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("bits per byte, non-private", shown("bits_per_byte_nonprivate")),
         (f"epsilon at delta {report['delta']:g}", f"{epsilon} after {report['steps']} steps"),
         ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
+        ("dataset size", _dataset_size(report["public"])),
         ("sampler", report["sampler"]),
         ("accountant", report["accountant"]),
         ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
@@ -328,6 +338,12 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     return [f"{label:<{width}}  {value}" for label, value in rows] + [
         f"note: {note}" for note in report["notes"]
     ]
+
+
+def _dataset_size(public: dict[str, Any]) -> str:
+    """What the sample rate comes from."""
+    declared = "declared" if public["dataset_size_declared"] else "taken as public"
+    return f"{public['dataset_size']} documents, {declared}"
 
 
 @contextmanager

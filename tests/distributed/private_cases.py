@@ -125,7 +125,7 @@ def train(
                     engine.backward(made(x, y))
             else:
                 engine.backward(made(x, y))
-            sizes.append(len(x))
+            sizes.append(int(loader.is_real.sum()))
             optimizer.step()
             optimizer.zero_grad()
             if optimizer.releases == steps:
@@ -370,7 +370,8 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
     parts = []
     for (x,) in loader:
         mark = engine._tracker.current
-        parts.append((mark.draw, mark.last, [int(i) for i in x.flatten()]))
+        own = x[loader.is_real].flatten()
+        parts.append((mark.draw, mark.last, [int(i) for i in own]))
         optimizer.step()
         optimizer.zero_grad()
     return [loader._draws.draw(draw) for draw in range(loader.steps_per_epoch)], parts
@@ -531,3 +532,82 @@ def unequal_start(group: object = None) -> np.ndarray:
         max_grad_norm=1.0,
     )
     return whole(model)
+
+
+class _Coupled(torch.autograd.Function):
+    """The identity, whose backward takes the mean gradient of the batch off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(0)
+
+
+class _Restless(torch.autograd.Function):
+    """The identity, whose backward is another one each time."""
+
+    own = torch.Generator().manual_seed(0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand(grad.shape, generator=_Restless.own)
+
+
+BREAKS = {
+    "forward": lambda module, inputs, output: output - output.detach().mean(0),
+    "order": lambda module, inputs, output: output.flip(0),
+    "backward": lambda module, inputs, output: _Coupled.apply(output),
+    "two_pass": lambda module, inputs, output: _Restless.apply(output),
+    "buffer": lambda module, inputs, output: module.kept.add_(1.0) and None,
+}
+
+
+def proven(
+    group: object = None,
+    *,
+    context: int,
+    wrapper: str = "plain",
+    breaks: str | None = None,
+    verify: bool = True,
+    steps: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Some steps of a model that may be broken on the second worker; what is refused, if so."""
+    mesh = mesh_of(context)
+    plain = made = build()
+    plain.blocks[0].register_buffer("kept", torch.ones(1))
+    if context > 1:
+        context_parallel(plain, mesh)
+    made = wrap(plain, wrapper, mesh)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    made, optimizer, loader = engine.make_private(
+        module=made,
+        optimizer=torch.optim.SGD(made.parameters(), lr=0.1),
+        data_loader=DataLoader(dataset(), batch_size=24),
+        noise_multiplier=0.5,
+        max_grad_norm=0.5,
+        verify_first_batch=verify,
+        **options,
+    )
+    if breaks and dist.get_rank() == 1:
+        plain.blocks[0].register_forward_hook(BREAKS[breaks])
+    refused = None
+    for (x, y), _ in zip(loader, range(steps), strict=False):
+        if context > 1:
+            x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
+        try:
+            engine.backward(made(x, y))
+        except RuntimeError as error:
+            refused = f"{type(error).__name__}: {error}"
+            assert engine._backward.sums == {}
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"refused": refused, "verified": engine.verified, "parameters": whole(plain)}

@@ -416,3 +416,47 @@ def test_workers_at_different_draws_are_refused(started: _Started) -> None:
 def test_batch_memory_manager_beside_other_workers_is_refused(started: _Started) -> None:
     for said in started.run(2, "signalled"):
         assert "physical_batch_size" in said
+
+
+TOGETHER = [
+    pytest.param({"context": 1, "wrapper": "ddp"}, id="ddp"),
+    pytest.param({"context": 1, "wrapper": "fsdp", "way": "two_pass"}, id="fsdp-two_pass"),
+    pytest.param({"context": 2, "clipping": "per_layer"}, id="context-per_layer"),
+]
+
+
+@pytest.mark.parametrize("options", TOGETHER)
+def test_workers_prove_a_model_together_and_it_changes_no_bit(
+    started: _Started, options: dict[str, Any]
+) -> None:
+    found = started.run(2, "proven", steps=2, **options)
+    expected = started.run(2, "proven", steps=2, verify=False, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert (one["refused"], one["verified"], other["verified"]) == (None, True, False)
+        np.testing.assert_array_equal(one["parameters"], other["parameters"])
+
+
+# Something is wrong on the second of two workers alone.
+APART = [
+    pytest.param("forward", "changed for a sample as other", {"context": 1, "wrapper": "fsdp"}),
+    pytest.param("backward", "layer 'blocks.0.", {"context": 1, "wrapper": "fsdp"}),
+    pytest.param("order", "changed for a sample as other", {"context": 2}),
+    pytest.param("backward", "layer 'blocks.0.", {"context": 2, "clipping": "per_layer"}),
+    pytest.param(
+        "two_pass",
+        "in the second backward of way='two_pass'",
+        {"context": 2, "way": "two_pass", "verify": False},
+    ),
+    pytest.param(
+        "buffer", "'blocks.0.kept' changed", {"context": 1, "wrapper": "fsdp", "verify": False}
+    ),
+]
+
+
+@pytest.mark.parametrize(("breaks", "said", "options"), APART)
+def test_what_one_worker_refuses_all_refuse_whose_gradients_meet(
+    started: _Started, breaks: str, said: str, options: dict[str, Any]
+) -> None:
+    for found in started.run(2, "proven", breaks=breaks, **options):
+        assert found["refused"] is not None and said in found["refused"]
+        assert "WorkerError" not in found["refused"]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash import sampling
 
 
 class Oracle:
@@ -70,7 +71,10 @@ def oracle():
 
 @pytest.fixture
 def private():
-    """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless."""
+    """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless.
+
+    With one_part=True each draw is one physical batch, of as many rows as there are data.
+    """
 
     def make(
         model,
@@ -82,6 +86,7 @@ def private():
         accountant="rdp",
         workers=0,
         collate=None,
+        one_part=False,
         **kwargs,
     ):
         data = data or (torch.zeros(16, 1),)
@@ -90,12 +95,24 @@ def private():
             TensorDataset(*data), batch_size=batch_size, num_workers=workers, collate_fn=collate
         )
         options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, **kwargs}
+        if one_part:  # each draw is one physical batch
+            options |= {"physical_batch_size": len(data[0]), "max_batch_size": len(data[0])}
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         return engine, *engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, **options
         )
 
     return make
+
+
+@pytest.fixture
+def one_batch_a_draw(monkeypatch):
+    """So many slots that each draw is one physical batch, without a physical_batch_size."""
+
+    def slots(num_samples, sample_rate, *, ranks=1, at_most=None, cap=None):
+        return at_most or -(-num_samples // ranks)
+
+    monkeypatch.setattr(sampling, "slots_of_draws", slots)
 
 
 @pytest.fixture

@@ -44,13 +44,16 @@ DATA = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
 
 # Options of make_private, and the event of what they do; of a shuffled loader, for a whole pass.
 KINDS = {
-    "poisson": ({}, lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=1 / 6)),
+    "poisson": (
+        {"dataset_size": SAMPLES},
+        lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=1 / 6),
+    ),
     "physical": (
-        {"physical_batch_size": 2},
+        {"physical_batch_size": 1, "dataset_size": SAMPLES},
         lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=1 / 6),
     ),
     "truncated_poisson": (
-        {"max_batch_size": 22},
+        {"max_batch_size": 22, "dataset_size": SAMPLES},
         lambda s: TruncatedPoissonGaussian(
             noise_multiplier=s, sample_rate=1 / 6, max_batch_size=22, num_samples=SAMPLES
         ),

@@ -11,6 +11,7 @@ import torch
 
 from dpflash import ceilings, measure
 from dpflash.ceilings import CPU_RULE, cache_path, ceilings_for, device_name, save_measured
+from dpflash.kernels import native
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -28,6 +29,7 @@ QUICK = measure.Effort(
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """The file of ceilings, which does not exist yet."""
+    native.library()  # from the tests' cache, before another one is named
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ceilings.forget()
     yield tmp_path / "dpflash" / "ceilings.json"

@@ -53,10 +53,10 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
     report: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_devices", list)
-    bits = 8 * native.load().vector_bytes()
+    bits = 8 * native.library().vector_bytes()
     assert native.describe() == f"C++ kernels, vectors of {bits} bits"
     assert doctor.machine_report()["paths"] == {
-        "attention": f"{native.describe()}, {native.load()._name}",
+        "attention": f"{native.describe()}, {native.library()._name}",
         "private_gradients": "plain torch operations (CPU path)",
         "noise": "ChaCha20 (cryptography, CPU)",
     }

@@ -1,0 +1,106 @@
+"""Whether a sample's gradient has the same bits in every row of a batch, beside any batch-mates.
+
+Where it has not, as at the scalar ends of vector loops, a draw that takes one physical batch more
+may put samples in rows that round otherwise. It is told, no problem.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attach import attach
+from ..clipping import flat_groups
+from ..gate import PrivateBackward
+from ..leveled import LeveledForward
+from ..optimization import PLAIN
+from .batch import Place
+from .coupling import locate
+from .report import ITSELF, LOSS_FN, Findings, said
+from .subject import Subject, Trial
+
+_WHAT = "a sample's row in the batch"
+
+
+def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -> None:
+    """Put one sample in each row, beside others in another order.
+
+    Args:
+        trial: what the other checks ran on.
+        model: a plain copy of the model, in its own dtype; it is private afterwards.
+        batch: in its own dtype.
+        findings: gets what was found.
+    """
+    if findings.errors() or trial.random:
+        findings.not_checked.append(f"{_WHAT}: the model is random, or has errors")
+        return
+    own = Trial(
+        Subject(model, trial.subject.loss_fn),
+        batch,
+        trial.size,
+        trial.loss_reduction,
+        tolerance=0.0,
+        boundaries=trial.boundaries,
+    )
+    orders = [_order(row, trial.size) for row in range(trial.size)]
+    try:
+        found = _gradients(own, orders)
+    except Exception as error:
+        findings.not_checked.append(f"{_WHAT}: {said(error)}")
+        return
+    other = [row for row, bits in enumerate(found) if not _equal(bits, found[0])]
+    if not other:
+        findings.checked.append(f"{_WHAT}: its gradient has the same bits in all of them")
+        return
+    one, two = (
+        Place(own.pick(orders[row]), orders[row].index(0), own.size) for row in (0, other[0])
+    )
+    where = locate(own, one, two)
+    kind = ""
+    if where not in (LOSS_FN, ITSELF):
+        name = type(own.subject.model.get_submodule(where)).__name__
+        kind = f" ({name.removeprefix('Private')})"
+    findings.checked.append(
+        f"{_WHAT}: its gradient has other bits in {len(other)} of {own.size}, first in "
+        f"'{where}'{kind}, within rounding; sizes that are multiples of 16 mostly avoid it"
+    )
+
+
+def _order(row: int, size: int) -> list[int]:
+    """All samples, the first one in this row and the others in an order of its own."""
+    others = [1 + (row + i) % (size - 1) for i in range(size - 1)]
+    return [*others[:row], 0, *others[row:]]
+
+
+def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]:
+    """The per-sample gradient of the first sample in each order, as private training makes it."""
+    subject = trial.subject
+    backward = PrivateBackward(
+        flat_groups(list(subject.trained.values())),
+        names={p: n for n, p in subject.trained.items()},
+        way="stored",
+        memory_budget=1,
+        public_batch_size=trial.size,
+        loss_reduction=trial.loss_reduction,
+        flat=True,
+        clip_function="hard",
+    )
+    attach(subject.model, backward)
+    LeveledForward(subject.model, backward, PLAIN).put()
+    found = []
+    for order in orders:
+        mask = torch.tensor([sample == 0 for sample in order])
+        backward.rows.source = lambda rows, mask=mask: mask  # type: ignore[misc]
+        backward.begin_batch(trial.size)
+        backward.backward(subject.losses(trial.pick(order)))
+        found.append(
+            {n: s for n, p in subject.trained.items() if (s := backward.sums.get(p)) is not None}
+        )
+        backward.discard()
+    return found
+
+
+def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)

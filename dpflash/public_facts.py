@@ -1,0 +1,59 @@
+"""What of a run's batches is public, as the plan and the report say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PublicFacts"]
+
+
+@dataclass(frozen=True)
+class PublicFacts:
+    """What of a run's batches cannot depend on who is in the dataset.
+
+    Attributes:
+        slots: rows of each physical batch of each rank; None where batches have the sizes of the
+            loader's own passes, which are public as the dataset's size is.
+        others: whether some batches came past the private loader's own iteration, without slots.
+        lengths: of the samples, in words.
+        dataset_size: what rate, steps and divisor come from.
+        is_declared: whether that was declared; else the number of entries was taken for public.
+    """
+
+    slots: int | None
+    others: bool
+    lengths: str
+    dataset_size: int
+    is_declared: bool
+
+    def __str__(self) -> str:
+        if self.slots is None:
+            slots = "none; batches have the public sizes of the loader's own passes"
+        else:
+            slots = f"{self.slots} in each physical batch, samples in secret random ones"
+        if self.others:
+            slots += (
+                "; some batches did not come from the private loader's own iteration and had "
+                "none: their bound holds up to the rounding of other samples"
+            )
+        size = (
+            "declared"
+            if self.is_declared
+            else "taken as public; pass make_private(dataset_size=...) to declare one"
+        )
+        return (
+            f"public slots: {slots}\n"
+            f"lengths: {self.lengths}\n"
+            f"dataset size: {self.dataset_size}, {size}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for reports."""
+        return {
+            "slots": self.slots,
+            "batches_without_slots": self.others,
+            "lengths": self.lengths,
+            "dataset_size": self.dataset_size,
+            "dataset_size_declared": self.is_declared,
+        }

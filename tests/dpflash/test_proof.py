@@ -1,0 +1,773 @@
+"""The first batch proves that a model keeps its samples apart, or nothing is released."""
+
+import copy
+import random
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import dpflash
+from dpflash import digests, leveled, proof, rehearsal
+from dpflash.nn import LongContextLM, MultiheadAttention
+
+KINDS = {
+    "stored": {"way": "stored"},
+    "book_keeping": {"way": "book_keeping"},
+    "two_pass": {"way": "two_pass"},
+    "per_layer": {"clipping": "per_layer"},
+    "per_block": {"clipping": "per_block"},
+    "scalar": {"loss_reduction": "sum"},
+    "mean": {"loss_reduction": "mean"},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+BATCH = 24
+
+
+@pytest.fixture(autouse=True)
+def known_weights(monkeypatch):
+    """Secret numbers are the same in each run: what they overlook by chance, they always would."""
+    numbers = iter(range(5000, 10**6))
+    monkeypatch.setattr(proof, "_secret", lambda: next(numbers))
+
+
+def data(size=BATCH, width=5, seed=1):
+    return torch.randn(size, width, generator=torch.Generator().manual_seed(seed))
+
+
+class Between(nn.Module):
+    """Three linear layers, and what comes between them."""
+
+    def __init__(self, first=None, second=None, width=5):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first, self.second = first or (lambda h: h), second or (lambda h: h)
+
+    def forward(self, x):
+        h = self.first(torch.tanh(self.a(x)))
+        return self.c(self.second(torch.tanh(self.b(h))))
+
+
+def losses_of(model, x):
+    return model(x).square().flatten(1).sum(1)
+
+
+def backward(engine, model, x, kind=None):
+    """As a training loop has it."""
+    losses = losses_of(model, x)
+    reduction = (kind or {}).get("loss_reduction")
+    if reduction is None:
+        engine.backward(losses)
+    else:
+        getattr(losses, reduction)().backward()
+
+
+def assert_nothing_is_left(engine, model):
+    assert engine._backward.sums == {}
+    assert all(p.grad is None for p in model.parameters())
+
+
+class _BatchGradient(torch.autograd.Function):
+    """The identity, whose backward takes the mean gradient of the batch off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(0)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose backward scales by the greatest gradient of the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.abs().amax(0).clamp(min=1e-6)
+
+
+def routed(h):
+    """Top-1 routing with a capacity, first come, first served."""
+    chosen = h.argmax(1)
+    place = torch.zeros_like(chosen)
+    for expert in range(h.shape[1]):
+        hit = chosen == expert
+        place[hit] = torch.arange(int(hit.sum()))
+    return h * (place < len(h) // h.shape[1])[:, None]
+
+
+def sorted_by_first(h):
+    """Rows by the size of their first entry; their places are kept for `unsorted`."""
+    sorted_by_first.order = h[:, 0].detach().argsort()
+    return h[sorted_by_first.order]
+
+
+def unsorted(h):
+    return h[sorted_by_first.order.argsort()]
+
+
+def flipped(h):
+    return h.flip(0)
+
+
+# What stands behind layers a and b, and the first layer that sees it.
+FORWARDS = {
+    "flip": (flipped, flipped, "b"),
+    "sort": (sorted_by_first, unsorted, "b"),
+    "batch mean": (lambda h: h - h.mean(0), None, "b"),
+    "detached mean": (None, lambda h: h - h.detach().mean(0), "c"),
+    "detached scale": (lambda h: h / h.detach().abs().max(), None, "b"),
+    "capacity": (routed, None, "b"),
+}
+BACKWARDS = {
+    "batch gradient": (_BatchGradient.apply, None, "a"),
+    "scaled gradient": (None, _ScaledGradient.apply, "b"),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("between", FORWARDS.values(), ids=FORWARDS)
+def test_what_a_forward_mixes_is_refused_by_the_first_layer_that_sees_it(between, kind, private):
+    torch.manual_seed(0)
+    *functions, layer = between
+    engine, model, *_ = private(Between(*functions), **kind)
+    with pytest.raises(RuntimeError, match=rf"^the input of layer '{layer}' changed .* replaced"):
+        backward(engine, model, data(), kind)
+    assert_nothing_is_left(engine, model)
+    assert engine.verified == "pending"
+
+
+@every_kind
+@pytest.mark.parametrize("between", BACKWARDS.values(), ids=BACKWARDS)
+def test_what_only_a_backward_mixes_is_refused_by_the_first_layer_that_sees_it(
+    between, kind, private
+):
+    torch.manual_seed(0)
+    *functions, layer = between
+    engine, model, *_ = private(Between(*functions), **kind)
+    with pytest.raises(RuntimeError, match=rf"layer '{layer}' .*weight 0"):
+        backward(engine, model, data(), kind)
+    assert_nothing_is_left(engine, model)
+    assert engine.verified == "pending"
+
+
+@pytest.mark.parametrize("way", ["stored", "two_pass"])
+@pytest.mark.parametrize(
+    "couple",
+    [lambda x: x - x.mean(), lambda x: x.flip(0), lambda x: x / x.sum(), lambda x: x.cumsum(0)],
+    ids=["mean", "order", "share", "cumulative"],
+)
+def test_losses_that_depend_on_several_samples_are_refused(couple, way, private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between(), way=way)
+    with pytest.raises(RuntimeError, match="layer 'c' got a gradient .*losses depend on several"):
+        engine.backward(couple(losses_of(model, data())))
+    assert_nothing_is_left(engine, model)
+
+
+def test_rows_in_another_order_are_seen_by_the_gradient_alone(private, monkeypatch):
+    """Also where no forward could be repeated, as for a layer that is called by itself."""
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between())
+
+    def losses(x):
+        h = torch.tanh(model.a(x)).flip(0)
+        return model.c(torch.tanh(model.b(h)).flip(0)).square().sum(1)
+
+    with pytest.raises(RuntimeError, match="layer 'b' got a gradient for samples whose losses"):
+        engine.backward(losses(data()))
+
+
+@pytest.mark.parametrize("couple", ["forward", "backward"])
+def test_a_refusal_tells_nothing_of_the_data(couple, private):
+    """Not which sample, nor which weights were drawn, nor how many samples there are."""
+    texts = set()
+    for seed, size in ((1, 17), (2, 23), (3, 40)):
+        torch.manual_seed(seed)
+        between = FORWARDS["flip"] if couple == "forward" else BACKWARDS["batch gradient"]
+        engine, model, *_ = private(Between(*between[:2]))
+        with pytest.raises(RuntimeError) as refused:
+            backward(engine, model, data(size, seed=seed))
+        texts.add(str(refused.value))
+    assert len(texts) == 1
+    assert not re.search(r"[1-9]", texts.pop())
+
+
+@every_kind
+def test_a_refused_batch_has_left_nothing_even_where_noise_is_fused_in(kind, private):
+    """The last layers' gates have run, been paid for and been noised where another one refuses."""
+    torch.manual_seed(0)
+    model = Between(None, _ScaledGradient.apply)
+    engine, model, optimizer, loader = private(
+        model, data(200), batch_size=BATCH, noise_multiplier=1.0, **kind
+    )
+    before = copy.deepcopy(model.state_dict())
+    (x,) = next(iter(loader))
+    with pytest.raises(RuntimeError, match="layer 'b'"):
+        backward(engine, model, x, kind)
+    assert_nothing_is_left(engine, model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@every_kind
+def test_without_the_proof_a_coupled_model_trains_and_the_engine_says_so(kind, private):
+    engine, model, *_ = private(Between(flipped, flipped), verify_first_batch=False, **kind)
+    backward(engine, model, data(), kind)
+    assert engine._backward.sums
+    assert engine.verified is False
+
+
+# Models that keep samples apart
+
+
+class Lora(nn.Module):
+    """A frozen layer, beside it two factors of which the second begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Twice(nn.Module):
+    """One layer called twice, one of whose weights is another layer's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.tied, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.tied.weight = self.mix.weight
+
+    def forward(self, x):
+        return self.last(self.tied(torch.tanh(self.mix(torch.tanh(self.mix(x))))))
+
+
+class Dropping(nn.Module):
+    """Draws from all generators: torch's, numpy's and Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = nn.functional.dropout(torch.tanh(self.a(x)), 0.3)
+        return self.b(h * (1 + random.random()) * (1 + np.random.rand()))
+
+
+class Checkpointed(Between):
+    def forward(self, x):
+        h = checkpoint(
+            lambda x: nn.functional.dropout(torch.tanh(self.b(self.a(x))), 0.2),
+            x,
+            use_reentrant=False,
+        )
+        return self.c(h)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = MultiheadAttention(6, 2, batch_first=True, attention_sinks=True)
+        self.conv = nn.Conv1d(6, 2, 2)
+
+    def forward(self, x):
+        x = x.unsqueeze(2).expand(-1, -1, 6)
+        return self.conv(self.attention(x, x, x, is_causal=True)[0].transpose(1, 2))
+
+
+class InPlace(Between):
+    """Changes what it is given and what it returns."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2.0)).div_(3.0)
+
+
+MODELS = {
+    "plain": Between,
+    "twice and tied": Twice,
+    "random": Dropping,
+    "checkpointed": Checkpointed,
+    "attention, sinks, convolution": Attending,
+    "in place": InPlace,
+    "one layer": lambda: nn.Linear(5, 3),
+}
+
+
+def trained(private, make, kind, *, verify, steps=2, model=None, **options):
+    """Parameters, and the generators' states, after some noisy steps."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    engine, model, optimizer, _ = private(
+        model or make(), noise_multiplier=0.5, verify_first_batch=verify, **kind, **options
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # batches of unknown origin
+        for step in range(steps):
+            backward(engine, model, data(seed=step), kind)
+            optimizer.step()
+            optimizer.zero_grad()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    return engine, [p.detach().clone() for p in model.parameters()], states
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "kind", [KINDS[k] for k in ("stored", "two_pass", "per_layer", "scalar")], ids=str
+)
+def test_a_proof_changes_no_bit_of_training_and_draws_from_no_generator(make, kind, private):
+    engine, found, states = trained(private, make, kind, verify=True)
+    other, expected, expected_states = trained(private, make, kind, verify=False)
+    assert (engine.verified, other.verified) == (True, False)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert torch.equal(states[0], expected_states[0]) and states[1:] == expected_states[1:]
+
+
+@every_kind
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_language_model_is_proven(chunked, kind, private):
+    if chunked and kind.get("loss_reduction"):
+        kind = {**kind, "loss_reduction": "sum"}
+    torch.manual_seed(0)
+    plain = LongContextLM(11, 8, 1, 2, max_seq_len=6, dropout=0.1, chunked_loss=chunked)
+    engine, model, *_ = private(plain, **kind)
+    tokens = torch.randint(0, 11, (BATCH, 7))
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    reduction = kind.get("loss_reduction")
+    engine.backward(losses if reduction is None else getattr(losses, reduction)())
+    assert engine.verified is True
+
+
+@pytest.mark.parametrize("level", ["balanced", "aggressive"])
+@pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
+def test_levels_are_proven_too(level, mixing, private, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(leveled, "_BACKEND", CompileCounterWithBackend("aot_eager"))
+    torch.manual_seed(0)
+    between = [lambda h: h - h.detach().mean(0)] if mixing else []
+    engine, model, *_ = private(Between(*between), optimize=level)
+    assert engine.optimization.compiled == (level == "aggressive")
+    if not mixing:
+        backward(engine, model, data())
+        assert engine.verified is True
+        return
+    # Inside of compiled code no layer is seen, only what comes out.
+    where = "the model's output" if level == "aggressive" else "the input of layer 'b'"
+    with pytest.raises(RuntimeError, match=f"^{where} changed for a sample"):
+        backward(engine, model, data())
+    assert engine.optimization.compiled == (level == "aggressive")
+
+
+@pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
+def test_of_a_model_that_the_user_compiles_the_gradients_are_proven(mixing, private):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    couple = (lambda h: h - h.mean(0)) if mixing else None
+    engine, model, optimizer, _ = private(Between(couple))
+    compiled = torch.compile(model, backend="aot_eager")
+    if mixing:
+        with pytest.raises(RuntimeError, match="layer 'a' got a gradient for samples"):
+            engine.prepare(BATCH)
+            backward(engine, compiled, data())
+        return
+    for _ in range(2):
+        engine.prepare(BATCH)
+        backward(engine, compiled, data())
+        optimizer.zero_grad()
+        assert engine.verified == "gradients"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes_are_proven(dtype, private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between().to(dtype))
+    backward(engine, model, data().to(dtype))
+    assert engine.verified is True
+
+
+# How long the proof goes on
+
+
+class Counted(nn.Module):
+    """Counts the forwards and the backwards through a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.__dict__["forwards"], self.__dict__["backwards"] = [], []
+
+    def forward(self, x):
+        self.forwards.append(len(x))
+        y = self.model(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.backwards.append(len(grad)))
+        return y
+
+    def counts(self):
+        counted = len(self.forwards), len(self.backwards)
+        self.forwards.clear()
+        self.backwards.clear()
+        return counted
+
+
+@pytest.mark.parametrize(("way", "passes"), [("stored", 1), ("two_pass", 2)])
+def test_a_batch_is_enough_and_costs_one_forward_and_one_backward(way, passes, private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Counted(Between()), way=way)
+    for step in range(4):
+        backward(engine, model, data(16, seed=step))
+        optimizer.zero_grad()
+        assert model.counts() == ((2, passes + 1) if step == 0 else (1, passes))
+        assert engine.verified is True
+
+
+def test_small_batches_prove_together_and_single_samples_prove_nothing(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Counted(Between()))
+    found = []
+    for step, size in enumerate((1, 1, 4, 1, 4, 4, 1, 4, 4)):
+        backward(engine, model, data(size, seed=step))
+        optimizer.zero_grad()
+        found.append((model.counts(), engine.verified))
+    more, done = ((2, 2), "pending"), ((1, 1), True)
+    one = ((1, 1), "pending")
+    assert found == [one, one, more, one, more, more, one, ((2, 2), True), done]
+
+
+def test_accumulated_microbatches_prove_together(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(
+        Counted(Between()), data(64), batch_size=32, physical_batch_size=8, noise_multiplier=1.0
+    )
+    forwards = []
+    for _ in range(2):
+        for (x,) in loader:
+            backward(engine, model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            forwards.append(model.counts()[0])
+    assert engine.verified is True
+    assert forwards[-1] == 1 and 2 in forwards[:3]
+
+
+def test_a_layer_without_a_gradient_yet_is_proven_when_it_gets_one(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Counted(Lora()))
+    found = []
+    for step in range(3):
+        backward(engine, model, data(seed=step))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((model.counts(), engine.verified))
+    # The forward is proven at once, the gradient of `down` when `up` is no longer zero.
+    assert found == [((2, 2), "pending"), ((1, 2), True), ((1, 1), True)]
+
+
+def test_a_layer_that_mixes_is_refused_when_its_gradient_is_first_not_zero(private):
+    torch.manual_seed(0)
+    plain = Lora()
+    plain.up.register_full_backward_hook(lambda m, grads, _: tuple(g - g.mean(0) for g in grads))
+    engine, model, optimizer, _ = private(plain)
+    backward(engine, model, data())
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="layer 'down' .*weight 0"):
+        backward(engine, model, data(seed=2))
+
+
+def test_a_layer_whose_gradient_stays_zero_costs_little_and_is_proven_when_it_wakes(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Counted(Lora()), lr=0.0)
+    backwards = []
+    for step in range(20):
+        backward(engine, model, data(seed=step))
+        optimizer.zero_grad()
+        backwards.append(model.counts()[1])
+    assert engine.verified == "pending"
+    # The first eight batches, then those at powers of two.
+    assert backwards == [2] * 9 + [1] * 7 + [2] + [1] * 3
+    with torch.no_grad():
+        model.model.up.weight.fill_(1.0)
+    for _ in range(2):
+        backward(engine, model, data())
+        optimizer.zero_grad()
+    assert engine.verified is True
+
+
+class Branches(nn.Module):
+    """Another layer in training mode than in evaluation mode, or when it is told to."""
+
+    def __init__(self, then=None):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(4, 2)
+        self.use_second = False
+        self.then = then or (lambda h: h)
+
+    def forward(self, x):
+        if self.use_second:
+            return self.last(self.then(self.second(x)))
+        h = self.first(x)
+        return self.last(h if self.training else self.then(h))
+
+
+def test_the_proof_begins_anew_with_other_layers_and_with_other_modes(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Counted(Branches()))
+
+    def step():
+        backward(engine, model, data())
+        optimizer.zero_grad()
+        return model.counts(), engine.verified
+
+    assert step() == ((2, 2), True)
+    model.eval()
+    assert step() == ((2, 2), True)
+    assert step() == ((1, 1), True)
+    model.train()
+    assert step() == ((1, 1), True)
+    model.model.use_second = True
+    # A layer that is met in a forward is proven in its backward, and in the next forward.
+    assert [step() for _ in range(3)] == [((1, 2), "pending"), ((2, 1), True), ((1, 1), True)]
+
+
+@pytest.mark.parametrize("how", ["mode", "layer, forward", "layer, backward"])
+def test_what_mixes_later_is_refused_later(how, private):
+    torch.manual_seed(0)
+    detached = "backward" not in how
+    then = (lambda h: h - h.detach().mean(0)) if detached else _BatchGradient.apply
+    engine, model, optimizer, _ = private(Branches(then))
+    backward(engine, model, data())
+    optimizer.zero_grad()
+    assert engine.verified is True
+    if how == "mode":
+        model.eval()
+    else:
+        model.use_second = True
+    if how == "layer, forward":
+        # Its gradient is fine; the next forward is repeated.
+        backward(engine, model, data())
+        optimizer.zero_grad()
+        assert engine.verified == "pending"
+    with pytest.raises(RuntimeError, match="changed for a sample|got a gradient|weight 0"):
+        backward(engine, model, data())
+    assert_nothing_is_left(engine, model)
+
+
+@every_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_are_left_out_of_the_proof(value, kind, private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Between(), **kind)
+    for seed in range(4):
+        x = data(seed=seed)
+        x[3 * seed] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            backward(engine, model, x, kind)
+        optimizer.zero_grad()
+        assert engine.verified is True
+    assert engine.diagnostics()["nonfinite_samples"] == 4
+
+
+def test_weights_are_zeros_and_ones_half_each_and_secret():
+    rng = np.random.default_rng(0)
+    assert all(sorted(proof._weights(2, rng)) == [0, 1] for _ in range(20))
+    drawn = np.stack([proof._weights(50, rng) for _ in range(200)])
+    assert set(drawn.flatten()) == {0, 1} and 0.45 < drawn.mean() < 0.55
+    source = np.stack([proof.Proof().draw(lambda rng: proof._weights(64, rng)) for _ in range(2)])
+    assert not np.array_equal(*source)
+
+
+def test_the_forward_is_repeated_under_the_same_random_numbers_and_leaves_none_behind(private):
+    """Dropout masks of the repeat are those of the first forward, and the user's come next."""
+    found = []
+    for verify in (True, False):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        engine, model, *_ = private(Dropping(), verify_first_batch=verify)
+        outputs = [model(data()).tolist() for _ in range(2)]
+        assert outputs[0] != outputs[1]
+        found.append((outputs, torch.rand(3).tolist(), random.random(), np.random.rand()))
+    assert found[0] == found[1]
+
+
+def test_masks_that_only_some_samples_have_stay_in_the_repeat(private):
+    """Where no sample is padded any more, a fast path without masks rounds otherwise."""
+
+    class Masked(Between):
+        def forward(self, x, mask):
+            scale = 1.0 if mask.all() else 1.0000001
+            return super().forward(x * scale)
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        engine, model, *_ = private(Masked())
+        mask = torch.ones(16, 3, dtype=torch.bool)
+        mask[seed, 2:] = False
+        engine.backward(model(data(16), mask).square().sum(1))
+        assert engine.verified is True
+
+
+@pytest.mark.parametrize("call", ["engine", "user"])
+@pytest.mark.parametrize("returned", ["tensor", "dict"])
+def test_a_scalar_is_proven_by_the_gradients_at_the_outputs(call, returned, private):
+    class Named(Between):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"y": y, "none": None, "more": (y.sum(1), 3)} if returned == "dict" else y
+
+    for between in ([], [None, _ScaledGradient.apply]):
+        torch.manual_seed(0)
+        engine, model, *_ = private(Named(*between), loss_reduction="mean")
+        y = model(data())
+        terms = y["y"].square().sum(1) + y["more"][0] if returned == "dict" else y.square().sum(1)
+        loss = terms.mean()
+        if between:
+            with pytest.raises(RuntimeError, match="layer 'b'"):
+                engine.backward(loss) if call == "engine" else loss.backward()
+            assert_nothing_is_left(engine, model)
+        else:
+            engine.backward(loss) if call == "engine" else loss.backward()
+            assert engine.verified is True
+
+
+@pytest.mark.parametrize("call", ["engine", "user"])
+def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, private):
+    class Hiding(Between):
+        def forward(self, x):
+            self.hidden = torch.tanh(self.a(x))
+            return self.c(torch.tanh(self.b(self.hidden)))
+
+    torch.manual_seed(0)
+    engine, model, *_ = private(Hiding(), loss_reduction="sum")
+    loss = model(data()).square().sum() + model.hidden.square().sum()
+    with pytest.raises(RuntimeError, match="layer 'a' .*weight 0"):
+        engine.backward(loss) if call == "engine" else loss.backward()
+    assert_nothing_is_left(engine, model)
+
+
+def test_losses_of_an_earlier_forward_are_refused(private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between())
+    losses = losses_of(model, data())
+    model(data(30))
+    with pytest.raises(RuntimeError, match="reached by the gradient .* of the last forward pass"):
+        engine.backward(losses)
+    assert_nothing_is_left(engine, model)
+
+
+def test_the_arguments_of_a_repeated_forward_lie_in_memory_as_the_first_ones_do():
+    """Strides and alignment choose kernels, and whether a compiled model is compiled anew."""
+    x = torch.arange(70.0).view(5, 14)
+    for t in (x, x[:, 1:], x.t(), x[:1].expand(5, 14), x[:, :1].expand(5, 3), x[:0], x[:, 3:3]):
+        (copied,) = rehearsal.own_copies([t])
+        assert torch.equal(copied, t) and copied.stride() == t.stride()
+        assert (copied.storage_offset() - t.storage_offset()) % 16 == 0
+        assert not t.numel() or copied.data_ptr() != t.data_ptr()
+
+
+def test_outputs_may_be_changed_in_place_where_a_scalar_is_declared(private):
+    engine, model, *_ = private(Between(), loss_reduction="sum")
+    y = model(data())
+    y.div_(2.0)
+    y.square().sum().backward()
+    assert engine.verified is True
+
+
+def test_a_model_whose_layers_are_called_one_by_one_is_proven_by_its_gradients_alone(private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Between())
+    for _ in range(2):
+        engine.backward(model.c(torch.tanh(model.a(data()))).square().sum(1))
+        optimizer.zero_grad()
+    assert engine.verified == "gradients"
+    backward(engine, model, data())
+    optimizer.zero_grad()
+    backward(engine, model, data())
+    assert engine.verified is True
+
+
+def test_forwards_without_a_gradient_are_not_repeated(private):
+    engine, model, *_ = private(Counted(Between()))
+    with torch.no_grad():
+        model(data())
+    assert model.counts() == (1, 0)
+    backward(engine, model, data())
+    assert model.counts() == (2, 2)
+
+
+def test_the_repeat_leaves_no_trace_in_what_the_engine_plans(private):
+    engine, model, *_ = private(Between())
+    model(data())
+    shapes = copy.deepcopy(engine._backward.last_shapes)
+    assert [len(uses) for uses in shapes[0].values()] == [1, 1, 1]
+    assert engine._backward.forward_rows is None
+
+
+def test_a_device_that_does_not_repeat_its_bits_is_allowed_to_round(private, monkeypatch):
+    own = torch.Generator().manual_seed(0)
+
+    def rounded(x):
+        return x * (1 + 1e-7 * torch.randn(x.shape, generator=own))
+
+    class Rounding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return rounded(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return rounded(grad)
+
+    torch.manual_seed(0)
+    engine, model, *_ = private(Between(Rounding.apply))
+    with pytest.raises(RuntimeError, match="changed"):
+        backward(engine, model, data())
+    monkeypatch.setattr(digests, "is_deterministic", lambda device: False)
+    engine, model, *_ = private(Between(Rounding.apply))
+    backward(engine, model, data())
+    assert engine.verified is True
+    for between in (FORWARDS["detached mean"], BACKWARDS["scaled gradient"]):
+        engine, model, *_ = private(Between(*between[:2]))
+        with pytest.raises(RuntimeError, match="changed|got a gradient"):
+            backward(engine, model, data())
+
+
+@pytest.mark.parametrize("method", ["make_private", "make_private_with_epsilon"])
+def test_the_proof_is_on_by_default_and_both_ways_of_making_private_take_it(method):
+    engine = dpflash.PrivacyEngine(accountant="rdp")
+    model = Between()
+    budget = {"noise_multiplier": 1.0}
+    if method != "make_private":
+        budget = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 1}
+    arguments = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": torch.utils.data.DataLoader(data(64), batch_size=8),
+        "max_grad_norm": 1.0,
+        **budget,
+    }
+    with pytest.raises(ValueError, match="verified.. before make_private"):
+        engine.verified  # noqa: B018
+    with pytest.raises(ValueError, match="verify_first_batch='no': expected one of True, False"):
+        getattr(engine, method)(**arguments, verify_first_batch="no")
+    getattr(engine, method)(**arguments, verify_first_batch=False)
+    assert engine.verified is False
+    engine.detach(model)
+    getattr(engine, method)(**arguments)
+    assert engine.verified == "pending"
