@@ -35,8 +35,10 @@ ADDRESS = [
     "step_low", "step_high", "parameter_id", "first",
 ]  # fmt: skip
 
-_CENTER = tl.constexpr(rounded_normal.CENTER)
-_TAIL = tl.constexpr(rounded_normal.TAIL)
+_CENTER_ABOVE = tl.constexpr(rounded_normal.CENTER[0])
+_CENTER_BELOW = tl.constexpr(rounded_normal.CENTER[1])
+_TAIL_ABOVE = tl.constexpr(rounded_normal.TAIL[0])
+_TAIL_BELOW = tl.constexpr(rounded_normal.TAIL[1])
 _SPLIT = tl.constexpr(rounded_normal.SPLIT)
 _SPLIT_SQUARE = tl.constexpr(rounded_normal.SPLIT_SQUARE)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
@@ -142,14 +144,6 @@ def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.c
 
 
 @triton.jit
-def _horner(coefficients: tl.constexpr, x):
-    total = tl.zeros_like(x) + coefficients[7]
-    for i in tl.static_range(7):
-        total = total * x + coefficients[6 - i]
-    return total
-
-
-@triton.jit
 def rounded_normals(words, scale):
     """``round(scale * N)`` of 64-bit words where fp64 can tell; `rounded_normal.rounded_normals`.
 
@@ -162,14 +156,22 @@ def rounded_normals(words, scale):
     mask: tl.constexpr = (1 << 63) - 1
     magnitudes = words & mask
     t = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64)) - _TAIL_ORIGIN
-    above = _horner(_TAIL[0], t)
-    below = _horner(_TAIL[1], t)
+    above = tl.zeros_like(t) + _TAIL_ABOVE[7]
+    below = tl.zeros_like(t) + _TAIL_BELOW[7]
+    for i in tl.static_range(7):
+        above = above * t + _TAIL_ABOVE[6 - i]
+        below = below * t + _TAIL_BELOW[6 - i]
     # 1/2 - p, which near the median would be lost in the rounding of p.
     q = (magnitudes ^ mask).to(tl.float64) * 2.0**-64
     s = _SPLIT_SQUARE - q * q
+    center_above = tl.zeros_like(s) + _CENTER_ABOVE[7]
+    center_below = tl.zeros_like(s) + _CENTER_BELOW[7]
+    for i in tl.static_range(7):
+        center_above = center_above * s + _CENTER_ABOVE[6 - i]
+        center_below = center_below * s + _CENTER_BELOW[6 - i]
     central = q <= _SPLIT
-    above = tl.where(central, q * _horner(_CENTER[0], s), above)
-    below = tl.where(central, _horner(_CENTER[1], s), below)
+    above = tl.where(central, q * center_above, above)
+    below = tl.where(central, center_below, below)
     y = above / below * scale
     # N is within 1.26 / magnitude of the quantile; a quotient in fp32 is exact enough.
     margins = (2.0 / magnitudes.to(tl.float32)).to(tl.float64) * scale + y * _RELATIVE_ERROR
