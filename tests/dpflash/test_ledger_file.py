@@ -722,6 +722,8 @@ def start(path, pipe):
 def one_round(path, count):
     reader, pipe = os.pipe()
     children, released = [start(path, pipe) for _ in range(2)], b""
+    while len({run.split(b"-")[0] for run in released.splitlines()}) < 2:
+        released += os.read(reader, 65536)
     while count:
         until = time.monotonic() + draw.uniform(0.001, 0.04)
         while (left := until - time.monotonic()) > 0:
