@@ -992,6 +992,13 @@ class PrivateBackward:
                 parameter.grad = None
         self.clear()
 
+    def released(self) -> None:
+        """The logical batch was released, and its parameters are about to change."""
+        self.clear()
+        self.batch_hint = None
+        # They are views of the parameters as they were.
+        self._prepared = []
+
     def clear(self) -> None:
         """Ready for the next logical batch."""
         self.sums = {}

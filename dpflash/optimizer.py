@@ -292,8 +292,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
             parameter.grad = grad
             self._released.append(weakref.ref(grad))
-        backward.clear()
-        backward.batch_hint = None
+        backward.released()
         self._tracker.released()
         for hook in self._step_hooks:
             hook(self)

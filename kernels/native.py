@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def describe() -> str:
-    """In words, what runs attention on this machine's CPU."""
+    """In words, what runs attention, exact sums and noise on this machine's CPU."""
     found, missing = _found()
     if found is None:
         return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
@@ -75,8 +75,9 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
         return load(), ""
     except OSError as error:
         warnings.warn(
-            "attention on the CPU runs in plain PyTorch, which takes time and memory as the "
-            f"square of the tokens, for want of its C++ kernels: {error}",
+            "attention on the CPU, exact sums and noise run in plain PyTorch, for want of their "
+            "C++ kernels: attention takes time and memory as the square of the tokens, sums and "
+            f"noise some ten times as long: {error}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -112,6 +112,8 @@ def _training(
         noise_multiplier=noise_multiplier,
         max_grad_norm=_MAX_GRAD_NORM,
         optimize=level,
+        # What runs once, with the first batches, is no part of a step.
+        verify_first_batch=False,
     )
     batches = endless(loader)
 

@@ -266,6 +266,8 @@ def _dpflash(
         max_grad_norm=_MAX_GRAD_NORM,
         clipping=clipping,
         way=way[0] if way else "auto",
+        # What runs once, with the first batches, is no part of a step.
+        verify_first_batch=False,
     )
     batches = endless(private_loader)
 

@@ -343,7 +343,8 @@ def _train_privately(model: LongContextLM, size: Size, seed: int) -> dict[str, A
             engine.backward(private(inputs.to(device), targets.to(device)))
             optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
+            if loader.is_last:
+                schedule.step()
             windows.set_step(optimizer.releases)
             if optimizer.releases == size.steps:
                 break

@@ -317,7 +317,7 @@ def predicted_training_bytes(
     numels = {name: shape.numel() for name, shape in shapes.items()}
     if case.scheme == "replicated":
         return {
-            "sum over samples (all-reduce)": 2 * (size - 1) * sum(numels.values()) * item // size
+            "sum over samples (all-reduce)": 2 * (size - 1) * sum(numels.values()) * _SUMS // size
         }
     if case.scheme == "fsdp2":
         padded = {name: -(-s[0] // size) * (s.numel() // s[0]) for name, s in shapes.items()}
@@ -327,7 +327,9 @@ def predicted_training_bytes(
             "parameters (all-gather, forward)": everything,
             "parameters of blocks again (all-gather, backward)": blocks,
             # One number with each tells of which parameter it is.
-            "sum over samples (reduce-scatter)": everything + (size - 1) * len(padded) * item,
+            "sum over samples (reduce-scatter)": (size - 1)
+            * (sum(padded.values()) + len(padded))
+            * _SUMS,
         }
     shares = {name: -(-numel // size) for name, numel in numels.items()}
     # The tied embedding is used as a table of tokens and as the head's matrix.
@@ -350,13 +352,15 @@ def predicted_training_bytes(
         * (case.batch * uses + len(shares) + 1)
         * item,
         "norms (all-reduce)": 2 * (size - 1) * case.batch * 8 // size,
-        "clipped sums (all-gather)": (size - 1) * sum(shares.values()) * item,
+        "clipped sums (all-gather)": (size - 1) * sum(shares.values()) * _SUMS,
         "ring attention": case.layers * sum(attention),
         "valid targets (all-reduce)": 2 * (size - 1) * case.batch * 8 // size,
     }
 
 
 _EMBEDDING = "token_embedding.weight"
+# Bytes of a number of an exact sum.
+_SUMS = 8
 
 
 class _Collectives(TorchDispatchMode):
@@ -406,6 +410,8 @@ class _Training:
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             way="stored" if case.scheme == "context" else "auto",
+            # What runs once, with the first batches, is no part of a step.
+            verify_first_batch=False,
         )
 
     def step(self) -> None:

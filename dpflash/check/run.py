@@ -35,6 +35,11 @@ _EMPTY_REMEDY = (
     "skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 
+_DATA = (
+    "the data set and its collate_fn: each row must come of its own entry alone (no mixup, no "
+    "statistics or weights over the batch)"
+)
+
 
 def run_check(
     model: nn.Module, batch: Any, loss_fn: LossFunction, *, loss_reduction: str | None = None
@@ -51,7 +56,7 @@ def run_check(
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
     size = batch_size(batch)
-    findings = Findings()
+    findings = Findings(not_checked=[_DATA])
     plain = getattr(model, "_orig_mod", model)
     with randomness_restored(batch), torch.enable_grad(), without_noise() as boundaries:
         _check(plain, batch, loss_fn, size, loss_reduction, boundaries, findings)

@@ -109,7 +109,7 @@ def test_a_private_step_is_paid_for_as_one_drawn_by_the_private_loader():
     )
     training.step()
     assert training.engine.sampler == "poisson"
-    assert training.engine.neighboring_relation == "add_remove"
+    assert training.engine.neighboring_relation == "zero_out"
     assert training.engine.get_epsilon(1e-5) < float("inf")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash import sampling
 
 
 class Oracle:
@@ -102,6 +103,16 @@ def private():
         )
 
     return make
+
+
+@pytest.fixture
+def one_batch_a_draw(monkeypatch):
+    """So many slots that each draw is one physical batch, without a physical_batch_size."""
+
+    def slots(num_samples, sample_rate, *, ranks=1, at_most=None, cap=None):
+        return at_most or -(-num_samples // ranks)
+
+    monkeypatch.setattr(sampling, "slots_of_draws", slots)
 
 
 @pytest.fixture

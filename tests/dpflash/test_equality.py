@@ -480,8 +480,9 @@ def test_opacus_schedulers_change_noise_and_bound_of_the_coming_releases(private
         optimizer.zero_grad()
         engine.backward(dpflash.losses.mse(model(x), torch.zeros(len(x), 2)))
         optimizer.step()
-        noise.step()
-        bound.step()
+        if loader.is_last:
+            noise.step()
+            bound.step()
     assert optimizer.max_grad_norm == 0.25**4
     assert engine.accountant.history == [(2.0 * 0.5**k, 0.25, 1) for k in range(4)]
 
@@ -495,8 +496,9 @@ def test_a_learning_rate_scheduler_drives_the_wrapped_optimizer(private):
         before = model.weight.detach().clone()
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
-        torch.testing.assert_close(model.weight, before - rate * model.weight.grad)
-        scheduler.step()
+        if loader.is_last:
+            torch.testing.assert_close(model.weight, before - rate * model.weight.grad)
+            scheduler.step()
     assert optimizer.original_optimizer.param_groups[0]["lr"] == 0.5**4
 
 

@@ -80,7 +80,7 @@ def test_the_table_is_aligned_and_narrow(private):
         for row in rows[:2]:
             assert row[start - 1] == " " != row[start]
     assert rows[1].startswith("encod")
-    assert "_and_on_and_on.weight  " in rows[1]
+    assert "n_and_on.weight  " in rows[1]
 
 
 def test_an_empty_batch_has_a_plan_too(private):

@@ -1026,6 +1026,7 @@ def test_invariant_9_copies_and_pickles_of_a_private_model_are_plain(private):
 # 10
 
 
+@pytest.mark.usefixtures("one_batch_a_draw")
 def test_invariant_10_a_release_is_charged_before_the_wrapped_optimizer_steps(
     private, tmp_path, monkeypatch
 ):
@@ -1047,6 +1048,7 @@ def test_invariant_10_a_release_is_charged_before_the_wrapped_optimizer_steps(
     assert PrivacyEngine(ledger=ledger).accountant.history == [(1.0, 0.25, 1)]
 
 
+@pytest.mark.usefixtures("one_batch_a_draw")
 def test_invariant_10_the_ledger_is_on_disk_before_the_noise_is_drawn(
     private, tmp_path, monkeypatch
 ):
@@ -1071,6 +1073,7 @@ def test_invariant_10_the_ledger_is_on_disk_before_the_noise_is_drawn(
     assert PrivacyEngine(ledger=ledger).get_epsilon(1e-5) > 0
 
 
+@pytest.mark.usefixtures("one_batch_a_draw")
 def test_invariant_10_nothing_is_released_where_the_ledger_cannot_be_written(
     private, tmp_path, monkeypatch
 ):
@@ -1093,6 +1096,7 @@ def test_invariant_10_nothing_is_released_where_the_ledger_cannot_be_written(
     assert model.weight.grad is None and not engine._backward.sums
 
 
+@pytest.mark.usefixtures("one_batch_a_draw")
 def test_invariant_10_a_ledger_with_a_noiseless_release_means_infinite_epsilon_after_a_restart(
     private, tmp_path
 ):

@@ -374,6 +374,7 @@ def test_a_line_that_the_next_opening_would_refuse_is_not_written(tmp_path):
     assert Ledger(ledger.path).releases == ledger.releases == 1
 
 
+@pytest.mark.usefixtures("one_batch_a_draw")
 def test_a_foreign_batch_within_a_paid_pass_leaves_a_ledger_that_can_be_read(private, tmp_path):
     made = private(
         nn.Linear(3, 2),

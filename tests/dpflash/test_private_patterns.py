@@ -50,5 +50,8 @@ def test_clipped_sums_through_patterns_sinks_and_slopes_equal_the_loop(
     engine, model, *_ = private(model, max_grad_norm=bound, **kind)
     engine.backward(loss(model, tokens))
     expected = exact.clipped_sum(bound, kind.get("clipping", "flat"))
-    assert distance(sums(engine, model), expected) <= 2e-6
+    # Norms of these two have what a product of 37 tokens rounds added to them: 39 * 2^-24 times
+    # the sizes of its terms, a few times the norm.
+    rounded = kind.get("way") in ("book_keeping", "two_pass")
+    assert distance(sums(engine, model), expected) <= (2e-5 if rounded else 2e-6)
     assert {"attention.sinks.weight", "attention.alibi_slopes.weight"} <= expected.keys()

@@ -198,14 +198,15 @@ def test_no_clipped_tile_is_longer_than_its_bound_in_real_arithmetic():
         assert factors[i, k] == 1 or clipped >= allowed * (1 - Fraction(3, 2**23))
 
 
-def test_a_factor_counts_what_the_sum_of_squares_lost_in_fp64():
+@pytest.mark.parametrize("bound", [0.5, 1.0])
+def test_a_factor_counts_what_the_sum_of_squares_lost_in_fp64(bound):
     grads = torch.zeros(1, 16, 16, device=DEVICE)
     grads[0, 0, 0], grads[0, 5, 7] = 1.0, 2.0**-30
-    # In fp64 the square is 1 and the factor 1/2, but the norm is above 1.
-    bounds = torch.tensor([0.5], dtype=torch.float64, device=DEVICE)
+    # In fp64 the norm is 1 and the factor as the bound, but the norm is above 1.
+    bounds = torch.tensor([bound], dtype=torch.float64, device=DEVICE)
     factor = Fraction(float(launch._tile_factors(grads, bounds, (16, 16))))
-    assert factor**2 * exact_squares(grads)[0] <= Fraction(1, 4)
-    assert factor >= Fraction(1, 2) - Fraction(1, 2**25)
+    assert factor**2 * exact_squares(grads)[0] <= Fraction(bound) ** 2
+    assert factor >= Fraction(bound) * (1 - Fraction(1, 2**24))
 
 
 def test_the_default_block_is_the_twins_on_every_device():

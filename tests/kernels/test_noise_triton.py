@@ -204,7 +204,8 @@ def test_quantiles_are_as_exact_as_their_margins_say():
             assert abs(mpmath.mpf(quantile) / 2**90 - true) <= allowed, word
 
 
-@pytest.mark.parametrize("scale", [0.3, 2.0**30 * 0.7, 2.0**40], ids="{:.3g}".format)
+# At the last one fp64 rounds some to the wrong side, and may decide few.
+@pytest.mark.parametrize("scale", [0.3, 2.0**30 * 0.7, 2.0**40, 2.0**46], ids="{:.3g}".format)
 def test_what_is_decided_is_the_correctly_rounded_normal(scale):
     generator = torch.Generator().manual_seed(2)
     words = torch.randint(0, 2**63 - 1, (200,), generator=generator).tolist()
@@ -220,10 +221,9 @@ def test_what_is_decided_is_the_correctly_rounded_normal(scale):
         if not is_open:
             # A decision needs no further word.
             assert integer == rounded_normal.settle(word, scale, None), hex(word)
-    # Far out and, at 2^40, a 64th of all: few of the others.
     tails = torch.tensor([word % 2**63 for word in words]) < 2**27
     assert bool(undecided[tails].all())
-    assert float(undecided[~tails].float().mean()) < 0.1
+    assert float(undecided[~tails].float().mean()) < (0.1 if scale < 2**41 else 0.9)
 
 
 def test_undecided_is_about_as_much_as_the_lists_expect():
@@ -256,7 +256,7 @@ def test_the_kernels_noise_reaches_the_end_of_the_stream(generator):
 
 @pytest.mark.parametrize("std", [1e-12, 1e-9, 3.3, 1e4])
 def test_the_kernels_noise_of_any_scale_is_that_of_the_cpu(std):
-    # Below the grid, at it, and where one element in 15 is undecided.
+    # Below the grid, at it, and where one element in six is undecided.
     noise, out = stream(std=std, generator="philox"), sums(300, torch.float64)
     assert same_bits(added(out, noise, groups=64), on_the_cpu(out, noise))
 

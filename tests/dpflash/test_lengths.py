@@ -1,0 +1,125 @@
+"""Lengths of samples: padded to a public one, or said not to be public."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from dpflash import PrivacyEngine
+from dpflash.sampling import PadTo
+
+
+class Documents(Dataset):
+    """Texts of lengths 1 to 9 in steps of `step`, and their targets."""
+
+    def __init__(self, step=1):
+        self.lengths = [1 + i * step % 9 for i in range(40)]
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        length = self.lengths[index]
+        tokens = 1 + torch.arange(index, index + length) % 7
+        return {"tokens": tokens, "labels": tokens.flip(0), "index": index}
+
+
+def longest(samples):
+    return {
+        name: pad_sequence([s[name] for s in samples], batch_first=True)
+        for name in ("tokens", "labels")
+    }
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens)).square().mean(2)
+
+
+def made(collate, **options):
+    torch.manual_seed(0)
+    model = Model()
+    engine = PrivacyEngine(accountant="rdp", seed=0)
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(Documents(), batch_size=5, collate_fn=collate),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        way="stored",
+        **options,
+    )
+
+
+def norms_of(engine, model, optimizer, loader, passes=3):
+    """The norms that each document had in all of its draws."""
+    found = {}
+    for _ in range(passes):
+        for batch in loader:
+            tokens = batch["tokens"]
+            engine.backward((model(tokens) * (tokens > 0)).sum(1))
+            norms = engine.diagnostics()["per_sample_norms"].tolist()
+            for row, norm in zip(tokens[loader.is_real], norms, strict=True):
+                found.setdefault(tuple(row[row > 0].tolist()), set()).add(norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_sample_that_is_padded_to_a_public_length_has_the_same_bits_in_every_draw():
+    run = made(PadTo(9))
+    assert all(len(norms) == 1 for norms in norms_of(*run).values())
+    assert "lengths: public, 9 as declared" in str(run[0].plan())
+
+
+def test_a_collate_function_that_pads_to_the_longest_keeps_working_and_is_told():
+    run = made(longest)
+    assert "no batch seen yet" in str(run[0].public)
+    norms_of(*run, passes=1)
+    text = str(run[0].plan())
+    assert "the bound holds up to the rounding of other lengths" in text
+    assert "not public" in run[0].public.as_dict()["lengths"]
+
+
+def test_windows_of_one_length_are_told_to_be_of_one_length():
+    engine, *rest = made(lambda samples: {"tokens": torch.ones(len(samples), 6).long()})
+    norms_of(engine, *rest, passes=1)
+    assert engine.public.lengths == "the same in all batches so far"
+
+
+def test_other_shapes_than_the_declared_ones_are_refused_by_name():
+    run = made(longest, public_length=9)
+    with pytest.raises(
+        ValueError, match=r"batch\['tokens'\] had other shapes.*PadTo\(9\)|no tensor"
+    ):
+        norms_of(*run)
+    run = made(PadTo(9), public_length=12)
+    with pytest.raises(ValueError, match=r"public_length=12: no tensor .* found \[9, 9\]"):
+        norms_of(*run)
+    with pytest.raises(ValueError, match="public_length=0"):
+        made(longest, public_length=0)
+
+
+Pair = namedtuple("Pair", "tokens label")
+
+
+def test_samples_are_padded_and_cut_to_one_length():
+    pad = PadTo(4, {"labels": -100})
+    batch = pad([Documents()[1], Documents()[6]])
+    assert batch["tokens"].tolist() == [[2, 3, 0, 0], [7, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[3, 2, -100, -100], [6, 5, 4, 3]]
+    assert batch["index"].tolist() == [1, 6]
+    tokens, label = pad([(torch.ones(2, 3), 5), (torch.ones(6, 3), 7)])
+    assert tokens.shape == (2, 4, 3) and tokens[0].sum() == 6 and label.tolist() == [5, 7]
+    pair = PadTo(3, {0: 9})([Pair([1.5], torch.tensor(2))])
+    assert type(pair) is Pair and pair.tokens.tolist() == [[1.5, 9, 9]]
+    assert PadTo(3, -1)([torch.ones(1), torch.ones(2)]).tolist() == [[1, -1, -1], [1, 1, -1]]
+    with pytest.raises(ValueError, match="length=0"):
+        PadTo(0)

@@ -1,0 +1,183 @@
+"""Random masks of private forwards come from a secret, not from a seed that somebody knows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpflash import leveled
+
+
+class Dropping(nn.Module):
+    """Keeps the masks that it drew, one for each call."""
+
+    def __init__(self, draw=lambda shape: torch.nn.functional.dropout(torch.ones(shape))):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.draw = draw
+        self.masks = []
+
+    def forward(self, x):
+        mask = self.draw(x.shape)
+        self.masks.append(mask.detach().clone())
+        return self.layer(x * mask)
+
+
+def python_mask(shape):
+    return torch.tensor([random.random() < 0.5 for _ in range(shape.numel())]).view(shape).float()
+
+
+def numpy_mask(shape):
+    return torch.from_numpy(np.random.rand(*shape) < 0.5).float()
+
+
+SOURCES = [Dropping().draw, python_mask, numpy_mask]
+every_source = pytest.mark.parametrize("draw", SOURCES, ids=["torch", "python", "numpy"])
+
+
+def known_seed(seed=0):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def masks_of(private, draw, *, seed=None, calls=1):
+    engine, model, *_ = private(Dropping(draw), seed=seed)
+    known_seed()
+    for _ in range(calls):
+        model(torch.ones(6, 8))
+    return model.masks
+
+
+@every_source
+def test_a_known_seed_of_the_user_tells_no_mask(draw, private):
+    first, second = (masks_of(private, draw)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    # A seeded engine is for research, and repeats them.
+    first, second = (masks_of(private, draw, seed=5)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@every_source
+def test_two_calls_two_batches_and_two_ranks_have_masks_of_their_own(draw, private, monkeypatch):
+    masks = masks_of(private, draw, seed=5, calls=3)
+    engine, model, optimizer, loader = private(
+        Dropping(draw), torch.ones(60, 8), batch_size=7, seed=5
+    )
+    for (x,) in loader:
+        known_seed()
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(model.masks) == 5:
+            break
+    engine, other, *_ = private(Dropping(draw), seed=5)
+    monkeypatch.setattr(type(engine._workers), "data_rank", 1)
+    other(torch.ones(6, 8))
+    found = [m[0] for m in (*masks, *model.masks, *other.masks)]
+    assert len({tuple(m.tolist()) for m in found}) == len(found) == 9
+
+
+@every_source
+def test_the_users_generators_go_on_as_if_one_number_had_been_drawn(draw, private):
+    engine, model, *_ = private(Dropping(draw), seed=5)
+
+    def following():
+        return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+    known_seed(3)
+    torch.randint(2**62, ())
+    expected = following()
+    known_seed(3)
+    model(torch.ones(6, 8))
+    assert following() == expected
+    # Also where the forward fails, and none where nothing is trained.
+    known_seed(3)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(6, 9))
+    assert following() == expected
+    known_seed(3)
+    with torch.no_grad():
+        model(torch.ones(6, 8))
+    known_seed(3)
+    draw(torch.Size((6, 8)))
+    expected = following()
+    known_seed(3)
+    with torch.no_grad():
+        model(torch.ones(6, 8))
+    assert following() == expected
+
+
+class Inside(nn.Module):
+    """A checkpoint within the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Dropping()
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "around"])
+def test_a_recomputed_forward_has_the_masks_that_it_had(outside, way, private):
+    engine, model, *_ = private(
+        Dropping() if outside else Inside(),
+        way=way,
+        noise_multiplier=1.0,
+        verify_first_batch=False,  # its forward draws masks, too
+    )
+    drawn = model.masks if outside else model.part.masks
+    x = torch.randn(6, 8)
+
+    def run(x):
+        return checkpoint(model, x, use_reentrant=False) if outside else model(x)
+
+    # Two calls in one backward, from which a release begins.
+    known_seed()
+    engine.backward((run(x) + run(2 * x)).square().mean(1))
+    again = drawn[2:]
+    assert not torch.equal(drawn[0], drawn[1]) and len(again) >= 2
+    assert all(any(torch.equal(m, first) for first in drawn[:2]) for m in again)
+    assert {i for m in again for i in (0, 1) if torch.equal(m, drawn[i])} == {0, 1}
+
+
+def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(private, tmp_path):
+    def run(passes, load=False):
+        known_seed()
+        engine, model, optimizer, loader = private(
+            Dropping(), torch.ones(24, 8), noise_multiplier=1.0, seed=3
+        )
+        if load:
+            engine.load_checkpoint(tmp_path / "c")
+        random.seed()
+        for _ in range(passes):
+            for (x,) in loader:
+                engine.backward(model(x).square().mean(1))
+                optimizer.step()
+                optimizer.zero_grad()
+        return engine, model
+
+    whole = run(2)[1].masks
+    run(1)[0].save_checkpoint(tmp_path / "c")
+    torch.manual_seed(99)
+    resumed = run(1, load=True)[1].masks
+    assert len(resumed) > 3
+    assert all(map(torch.equal, resumed, whole[-len(resumed) :]))
+
+
+def test_a_compiled_model_has_secret_masks_too(private, monkeypatch):
+    monkeypatch.setattr(leveled, "_BACKEND", "aot_eager")
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        engine, model, *_ = private(model, seed=None, optimize="aggressive")
+        torch.manual_seed(0)
+        outputs.append(model(torch.ones(6, 8)).detach())
+        assert engine.optimization.compiled
+    assert not torch.equal(*(output == 0 for output in outputs))
