@@ -482,7 +482,9 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, self._noise_key, place)
-        self._leveled = LeveledForward(module, backward, optimization, unchanged, masks)
+        self._leveled = LeveledForward(
+            module, backward, optimization, unchanged, masks, loader.order
+        )
         self._leveled.put()
         _log.info("%s", optimization.summary)
         self._model, self._backward, self._tracker = module, backward, tracker

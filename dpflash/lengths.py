@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from ._validate import positive_int
 
-__all__ = ["Lengths", "PadTo"]
+__all__ = ["Lengths", "PadTo", "tensors_of"]
 
 
 class PadTo:
@@ -84,7 +84,7 @@ class Lengths:
         Raises:
             ValueError: they differ from what is declared to be public.
         """
-        shapes = {place: tuple(x.shape[1:]) for place, x in _tensors(batch) if x.ndim}
+        shapes = {place: tuple(x.shape[1:]) for place, x in tensors_of(batch) if x.ndim}
         if self._seen is None:
             self._seen = shapes
             lengths = [shape[0] for shape in shapes.values() if shape]
@@ -116,13 +116,13 @@ class Lengths:
         return "no batch seen yet" if self._seen is None else "the same in all batches so far"
 
 
-def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """All tensors of nested mappings and sequences, with where they stand."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _tensors(part, f"{place}[{key!r}]")
+            yield from tensors_of(part, f"{place}[{key!r}]")
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for number, part in enumerate(value):
-            yield from _tensors(part, f"{place}[{number}]")
+            yield from tensors_of(part, f"{place}[{number}]")

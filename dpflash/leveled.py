@@ -34,6 +34,7 @@ from .rehearsal import (
     first_difference,
     own_copies,
 )
+from .row_order import RowOrder
 from .unchanged import Unchanged
 
 __all__ = ["LeveledForward"]
@@ -62,12 +63,14 @@ class LeveledForward:
         optimization: Optimization,
         unchanged: Unchanged | None = None,
         masks: SecretMasks | None = None,
+        order: RowOrder | None = None,
     ):
         self.optimization = optimization
         self.unchanged = unchanged
         self._module = module
         self._backward = backward
         self._masks = masks
+        self._order = order
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -101,6 +104,8 @@ class LeveledForward:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = _tensors((args, kwargs))
+        if self._order is not None and torch.is_grad_enabled():
+            self._order.check(tensors)
         with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)

@@ -56,7 +56,7 @@ class SecretMasks:
             yield
             return
         # Also tells two calls of one batch apart, and is the same in a recomputation.
-        word = int(torch.randint(2**62, ()))
+        word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = _Generators(self._devices)
         self._active = True

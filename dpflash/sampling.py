@@ -37,6 +37,7 @@ from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 from ._validate import positive_int
 from .collating import TriedCollate
 from .lengths import Lengths, PadTo
+from .row_order import RowOrder
 from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .streams import uniform_words
 from .tracker import EARLIER_PASS, BatchMark, BatchTracker
@@ -408,6 +409,7 @@ class PrivateDataLoader(DataLoader):
         slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
         lengths: what is known of the shapes of its batches.
+        order: compares the rows that the model gets with those of its batches.
     """
 
     def __init__(
@@ -440,6 +442,7 @@ class PrivateDataLoader(DataLoader):
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
         self.lengths = Lengths(public_length)
+        self.order = RowOrder()
         self.slots: int | None = None
         self._draws: _DrawSampler | None = None
         self._mark: BatchMark | None = None
@@ -518,7 +521,8 @@ class PrivateDataLoader(DataLoader):
         The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._at_hand()
-        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
+        # The gates read the mark's own.
+        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:
@@ -538,6 +542,7 @@ class PrivateDataLoader(DataLoader):
         for batch, mark in marked:
             self._mark = mark
             self.lengths.observe(batch)
+            self.order.observe(batch, mark)
             yield batch
             if mark.last and not self._tracker.may_begin(False):
                 return

@@ -130,8 +130,9 @@ class Run:
                 self.optimizer.zero_grad()
                 self.engine.backward(loss_of(self.model, x, y))
                 self.optimizer.step()
-                self.grads.append(flat(p.grad for p in self.trained()))
-                self.scheduler.step()
+                if self.loader.is_last:
+                    self.grads.append(flat(p.grad for p in self.trained()))
+                    self.scheduler.step()
                 if self.optimizer.releases == steps:
                     break
         return self

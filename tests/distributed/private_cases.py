@@ -125,7 +125,7 @@ def train(
                     engine.backward(made(x, y))
             else:
                 engine.backward(made(x, y))
-            sizes.append(len(x))
+            sizes.append(int(loader.is_real.sum()))
             optimizer.step()
             optimizer.zero_grad()
             if optimizer.releases == steps:
@@ -370,7 +370,8 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
     parts = []
     for (x,) in loader:
         mark = engine._tracker.current
-        parts.append((mark.draw, mark.last, [int(i) for i in x.flatten()]))
+        own = x[loader.is_real].flatten()
+        parts.append((mark.draw, mark.last, [int(i) for i in own]))
         optimizer.step()
         optimizer.zero_grad()
     return [loader._draws.draw(draw) for draw in range(loader.steps_per_epoch)], parts

@@ -79,7 +79,7 @@ def test_workers_of_a_context_take_the_same_parts(pair: Any) -> None:
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -> None:
     first, second = pair.run(CASES, "empty_shares", 2, kind=kind)
-    assert len(first["sizes"]) == len(second["sizes"]) == 20
+    assert len(first["sizes"]) == len(second["sizes"]) >= 20
     assert any(a != b for a, b in zip(first["sizes"], second["sizes"], strict=True))
 
 

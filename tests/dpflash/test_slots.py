@@ -230,11 +230,13 @@ def test_clipped_sums_are_those_of_the_real_rows_alone(kind, private, sums, dist
 
 
 @every_kind
-@pytest.mark.parametrize("where", ["loss", "input"])
+@pytest.mark.parametrize("where", ["loss", "loss of tokens", "input"])
 def test_nothing_changes_whatever_stands_in_a_padding_row(where, kind, private, sums):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
     x, real = torch.randn(4, 6, 3), torch.tensor([True, False, True, False])
+    if "tokens" in where:
+        model, x = Mixed(), torch.randint(11, (4, 6))
     found = []
     for bad in (None, math.nan, math.inf, 1e30):
         engine, own, *_ = private(copy.deepcopy(model), x, max_grad_norm=0.1, **kind)
@@ -320,6 +322,30 @@ def test_losses_must_be_of_all_rows_in_the_loaders_order(private):
         engine.backward(model(x).square().mean(1))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["floats", "tokens"])
+def test_rows_in_another_order_than_the_loaders_are_refused(number, private):
+    torch.manual_seed(0)
+    data = torch.randn(60, 1, 3), torch.randint(11, (60, 5))
+    engine, model, optimizer, loader = private(
+        [nn.Linear(3, 2), Mixed()][number], data[number], batch_size=30
+    )
+    refused = 0
+    for (x,) in loader:
+        padded = 1 < loader.is_real.sum() < len(x)
+        if padded:
+            with pytest.raises(RuntimeError, match="in another order, so padding rows could not"):
+                model(x[x[:, 0].flatten(1).sum(1).argsort() if number == 0 else x[:, 0].argsort()])
+            refused += 1
+        # Values that the loop changed cannot be compared, and the loader's order is right.
+        engine.backward(model(2 * x if x.is_floating_point() else x).flatten(1).square().mean(1))
+        optimizer.step()
+        optimizer.zero_grad()
+        if refused == 2:
+            break
+    else:
+        pytest.fail("too few batches with padding rows")
 
 
 # A sample's bits
