@@ -18,6 +18,7 @@ _WORDS = 4096  # in a chunk, which one table of multipliers covers
 _LEVELS = 4  # chunks of chunks
 _AT_ONCE = {"cpu": 1 << 16}  # words; as many as caches hold
 _PROJECTIONS = 4
+_PROJECTED = 1 << 18  # entries of a row at once
 
 _tables: dict[torch.device, Tensor] = {}
 
@@ -57,11 +58,18 @@ def row_summaries(x: Tensor) -> Tensor:
     """
     if is_deterministic(x.device):
         return row_digests(x).unsqueeze(1)
-    rows = x.detach().reshape(len(x), x.shape[1:].numel()).double()
+    rows = x.detach().reshape(len(x), x.shape[1:].numel())
     generator = torch.Generator().manual_seed(int(_table(torch.device("cpu"))[0, 0]))
-    signs = torch.randint(0, 2, (rows.shape[1], _PROJECTIONS), generator=generator)
-    projections = rows @ (2.0 * signs - 1.0).to(rows)
-    return torch.cat([torch.linalg.vector_norm(rows, dim=1, keepdim=True), projections], 1)
+    width = min(rows.shape[1], _PROJECTED)
+    signs = _signs(width, generator).to(x.device)
+    sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
+    # The same signs for each part, times other ones: those of a whole row may not fit.
+    for part in rows.split(_PROJECTED, 1) if width else ():
+        wide = part.double()
+        sums[:, 0] += wide.square().sum(1)
+        sums[:, 1:] += (wide @ signs[: part.shape[1]]) * _signs(1, generator).to(x.device)
+    sums[:, 0].sqrt_()
+    return sums
 
 
 def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
@@ -84,6 +92,12 @@ def tolerance(dtypes: set[torch.dtype]) -> float:
     """How far rows may differ by rounding, relative to their norm: sqrt(eps) of the coarsest."""
     floats = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return math.sqrt(max(floats, default=0.0))
+
+
+def _signs(count: int, generator: torch.Generator) -> Tensor:
+    """`[count, projections]` of 1 and -1."""
+    bits = torch.randint(0, 2, (count, _PROJECTIONS), generator=generator)
+    return 2.0 * bits.double() - 1.0
 
 
 def _as_words(x: Tensor) -> Tensor:

@@ -753,9 +753,9 @@ class PrivateBackward:
 
     # Proof
 
-    def begin_proof(self) -> bool:
-        """A call of the model begins; whether it is to be repeated with other samples."""
-        return self.proof.begin_forward(new_pass=self._stale)
+    def begin_proof(self, size: int) -> bool:
+        """A call of the model begins, of `size` samples at most; whether the proof repeats it."""
+        return self.proof.begin_forward(size, new_pass=self._stale)
 
     def expect_scalar(self, outputs: Any, size: int) -> Any:
         """The model's outputs, for a loss that may be a scalar where that is declared."""

@@ -13,7 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,14 @@ from .masks import SecretMasks
 from .optimization import Optimization
 from .precision import without_autocast
 from .proof import allow_second_backwards
-from .random_state import RandomState, random_state_kept
-from .rehearsal import ForwardRows, Replacement, first_difference, own_copies
+from .random_state import RandomState
+from .rehearsal import (
+    ForwardRows,
+    OwnAttributes,
+    Replacement,
+    first_difference,
+    own_copies,
+)
 from .row_order import RowOrder
 from .unchanged import Unchanged
 
@@ -103,7 +109,7 @@ class LeveledForward:
         with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
-            if self._backward.begin_proof():
+            if self._backward.begin_proof(max(_first_dimensions(tensors), default=0)):
                 outputs = self._proven(module, tensors, args, kwargs)
             else:
                 outputs = self._called(module, tensors, args, kwargs)
@@ -117,11 +123,8 @@ class LeveledForward:
         """
         backward, proof = self._backward, self._backward.proof
         alone = proof.group is None
-        if alone and max(_first_dimensions(tensors), default=0) < 2:
-            return self._called(module, tensors, args, kwargs)
         copies = own_copies((args, kwargs))
-        state = RandomState(self._parameter_device)
-        allowed = None if self.unchanged is None else self.unchanged.allowed_contents()
+        before = self._state()
         first = ForwardRows()
         outputs = self._noted(first, lambda: self._called(module, tensors, args, kwargs))
         size = self._size_of_call(tensors)
@@ -137,19 +140,13 @@ class LeveledForward:
         if alone and not changed:
             proof.forward_repeated(layers, 0)
             return outputs
-        after = None if self.unchanged is None else self.unchanged.allowed_contents()
-        with random_state_kept(self._parameter_device), backward.aside():
-            state.restore()
-            if allowed is not None:
-                allowed.restore()
-            held = _held_tensors(module)
+        after = self._state()
+        with backward.aside():
             try:
+                before.restore()
                 self._noted(second, lambda: self._again(module, *others))
             finally:
-                for owner, tensors_of in held:
-                    owner.__dict__.update(tensors_of)
-                if after is not None:
-                    after.restore()
+                after.restore()
         refusal = refusal or first_difference(first, second, replacement.kept)
         try:
             proof.forward_repeated(layers, size if changed else 0, refusal)
@@ -157,6 +154,16 @@ class LeveledForward:
             backward.discard()
             raise
         return outputs
+
+    def _state(self) -> _State:
+        """What a forward may change and a repeat must find, and leave, as it was."""
+        parts: list[_Restorable] = [
+            RandomState(self._parameter_device),
+            OwnAttributes(self._module.modules()),
+        ]
+        if self.unchanged is not None:
+            parts.append(self.unchanged.allowed_contents())
+        return _State(parts)
 
     def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
         """The outputs of a call whose layers' inputs are noted, and they too."""
@@ -289,6 +296,21 @@ class LeveledForward:
         return _widened(outputs) if self.optimization.autocast else outputs
 
 
+class _Restorable(Protocol):
+    def restore(self) -> None: ...
+
+
+class _State:
+    """Several states at once."""
+
+    def __init__(self, parts: list[_Restorable]) -> None:
+        self._parts = parts
+
+    def restore(self) -> None:
+        for part in self._parts:
+            part.restore()
+
+
 def _tensors(arguments: Any) -> list[Tensor]:
     return [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
 
@@ -303,15 +325,6 @@ def _drop(x: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise AssertionError("a backward through a forward of which only the results count")
-
-
-def _held_tensors(module: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Tensors that modules keep as plain attributes, as for a loss of what they saw."""
-    found = [
-        (child, {name: x for name, x in child.__dict__.items() if isinstance(x, Tensor)})
-        for child in module.modules()
-    ]
-    return [(child, tensors) for child, tensors in found if tensors]
 
 
 def _is_low(output: Any) -> bool:

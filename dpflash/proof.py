@@ -31,6 +31,9 @@ _ENOUGH = 16
 # While something stays unproven, so many batches are all tried, and later those at powers of two.
 _ALL_TRIED = 8
 
+# Entries of rows that are copied at a time.
+_AT_ONCE = 1 << 24
+
 _Slot = tuple[int, int]
 _WHAT = "the proof of the first batch"
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
@@ -62,11 +65,13 @@ class _Progress:
         known: all that were seen.
         unproven: those of them for which the proof goes on.
         samples: how many took part.
-        batches: that came while it went on.
+        batches: that came while it went on, tried or not.
         woken: whether the next batch is tried in any case.
         missed: whether a batch was there and could not be tried.
+        is_patient: whether batches in which no sample takes part are tried ever more rarely.
     """
 
+    is_patient: bool
     known: set[Any] = field(default_factory=set)
     unproven: set[Any] = field(default_factory=set)
     samples: int = 0
@@ -76,12 +81,20 @@ class _Progress:
 
     @property
     def is_pending(self) -> bool:
+        """Whether the proof goes on."""
         return bool(self.unproven) or self.samples < _ENOUGH
 
     def is_due(self) -> bool:
         """Whether the next batch is tried."""
         often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
+        often |= self.samples < _ENOUGH and not self.is_patient
         return self.is_pending and (often or self.woken)
+
+    def take_turn(self) -> bool:
+        """Whether this batch is tried."""
+        due = self.is_due()
+        self.batches += self.is_pending
+        return due
 
     def meet(self, names: Iterable[Any]) -> bool:
         """Names that this forward or backward has; whether there are new ones, to be proven."""
@@ -102,10 +115,18 @@ class _Progress:
 
 @dataclass
 class _Mode:
-    """The proof under one setting of all modules' training flags."""
+    """The proof under one setting of all modules' training flags.
 
-    layers: _Progress = field(default_factory=_Progress)
-    uses: _Progress = field(default_factory=_Progress)
+    Attributes:
+        layers: in the forward, by name.
+        uses: in the backward, by group and position of the parameter.
+        is_trained: whether there was a backward.
+    """
+
+    # Of some models no call has arguments in which samples could be replaced.
+    layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
+    uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
+    is_trained: bool = False
 
 
 class ProvableBackward(Protocol):
@@ -161,7 +182,7 @@ class Proof:
         """True once all is proven; "gradients" where no forward could be repeated."""
         if not self.is_on:
             return False
-        modes = list(self._modes.values()) or [self._mode]
+        modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
         if any(mode.uses.is_pending for mode in modes):
             return "pending"
         unproven = [mode.layers for mode in modes if mode.layers.is_pending]
@@ -178,17 +199,20 @@ class Proof:
 
     # Forward
 
-    def begin_forward(self, *, new_pass: bool) -> bool:
+    def begin_forward(self, size: int, *, new_pass: bool) -> bool:
         """A call of the model begins; whether it is to be repeated with other samples.
 
         Args:
+            size: B at most.
             new_pass: whether what was called before has had its backward.
         """
         if not self.is_on:
             return False
         self._enter_mode()
         self._calls = 1 if new_pass else self._calls + 1
-        return self._mode.layers.is_due()
+        if self.group is None and size < 2:
+            return False
+        return self._mode.layers.take_turn()
 
     def forward_repeated(
         self, layers: Collection[str], samples: int, refusal: str | None = None
@@ -207,7 +231,6 @@ class Proof:
         samples = max(row[0] for row in gather_rows([samples], self.group, _WHAT))
         progress = self._mode.layers
         self._repeated = samples > 0
-        progress.batches += 1
         progress.woken = False
         progress.samples += samples
         if samples:
@@ -235,14 +258,14 @@ class Proof:
         self._mode_is_new = False
         mode, repeated = self._mode, self._repeated
         self._repeated = False
+        mode.is_trained = True
         if is_new := mode.layers.meet(used):
             mode.layers.begin_anew()
-        if self.group is None and size < 2:
+        # Other ranks may have more, and then all of them prove.
+        if size < 2:
             return False
         mode.layers.missed |= not repeated
-        due = mode.uses.is_due() or is_new
-        mode.uses.batches += mode.uses.is_pending
-        return due
+        return mode.uses.take_turn() or is_new
 
     def prove(
         self,
@@ -274,8 +297,17 @@ class Proof:
                 return None
         self._mode.uses.woken = False
         self._mode.uses.meet(weighted.uses)
-        refuse_together(weighted.refusal, self.group, _WHAT)
+        self.refuse(weighted.refusal)
         return _Ordinary(self, weighted)
+
+    def refuse(self, refusal: str | None) -> None:
+        """Raise what this rank, or another one, refuses in the backward."""
+        try:
+            refuse_together(refusal, self.group, _WHAT)
+        except RuntimeError:
+            # A loop that goes on all the same meets it in each batch.
+            self._mode.uses.begin_anew()
+            raise
 
     def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
         """The model's outputs, so that a backward from behind them is proven as it comes by.
@@ -291,6 +323,7 @@ class Proof:
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         if not crossing or not wanted:
+            uses.take_turn()
             return outputs
 
         def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -298,7 +331,7 @@ class Proof:
             if self._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
             else:
-                uses.batches += 1
+                uses.take_turn()
 
         behind = _Crossing.apply(prove, *(leaves[i] for i in crossing))
         for i, leaf in zip(crossing, behind, strict=True):
@@ -394,10 +427,13 @@ class _Weighted:
         if not rows.ndim or len(rows) != len(self.weights):
             return None
         self.dtypes.add(rows.dtype)
+        flat = rows.reshape(len(rows), rows.shape[1:].numel())
+        greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
+        self.left_out |= ~greatest.isfinite().cpu()
         # Sums with zeros of other samples have either sign of 0.
-        flat = rows.reshape(len(rows), rows.shape[1:].numel()) + 0.0
-        self.left_out |= ~flat.isfinite().all(1).cpu()
-        return _Use(row_summaries(flat), (flat != 0).any(1).cpu())
+        parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
+        summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
+        return _Use(summaries, (greatest != 0).cpu())
 
     def _see(self, slot: _Slot, layer: str, rows: Tensor) -> None:
         use = self.look(rows)
@@ -456,7 +492,7 @@ class _Ordinary:
             if self._counts.get(slot, 0) != len(uses):
                 self._refuse(_COUNTS, gate.layer_of(position))
             found.append(0 if slot not in self._proven else 1 + self._proven[slot])
-        refuse_together(self._refusal, self._proof.group, _WHAT)
+        self._proof.refuse(self._refusal)
         weights, included = self._weighted.weights, ~self._weighted.left_out
         both = bool((weights & included).any()) and bool((~weights & included).any())
         samples = 0 if self._counted or not both else int(included.sum())

@@ -6,19 +6,20 @@ a scale of the whole batch, routing with a capacity, an order by length.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .digests import differing, row_summaries, tolerance
 
-__all__ = ["ForwardRows", "Replacement", "first_difference", "own_copies"]
+__all__ = ["ForwardRows", "OwnAttributes", "Replacement", "first_difference", "own_copies"]
 
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _CHANGED = (
@@ -59,7 +60,8 @@ class ForwardRows:
         self.summaries.append(row_summaries(x))
         self.dtypes.add(x.dtype)
         if x.is_floating_point() and x.numel():
-            self._loudest.append(x.detach().abs().reshape(len(x), -1).amax(1).argmax())
+            rows = x.detach().reshape(len(x), -1)
+            self._loudest.append(torch.linalg.vector_norm(rows, torch.inf, 1).argmax())
 
     def loudest(self, count: int) -> list[int]:
         """Up to so many rows, those that had the greatest entry of the batch most often."""
@@ -146,6 +148,41 @@ class Replacement:
             return _lying_as(t, rows)
 
         return tree_map_only(Tensor, replaced, arguments), changed
+
+
+class OwnAttributes:
+    """What the modules of a model hold beside parameters, buffers, children and hooks.
+
+    Args:
+        modules: of the model.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [
+            (module, {k: (v, _contents(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
+            for module in modules
+        ]
+
+    def restore(self) -> None:
+        """Give the modules these attributes again, and lists, dicts and sets their contents."""
+        for module, held in self._held:
+            own = module.__dict__
+            for name in [k for k in own if k not in held and k not in _OF_TORCH]:
+                del own[name]
+            for name, (value, contents) in held.items():
+                own[name] = value
+                if contents is not None:
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(contents)
+
+
+# What torch keeps of a module in its __dict__.
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _contents(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
+    """A copy of a plain container."""
+    return copy.copy(value) if type(value) in (list, dict, set) else None
 
 
 def own_copies(arguments: Any) -> Any:

@@ -544,6 +544,28 @@ def test_the_proof_begins_anew_with_other_layers_and_with_other_modes(private):
     assert [step() for _ in range(3)] == [((1, 2), "pending"), ((2, 1), True), ((1, 1), True)]
 
 
+@pytest.mark.parametrize("couple", ["forward", "backward"])
+def test_a_loop_that_goes_on_after_a_refusal_meets_it_in_each_batch(couple, private):
+    torch.manual_seed(0)
+    between = FORWARDS["flip"] if couple == "forward" else BACKWARDS["batch gradient"]
+    engine, model, optimizer, _ = private(Between(*between[:2]))
+    for seed in range(25):
+        with pytest.raises(RuntimeError, match="layer 'a'|layer 'b'"):
+            backward(engine, model, data(seed=seed))
+        optimizer.zero_grad()
+    assert engine.verified == "pending"
+
+
+def test_forwards_that_no_backward_follows_do_not_count(private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(Branches())
+    backward(engine, model, data())
+    model.eval()
+    model(data())
+    model.train()
+    assert engine.verified is True
+
+
 @pytest.mark.parametrize("how", ["mode", "layer, forward", "layer, backward"])
 def test_what_mixes_later_is_refused_later(how, private):
     torch.manual_seed(0)
@@ -659,6 +681,36 @@ def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, priv
     with pytest.raises(RuntimeError, match="layer 'a' .*weight 0"):
         engine.backward(loss) if call == "engine" else loss.backward()
     assert_nothing_is_left(engine, model)
+
+
+def test_what_a_model_keeps_for_its_losses_is_that_of_the_first_forward(private):
+    """Attributes and lists of modules, which losses may be made of beside the outputs."""
+
+    class Keeping(Between):
+        def __init__(self):
+            super().__init__()
+            self.list, self.calls, self.named = [], 0, {}
+
+        def forward(self, x):
+            self.calls += 1
+            h = torch.tanh(self.a(x))
+            self.hidden = h * (1 + self.calls)
+            self.list.append(h.square().sum(1))
+            self.named["h"] = h
+            return self.c(torch.tanh(self.b(self.hidden)))
+
+    for way in ("stored", "two_pass"):
+        torch.manual_seed(0)
+        engine, model, optimizer, _ = private(Keeping(), way=way)
+        losses = losses_of(model, data())
+        assert (model.calls, len(model.list), list(model.named)) == (1, 1, ["h"])
+        engine.backward(
+            losses
+            + model.hidden.square().sum(1)
+            + sum(model.list)
+            + model.named["h"].square().sum(1)
+        )
+        assert engine.verified is True
 
 
 def test_losses_of_an_earlier_forward_are_refused(private):
