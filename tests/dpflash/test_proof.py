@@ -408,19 +408,21 @@ class Counted(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.__dict__["forwards"], self.__dict__["backwards"] = [], []
+        # In a tuple: a repeated forward leaves lists that are attributes as they were.
+        self.runs = ([], [])
 
     def forward(self, x):
-        self.forwards.append(len(x))
+        forwards, backwards = self.runs
+        forwards.append(len(x))
         y = self.model(x)
         if y.requires_grad:
-            y.register_hook(lambda grad: self.backwards.append(len(grad)))
+            y.register_hook(lambda grad: backwards.append(len(grad)))
         return y
 
     def counts(self):
-        counted = len(self.forwards), len(self.backwards)
-        self.forwards.clear()
-        self.backwards.clear()
+        counted = tuple(len(run) for run in self.runs)
+        for run in self.runs:
+            run.clear()
         return counted
 
 
