@@ -153,7 +153,7 @@ def layers_of_its_own(group: object, run: list[str], count: list[str], clipping:
 def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
     """One worker changes max_grad_norm before its backward, all of them behind it."""
     model = mlp()
-    engine, optimizer, loader = make(model)
+    engine, optimizer, loader = make(model, sampling="fixed_size")  # a batch is a draw
     said = []
     for (x,) in loader:
         if when == "before" and rank() == 1:
@@ -262,6 +262,7 @@ def heads_of_its_own(group: object, kind: str, clipping: str) -> tuple[str, Any]
         data=torch.arange(960.0).view(30, 4, 8) / 960,
         noise_multiplier=0.0,
         clipping=clipping,
+        sampling="fixed_size",  # a batch is a draw
     )
     for (x,) in loader:
         engine.backward(model(x, "first+second", ("first", "second")[rank()]))
@@ -324,7 +325,7 @@ def unequal_lengths(group: object) -> tuple[int, bool]:
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
     for part in (*model, model):
         fully_shard(part, mesh=mesh_of(1)["data"])
-    engine, optimizer, loader = make(model, memory_budget=5_000)
+    engine, optimizer, loader = make(model, memory_budget=5_000, sampling="fixed_size")
     for (x,) in loader:
         x = x.unsqueeze(1).expand(-1, (64, 2)[rank()], -1)
         engine.backward(model(x).mean((1, 2)))
@@ -340,7 +341,7 @@ def one_sided(group: object) -> str:
 
 def frozen_on_one(group: object) -> str:
     model = mlp()
-    engine, optimizer, loader = make(model)
+    engine, optimizer, loader = make(model, sampling="fixed_size")  # a batch is a draw
     for (x,) in loader:
         engine.backward(model(x).flatten())
         model[rank()].weight.requires_grad_(False)

@@ -119,8 +119,7 @@ def train(
             if context > 1:
                 group_of_context = mesh.get_group("context")
                 x, y = (shard_sequence(t, 1, group_of_context, sharding) for t in (x, y))
-            mark = engine._tracker.current
-            if no_sync and not mark.last:
+            if no_sync and not loader.is_last:
                 with made.no_sync():
                     engine.backward(made(x, y))
             else:
@@ -255,7 +254,9 @@ def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> d
                 x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
             engine.backward(made(x, y) * 0.0)
             optimizer.step()
-            break
+            optimizer.zero_grad()
+            if loader.is_last:
+                break
     finally:
         noise.NoiseStream.add_to_ = original
     return {"noise": (before - whole(plain)) * BATCH, "drawn": drawn[0]}
@@ -345,12 +346,13 @@ def differing_draws(group: object = None) -> str:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
-    for number, (x, y) in enumerate(loader):
-        if number == dist.get_rank():
+    for x, y in loader:
+        if engine._tracker.current.draw == dist.get_rank():
             engine.backward(model(x, y))
             optimizer.step()
-            break
         optimizer.zero_grad()
+        if optimizer.releases:
+            break
     return "released"
 
 
@@ -432,7 +434,9 @@ def after_detach(group: object = None) -> dict[str, float]:
     for x, y in draws:
         second.backward(model(x, y))
         private.step()
-        break
+        private.zero_grad()
+        if draws.is_last:
+            break
     moved = np.linalg.norm(before - whole(model)) * BATCH
     return {"error": float((got - wanted).abs().max()), "moved": float(moved)}
 
@@ -480,7 +484,7 @@ def failing_ledger(group: object = None, *, path: str) -> str:
     )
     for x, y in loader:
         engine.backward(model(x, y))
-        if dist.get_rank() == 0:
+        if loader.is_last and dist.get_rank() == 0:
             with open(path, "ab") as file:
                 file.write(b"x")
         try:
@@ -488,7 +492,8 @@ def failing_ledger(group: object = None, *, path: str) -> str:
         except RuntimeError as error:
             same = bool((before == whole(model)).all())
             return f"{same} {error}"
-        break
+        if loader.is_last:
+            break
     return "released"
 
 
@@ -599,7 +604,7 @@ def proven(
     if breaks and dist.get_rank() == 1:
         plain.blocks[0].register_forward_hook(BREAKS[breaks])
     refused = None
-    for (x, y), _ in zip(loader, range(steps), strict=False):
+    for x, y in loader:
         if context > 1:
             x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
         try:
@@ -610,4 +615,6 @@ def proven(
             break
         optimizer.step()
         optimizer.zero_grad()
+        if optimizer.releases == steps:
+            break
     return {"refused": refused, "verified": engine.verified, "parameters": whole(plain)}

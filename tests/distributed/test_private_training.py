@@ -429,8 +429,8 @@ TOGETHER = [
 def test_workers_prove_a_model_together_and_it_changes_no_bit(
     started: _Started, options: dict[str, Any]
 ) -> None:
-    found = started.run(2, "proven", steps=2, **options)
-    expected = started.run(2, "proven", steps=2, verify=False, **options)
+    found = started.run(2, "proven", steps=6, **options)
+    expected = started.run(2, "proven", steps=6, verify=False, **options)
     for one, other in zip(found, expected, strict=True):
         assert (one["refused"], one["verified"], other["verified"]) == (None, True, False)
         np.testing.assert_array_equal(one["parameters"], other["parameters"])

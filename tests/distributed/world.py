@@ -127,28 +127,13 @@ def load(file: str) -> ModuleType:
     return sys.modules[name]
 
 
-def one_batch_a_draw(
-    num_samples: int,
-    sample_rate: float,
-    *,
-    ranks: int = 1,
-    at_most: int | None = None,
-    cap: int | None = None,
-) -> int:
-    """In place of `slots_of_draws`: so many slots that each draw is one physical batch."""
-    return at_most or -(-num_samples // ranks)
-
-
 def _work(rank: int, size: int, port: int, timeout: float) -> None:
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a case prints must not come between the answers
     import torch
     import torch.distributed as dist
 
-    from dpflash import sampling
-
     torch.set_num_threads(1)
-    sampling.slots_of_draws = one_batch_a_draw
     wait = timedelta(seconds=timeout)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
