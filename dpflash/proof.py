@@ -68,7 +68,7 @@ class _Progress:
         batches: that came while it went on, tried or not.
         woken: whether the next batch is tried in any case.
         missed: whether a batch was there and could not be tried.
-        is_patient: whether batches in which no sample takes part are tried ever more rarely.
+        is_patient: whether it is tried ever more rarely while no sample can take part.
     """
 
     is_patient: bool
@@ -87,7 +87,7 @@ class _Progress:
     def is_due(self) -> bool:
         """Whether the next batch is tried."""
         often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
-        often |= self.samples < _ENOUGH and not self.is_patient
+        often |= self.samples < _ENOUGH and (self.samples > 0 or not self.is_patient)
         return self.is_pending and (often or self.woken)
 
     def take_turn(self) -> bool:
