@@ -40,6 +40,10 @@ _UNVERIFIED = (
     "that the model keeps documents apart is not proven by its first batches (verified): too few "
     "documents were seen together, or some gradients are still zero"
 )
+_ROUNDED = (
+    "clipped gradients of the parameters in rounded_sums were summed in float32 in some batch; "
+    "all other sums, and all noise, are exact"
+)
 _SEEDED = "seeded: whoever knows the seed can subtract the noise. For research, not for release"
 
 
@@ -78,6 +82,8 @@ def make_report(
         notes.append("no noise: this run has no privacy")
     if state.verified is not True:
         notes.append(_UNVERIFIED)
+    if state.rounded_sums:
+        notes.append(_ROUNDED)
     report = {
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
@@ -87,6 +93,7 @@ def make_report(
         "neighboring_relation": neighboring_relation,
         "privacy_unit": "one document (a file); a draw of it trains on one window",
         "verified": state.verified,
+        "rounded_sums": state.rounded_sums,
         "sampler": sampler,
         "accountant": config.accountant,
         "noise_multiplier": state.noise_multiplier,

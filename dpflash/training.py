@@ -205,7 +205,7 @@ class TrainingRun:
         saved = sharded_checkpoint.read_plain(path).get("extra", {})
         names = {f.name for f in fields(TrainingState)}
         # A run of an older version lacks what it did not know.
-        if not names - {"verified"} <= saved.keys() <= names:
+        if not names - {"verified", "rounded_sums"} <= saved.keys() <= names:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
             )
@@ -366,6 +366,8 @@ class TrainingRun:
                         continue
                     figures.seconds = time.perf_counter() - begun
                     state.verified = self._engine.verified
+                    rounded = {*state.rounded_sums, *self._engine.rounded_sums}
+                    state.rounded_sums = sorted(rounded)
                     state.history.append(self._entry(figures))
                     bar.set_postfix(_postfix(state.history[-1]), refresh=False)
                     bar.update()

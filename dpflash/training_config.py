@@ -221,6 +221,7 @@ class TrainingState:
     peak_memory_mb: float = 0.0
     stopped: str | None = None
     verified: bool | str = "pending"
+    rounded_sums: list[str] = field(default_factory=list)
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:
