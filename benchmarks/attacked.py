@@ -130,7 +130,8 @@ VIEWS = {
     "p.grad, per_block": View({"clipping": "per_block"}),
     "p.grad, microbatches": View({"physical_batch_size": 3}),
     "p.grad, mean": View({"physical_batch_size": 3, "loss_reduction": "mean"}),
-    "p.grad, layers without gradient": View({}, skips=True),
+    # That a layer runs depends on other samples, which the first batch's proof refuses.
+    "p.grad, layers without gradient": View({"verify_first_batch": False}, skips=True),
     "p.grad, fp64": View({}, dtype=torch.float64),
     "p.grad, bf16": View({}, dtype=torch.bfloat16),
 }

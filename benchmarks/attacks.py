@@ -336,15 +336,14 @@ def main(arguments: list[str] | None = None) -> int:
         if view in args.views
         for sigma in args.sigmas
     ]
-    rows = [
-        measured(target, view, sigma, args, coins)
-        for target, view, sigma in tqdm(cases, unit="row")
-    ]
+    rows: list[dict[str, Any]] = []
+    held = {"environment": environment("cpu", 1), "weights": WEIGHTS, "rows": rows}
+    for target, view, sigma in tqdm(cases, unit="row"):
+        rows.append(measured(target, view, sigma, args, coins))
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
-    if args.json is not None:
-        held = {"environment": environment("cpu", 1), "weights": WEIGHTS, "rows": rows}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
     ours = ("dpflash", "exact reference")
     return int(any(row["beaten_by"] for row in rows if row["target"] in ours))
 

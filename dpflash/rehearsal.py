@@ -75,7 +75,7 @@ def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> s
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
             where = (first.where[i:] + second.where[i:])[0]
-            return _CHANGED.format(where=f"whether there is {where}")
+            return _CHANGED.format(where=f"which layers run, seen at {where},")
         if first.shapes[i] != second.shapes[i]:
             return _CHANGED.format(where=f"the shape of {first.where[i]}")
         if first.shapes[i][0] != len(kept):
