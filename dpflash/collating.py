@@ -1,4 +1,4 @@
-"""A trial of the user's collate function: each entry must become its row by itself.
+"""A trial of the user's collate function: each entry must become its row, by itself.
 
 Not seen: what is mixed below rounding, or seldom; what is random by a generator of the function's
 own, or by more draws for some entries than for others; results that do not have the batch first
@@ -30,12 +30,15 @@ _SECONDS = 3.0
 _ROUNDING = 1e-6
 
 
-def refuse_mixing(loader: DataLoader) -> None:
-    """Refuse a loader whose collate function visibly mixes the entries of a batch.
+def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
+    """Refuse a loader whose collate function visibly mixes or sorts the entries of a batch.
 
     It is called some 30 times on entries of the dataset, or some 100 times where it draws random
     numbers, for three seconds at most; global random states are afterwards as they were. Where
     DataLoader workers fetch the entries, they try it: see `TriedCollate`.
+
+    Args:
+        may_sort: whether rows may stand in another order than the entries.
 
     Raises:
         ValueError: naming the function; no value is shown.
@@ -50,7 +53,7 @@ def refuse_mixing(loader: DataLoader) -> None:
             entries = [dataset[index] for index in sorted(indices)]
         except Exception:
             return  # The training loop will meet it.
-    _refuse(loader.collate_fn, entries)
+    _refuse(loader.collate_fn, entries, may_sort)
 
 
 class TriedCollate:
@@ -59,14 +62,15 @@ class TriedCollate:
     Elsewhere files that a dataset opens as it is read would be open before workers are forked.
     """
 
-    def __init__(self, collate: Collate):
+    def __init__(self, collate: Collate, *, may_sort: bool):
         self.collate = collate
+        self.may_sort = may_sort
         self.is_tried = _is_known(collate)
 
     def __call__(self, entries: list[Any]) -> Any:
         if not self.is_tried and len(entries) > 1:
             self.is_tried = True
-            _refuse(self.collate, entries[:_ENTRIES])
+            _refuse(self.collate, entries[:_ENTRIES], self.may_sort)
         return self.collate(entries)
 
 
@@ -74,14 +78,22 @@ def _is_known(collate: Collate) -> bool:
     return collate is default_collate or collate is default_convert
 
 
-def _refuse(collate: Collate, entries: list[Any]) -> None:
+def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
     with _randomness_kept():
         try:
-            mixes = _Trial(collate, entries).mixes()
+            trial = _Trial(collate, entries)
+            mixes, sorts = trial.mixes(), not may_sort and trial.sorts()
         except Exception:
             return  # Not tried: it does not take such batches.
+    name = getattr(collate, "__qualname__", type(collate).__name__)
+    if sorts:
+        raise ValueError(
+            f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
+            "it is given. Padding rows are known by their place, so keep the order, and sort "
+            "inside of the model where a layer needs it (pack_padded_sequence has "
+            "enforce_sorted=False)"
+        )
     if mixes:
-        name = getattr(collate, "__qualname__", type(collate).__name__)
         raise ValueError(
             f"data_loader.collate_fn={name} mixes the entries of a batch: what becomes of one "
             "changes with the others (as by mixup, batch statistics, or weights that sum to 1), "
@@ -123,10 +135,7 @@ class _Collated:
 
 
 class _Trial:
-    """Tries a collate function on batches of two or three different entries.
-
-    An entry's row may stand anywhere, since functions may sort.
-    """
+    """Tries a collate function on batches of different entries."""
 
     def __init__(self, collate: Collate, entries: list[Any]):
         self._collate = collate
@@ -135,8 +144,37 @@ class _Trial:
         self._two = self._batch(entries[:2])
         self._draws = False
 
+    def sorts(self) -> bool:
+        """Whether rows stand in another order than the entries; False where it cannot be told."""
+        if len(self._entries) < 3:
+            return False
+        order = range(len(self._entries))
+        orders = [[*order], [*order][::-1], [*order[1:], 0]]
+        batches = [self._collated([self._entries[i] for i in o], 0) for o in orders]
+        if any(batch.drew for batch in batches):
+            return False
+        # A column may number the rows, whatever they hold: one that follows the entries suffices.
+        columns = [list(zip(*batch.rows, strict=True)) for batch in batches]
+        sorted_ones = 0
+        for first, *others in zip(*columns, strict=True):
+            if all(_equal(first[0], value) for value in first):
+                continue
+            if all(
+                _equal(first[i], value)
+                for other, o in zip(others, orders[1:], strict=True)
+                for i, value in zip(o, other, strict=True)
+            ):
+                return False
+            sorted_ones += all(
+                any(_equal(value, known) for known in first) for other in others for value in other
+            )
+        return sorted_ones > 0
+
     def mixes(self) -> bool:
-        """Whether, from one state of the generators, an entry's row depends on the others."""
+        """Whether, from one state of the generators, an entry's row depends on the others.
+
+        The row may stand anywhere: a function that may sort does.
+        """
         deadline = time.monotonic() + _SECONDS
         turns = len(self._entries)
         differ, draws_depend = False, False

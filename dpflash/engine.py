@@ -371,7 +371,7 @@ class PrivacyEngine:
                 public_length=public_length,
             )
             check_slots(loader.expected_batch_size, max_grad_norm)
-            refuse_mixing(data_loader)
+            refuse_mixing(data_loader, may_sort=loader.slots is None)
             trained = trained_parameters(module, optimizer)
             entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)

@@ -489,7 +489,9 @@ class PrivateDataLoader(DataLoader):
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
-        collate = TriedCollate(loader.collate_fn) if loader.num_workers else loader.collate_fn
+        collate = loader.collate_fn
+        if loader.num_workers:
+            collate = TriedCollate(collate, may_sort=self.slots is None)
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,

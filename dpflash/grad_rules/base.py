@@ -31,12 +31,14 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
+        has_positions: whether it was given indices [T] of another length than B.
     """
 
     backward: PrivateBackward
     name: str
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
+    has_positions: bool = False
 
     def check_batch(self, x: Tensor) -> Tensor:
         """Give x the batch dimension of the pass, refusing what has another first dimension."""

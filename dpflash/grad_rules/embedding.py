@@ -73,14 +73,18 @@ class PrivateEmbedding(PrivateModule):
         return y.reshape(*indices.shape, width)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
-        """[T] positions become [1, T]; [B] categories stay; where B = T nobody can tell."""
-        backward = self._dpflash.backward
+        """[T] positions become [1, T]; where B = T only an earlier T can tell them from [B]."""
+        context = self._dpflash
         length = indices.shape[0]
-        known = backward.known_batch_size()
+        known = context.backward.known_batch_size()
         if known is not None and length != known:
+            if not torch.compiler.is_compiling():
+                context.has_positions = True
             return indices.unsqueeze(0)
         if length == 1:
             return indices
+        if context.has_positions:
+            return indices.unsqueeze(0)
         raise ValueError(
             f"indices of embedding '{self._dpflash.name}' have shape ({length},), which may be "
             "one index for each sample or positions shared by all. Pass indices[:, None] for the "

@@ -256,6 +256,34 @@ def test_indices_of_a_batch_are_not_taken_for_positions_since_another_number_was
         break
 
 
+class Positioned(nn.Module):
+    """Positions as models often look them up, at [T]."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, 4), nn.Embedding(16, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1]))).mean((1, 2))
+
+
+def test_positions_stay_positions_where_their_number_is_once_that_of_the_samples(private, sums):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Positioned(), max_grad_norm=50.0)
+    with pytest.raises(ValueError, match="may be one index for each sample or positions"):
+        model(torch.randint(9, (6, 6)))
+    for tokens in (5, 6):
+        x = torch.randint(9, (6, tokens))
+        engine.backward(model(x))
+        found = sums(engine, model)["places.weight"]
+        plain = Positioned()
+        plain.load_state_dict(model.state_dict())
+        plain(x).sum().backward()
+        torch.testing.assert_close(found.float(), plain.places.weight.grad)
+        optimizer.zero_grad()
+
+
 def test_copies_of_a_private_model_and_what_detach_gives_back_are_of_the_plain_class(private):
     plain = two_layers()
     kind = type(plain)

@@ -246,7 +246,6 @@ INNOCENT = [
         Own(0.5),
         Own(0.02),
         Counting(),
-        by_label,
         as_they_are,
         field_by_field,
         numbered,
@@ -339,9 +338,36 @@ def test_a_target_epsilon_has_the_trial():
         )
 
 
+def by_length(batch):
+    return padded(sorted(batch, key=len, reverse=True))
+
+
+def backwards(batch):
+    return default_collate(batch[::-1])
+
+
+def rotated(batch):
+    return default_collate([*batch[1:], batch[0]])
+
+
+@pytest.mark.parametrize(
+    ("function", "entries"),
+    [(by_label, IMAGES), (by_length, TEXTS), (backwards, IMAGES), (rotated, IMAGES)],
+)
+def test_a_function_that_sorts_is_refused_where_there_are_padding_rows(function, entries):
+    wanted = f"{function.__name__} puts the rows in another order"
+    for sampling in ("poisson", "fixed_size"):
+        with pytest.raises(ValueError, match=wanted):
+            make(function, Entries(entries), sampling=sampling)
+    make(function, Entries(entries), sampling="shuffled")
+    *_, loader = make(function, Entries(entries), workers=1)
+    with pytest.raises(ValueError, match=wanted):
+        loader.collate_fn(entries[:5])
+
+
 @pytest.mark.parametrize("entries", [IMAGES[:1], IMAGES[:2], IMAGES[:3]], ids=len)
 def test_few_entries_are_enough(entries):
-    make(by_label, Entries(entries))
+    make(numbered, Entries(entries))
     if len(entries) > 1:
         with pytest.raises(ValueError, match="centred mixes"):
             make(centred, Entries(entries))
@@ -396,7 +422,7 @@ def test_a_handful_of_entries_is_read_and_none_for_torchs_own_function(entries):
     make(default_collate, dataset)
     make(None, dataset)
     assert dataset.read == 0
-    make(by_label, dataset)
+    make(numbered, dataset)
     assert dataset.read == 6
 
 
@@ -410,7 +436,7 @@ def test_with_loader_workers_they_try_what_they_fetched(sampling):
     with pytest.raises(ValueError, match="centred mixes the entries"):
         loader.collate_fn(IMAGES[:4])
     calls = []
-    *_, loader = make(lambda b: calls.append(b) or by_label(b), dataset, workers=1)
+    *_, loader = make(lambda b: calls.append(b) or numbered(b), dataset, workers=1)
     tried = []
     for count in (1, 4, 4):
         calls.clear()

@@ -338,7 +338,10 @@ def test_rows_in_another_order_than_the_loaders_are_refused(number, private):
             with pytest.raises(RuntimeError, match="in another order, so padding rows could not"):
                 model(x[x[:, 0].flatten(1).sum(1).argsort() if number == 0 else x[:, 0].argsort()])
             refused += 1
-        # Values that the loop changed cannot be compared, and the loader's order is right.
+            if x.is_floating_point():  # and where the loop changed values, dtype and shape too
+                with pytest.raises(RuntimeError, match="in another order, so padding rows could"):
+                    model(2 * x[x.flatten(1).sum(1).argsort()].unflatten(1, (1, 1)))
+        # Values that the loop changed, and the loader's order.
         engine.backward(model(2 * x if x.is_floating_point() else x).flatten(1).square().mean(1))
         optimizer.step()
         optimizer.zero_grad()
