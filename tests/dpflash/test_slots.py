@@ -17,6 +17,7 @@ from dpflash.check.rows import check_rows
 from dpflash.check.subject import Subject, Trial
 from dpflash.sampling import BatchMark, BatchTracker, PoissonBatchSampler, PrivateDataLoader
 from dpflash.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
+from dpflash.streams import uniform_words
 
 KEY = bytes(range(32))
 KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
@@ -177,6 +178,13 @@ def test_slots_are_drawn_under_a_key_of_their_own_and_are_repeated_by_a_resumed_
     other = SlotSampler(source, rows.slots, bytes(32))
     placed = [(rows.placed(d, [1]).tolist(), other.placed(d, [1]).tolist()) for d in range(40)]
     assert sum(a == b for a, b in placed) < 35
+    # Of the words of the draw itself, the least would name the slots too.
+    drawn_alike = [
+        int(uniform_words(KEY, index=d, count=rows.slots).argmin())
+        == int((rows.placed(d, [7])[0] >= 0).argmax())
+        for d in range(40)
+    ]
+    assert sum(drawn_alike) < 35
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
