@@ -195,6 +195,12 @@ class Ledger:
                     f"tell whether lines were cut off. Restore it from a copy. {anew}"
                 )
             return
+        if not head and len(self.lines) > 1:
+            # The first line is written behind an empty head, and each later one behind a line.
+            raise ValueError(
+                f"ledger {self.path} has {len(self.lines)} lines, and its head {where} is empty, "
+                "so nobody can tell whether lines were cut off. Restore it from a copy. " + anew
+            )
         if not head or head.endswith(b"\n") and b"\n" + head in b"\n" + content:
             return
         try:

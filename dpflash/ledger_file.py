@@ -161,7 +161,8 @@ class LedgerFile:
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        if tail.head is None or tail.size == 0:
+        # A head that lags, of a process that died, catches up, so none lags by two lines.
+        if tail.head != tail.last or tail.size == 0:
             self._write_head(tail.last, handle)
             flush_folder(self.head_path.parent)
         written = b""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -121,12 +122,14 @@ class _Mode:
         layers: in the forward, by name.
         uses: in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
+        makes_scalars: whether the model itself made a scalar of its samples' losses.
     """
 
     # Of some models no call has arguments in which samples could be replaced.
     layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
     uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
     is_trained: bool = False
+    makes_scalars: bool = False
 
 
 class ProvableBackward(Protocol):
@@ -178,14 +181,16 @@ class Proof:
         self.resting: tuple[Watch, ...] = (_Resting(self),) if is_on else ()
 
     @property
-    def verified(self) -> bool | Literal["pending", "gradients"]:
-        """True once all is proven; "gradients" where no forward could be repeated."""
+    def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
+        """True once all is proven; "gradients" or "forward" where no more can be."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
-        if any(mode.uses.is_pending for mode in modes):
-            return "pending"
+        untold = [mode for mode in modes if mode.uses.is_pending]
         unproven = [mode.layers for mode in modes if mode.layers.is_pending]
+        if untold:
+            scalars = all(mode.makes_scalars for mode in untold)
+            return "forward" if scalars and not unproven else "pending"
         if not unproven:
             return True
         missed = all(layers.missed and not layers.samples for layers in unproven)
@@ -332,11 +337,25 @@ class Proof:
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
             else:
                 uses.take_turn()
+                self._note_scalar(reached)
 
         behind = _Crossing.apply(prove, *(leaves[i] for i in crossing))
         for i, leaf in zip(crossing, behind, strict=True):
             leaves[i] = leaf
         return tree_unflatten(leaves, structure)
+
+    def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
+        mode = self._mode
+        if mode.makes_scalars or all(x.ndim for x, _ in reached):
+            return
+        mode.makes_scalars = True
+        warnings.warn(
+            "the model returns its loss as a scalar, so its first batches cannot prove that the "
+            "backward keeps samples apart (engine.verified will be 'forward'); run engine.check, "
+            "or make the losses outside of the model, as by engine.backward("
+            "dpflash.losses.cross_entropy(logits, targets))",
+            stacklevel=2,
+        )
 
     def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
         """Note what a gate's uses showed: 0 nothing, 1 that they are, 2 that they are proven."""

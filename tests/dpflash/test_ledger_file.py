@@ -196,6 +196,28 @@ def test_a_head_that_lags_behind_the_ledger_is_none_that_tells_a_cut(path):
     assert head_of(path).read_bytes() == last_line(path)
 
 
+def test_an_empty_head_is_that_of_one_line_at_most(path):
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    head_of(path).write_bytes(b"")
+    cut(path, 2)
+    with pytest.raises(ValueError, match="its head .* is empty, so nobody can tell"):
+        Ledger(path)
+    # A process that died behind the first line has left it.
+    path.write_bytes(first)
+    ledger = Ledger(path)
+    replace, heads = os.replace, []
+
+    def dies_later(source, target):
+        heads.append(Path(source).read_bytes())
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_file.os, "replace", dies_later)
+        add(ledger)
+    assert heads == [first, last_line(path)]
+    assert Ledger(path).releases == 2
+
+
 def test_the_head_has_the_permissions_of_the_ledger_and_lies_beside_the_real_file(path, tmp_path):
     os.chmod(path, 0o640)
     link = tmp_path / "folder" / "link"

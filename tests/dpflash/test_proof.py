@@ -685,6 +685,24 @@ def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, priv
     assert_nothing_is_left(engine, model)
 
 
+def test_a_model_that_returns_a_scalar_loss_is_proven_in_its_forward_only(private):
+    class Scalar(Between):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Scalar(), loss_reduction="mean")
+    with pytest.warns(UserWarning, match="engine.verified will be 'forward'"):
+        model(data(8)).backward()
+    assert engine.verified == "pending"
+    optimizer.step()
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(data(8, seed=1)).backward()
+    assert engine.verified == "forward"
+
+
 def test_what_a_model_keeps_for_its_losses_is_that_of_the_first_forward(private):
     """Attributes and lists of modules, which losses may be made of beside the outputs."""
 
