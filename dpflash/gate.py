@@ -27,6 +27,7 @@ from dpflash.kernels import (
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
+    exact_slots,
     grid_of,
     per_sample_grad,
     squared_norm,
@@ -829,7 +830,8 @@ class PrivateBackward:
         if math.isnan(self.bound):
             bound = self.bound_source()
             positive(max_grad_norm=bound)
-            self.bound = bound
+            # numpy's narrower numbers would round a group's share of it, maybe up.
+            self.bound = float(bound)
 
     def arrived(self, gate: Gate) -> None:
         """Called by each gate as its backward runs; refuses what would break the sensitivity."""
@@ -862,9 +864,21 @@ class PrivateBackward:
                 "one; call engine.backward after each forward pass, and give every layer inputs "
                 f"whose first dimension is the batch. {_SHARED}"
             )
+        self._refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
         self._stale = True
+
+    def _refuse_inexact(self, size: int) -> None:
+        # The private loader's own batches were checked before; others may have any size.
+        if self.grid is None:
+            return
+        most = exact_slots(self.grid, self.bound) // self.workers.data_size
+        if size > most:
+            raise ValueError(
+                f"a batch of {size} samples: expected at most {most}, whose sums are exact in "
+                "float64; use smaller batches, or make_private(..., exact=False)"
+            )
 
     @staticmethod
     def _refuse_size(gate_size: int, loss_size: int) -> None:

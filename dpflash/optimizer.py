@@ -262,10 +262,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Pay for a release and give it a place in the noise streams that no other has."""
         bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
-        self._charge(self.noise_multiplier, self._signalled, bound)
+        bound, noise_multiplier = float(bound), float(self.noise_multiplier)
+        self._charge(noise_multiplier, self._signalled, bound)
         step = self.releases
         self.releases += 1
-        return Release(self.noise_multiplier, bound, self._noise_key, step, self._parameter_ids)
+        return Release(noise_multiplier, bound, self._noise_key, step, self._parameter_ids)
 
     def _release(self) -> None:
         backward = self._backward

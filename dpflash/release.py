@@ -34,7 +34,8 @@ class Release:
         parameter_ids: dict[nn.Parameter, int],
     ):
         # Rounded up: never less noise than is paid for.
-        std = noise_multiplier * bound if noise_multiplier else 0.0
+        # In fp64, also where a scheduler gave numpy's narrower numbers.
+        std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
         self._std = math.nextafter(std, math.inf) if std else 0.0
         self._grid = grid_of(bound) if std else 1.0
         self._key = key

@@ -145,7 +145,8 @@ inline double settled(int64_t word, double scale) {
     if (of_border == kWithin) return kOpen;
     if (of_border == kAbove) break;
   }
-  return word < 0 ? 0.0 - double(k) : double(k);
+  // Negated as an integer, which has one zero: compilers make -x of 0.0 - x.
+  return double(word < 0 ? -k : k);
 }
 
 // Words that are made at a time: what belongs to them stays in the nearest cache.

@@ -3,10 +3,12 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dpflash import gate as gate_module
 from dpflash import release as release_module
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
@@ -201,8 +203,57 @@ def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
 
 def test_the_noise_multiplier_is_never_rounded_down(monkeypatch):
     parameter = nn.Parameter(torch.zeros(3))
-    for sigma, bound in ((1.1, 0.3), (1 / 3, 1e-5), (3.0, 7.7)):
+    narrow = np.float16(1.1), np.float16(0.3)
+    for sigma, bound in ((1.1, 0.3), (1 / 3, 1e-5), (3.0, 7.7), narrow):
         made = release_module.Release(sigma, bound, bytes(32), 0, {parameter: 0})
         stream = made.noise_for(parameter)
-        assert Fraction(stream.std) >= Fraction(sigma) * Fraction(bound)
-        assert stream.grid == grid_of(bound)
+        assert Fraction(stream.std) >= Fraction(float(sigma)) * Fraction(float(bound))
+        assert stream.grid == grid_of(float(bound))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(clipping, private):
+    engine, made, optimizer, _ = private(model(), data(), noise_multiplier=1.0, clipping=clipping)
+    optimizer.max_grad_norm, optimizer.noise_multiplier = np.float16(0.7), np.float16(1.1)
+    engine.backward(losses_of(made, data()[:4]))
+    backward = engine._backward
+    bounds = [group.share * backward.bound for group in backward.groups]
+    assert all(type(bound) is float for bound in bounds)
+    charged = []
+    optimizer._charge = lambda *values: charged.append(values)
+    optimizer._open_release()
+    ((noise, _, bound),) = charged
+    assert type(noise) is type(bound) is float
+    assert (noise, bound) == (float(np.float16(1.1)), float(np.float16(0.7)))
+
+
+def test_a_batch_of_ones_own_whose_sum_would_be_rounded_is_refused(private, monkeypatch):
+    """Of a bound just below 2 a batch of 2^22 such samples leaves what float64 holds exactly."""
+    engine, made, _, _ = private(nn.Linear(1, 1), torch.zeros(16, 1), way="stored")
+    monkeypatch.setattr(gate_module, "exact_slots", lambda grid, bound: 5)
+    engine.backward(made(torch.ones(5, 1)).flatten())
+    assert engine._backward.sums
+    engine._tracker.backward_done = False
+    with pytest.raises(ValueError, match="a batch of 6 samples: expected at most 5"):
+        engine.backward(made(torch.ones(6, 1)).flatten())
+    assert not engine._backward.sums
+
+
+@exact_kind
+def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind, private):
+    engine, made, optimizer, _ = private(
+        model(), data(), noise_multiplier=1.5, max_grad_norm=0.7, **kind
+    )
+    engine.backward(losses_of(made, data()[:6]))
+    totals = [
+        engine._backward.sums[p].clone(memory_format=torch.contiguous_format)
+        for p in made.parameters()
+    ]
+    with pytest.warns(UserWarning, match="did not come from the private loader"):
+        optimizer.step()
+    std, key = math.nextafter(1.5 * 0.7, math.inf), engine._noise_key()
+    for number, (parameter, total) in enumerate(zip(made.parameters(), totals, strict=True)):
+        assert total.dtype == torch.float64
+        stream = NoiseStream(std=std, grid=grid_of(0.7), key=key, step=0, parameter_id=number)
+        expected = stream.add_to_(total).float() / optimizer.expected_batch_size
+        assert torch.equal(parameter.grad, expected)

@@ -510,3 +510,33 @@ def test_noise_drawn_while_noise_is_drawn_changes_neither(generator, way):
         draw = lambda step: stream(20_000, step=step, generator=generator)  # noqa: E731
         for found, wanted in zip(pool.map(draw, range(4)), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+def test_no_two_further_words_have_one_address():
+    address = {"std": 1.0, "grid": 1.0, "key": KEY, "step": 3, "parameter_id": 5}
+    stream = NoiseStream(**address, offset=7)
+    others = [
+        NoiseStream(**address, offset=8),
+        NoiseStream(**{**address, "step": 4}, offset=7),
+        NoiseStream(**{**address, "parameter_id": 6}, offset=7),
+        NoiseStream(**{**address, "key": bytes(32)}, offset=7),
+    ]
+    words = [stream._further_word(index, number) for index in range(3) for number in range(3)]
+    words += [other._further_word(2, number) for other in others for number in range(3)]
+    assert len(set(words)) == len(words)
+    # An element's words are its own, wherever a part of the parameter begins.
+    assert others[0]._further_word(1, 2) == stream._further_word(2, 2)
+
+
+def test_elements_with_further_words_have_the_same_bits_in_every_part():
+    """On the greatest scale some ten of 300,000 words hold a border, each of one of two values."""
+    address = {"std": 1.9 * 2.0**44, "grid": 1.0, "key": KEY, "step": 3}
+    if native.library() is None:
+        pytest.skip("without the kernels each word would be settled in Python")
+
+    def part(offset, count):
+        stream = NoiseStream(**address, parameter_id=5, offset=offset)
+        return stream.add_to_(torch.zeros(count, dtype=torch.float64))
+
+    whole = part(0, 300_000)
+    assert torch.equal(whole, torch.cat([part(k, 1000) for k in range(0, 300_000, 1000)]))
