@@ -77,9 +77,8 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
             merged.remove(entry)
             own = {**entry[1], **own}
         merged.append(("+".join([entry[0] for entry in touching] + [name]), own))
-    share = 1.0 / math.sqrt(len(merged)) if merged else 1.0
-    while share * share * len(merged) > 1.0:
-        share = math.nextafter(share, 0.0)
+    # Rounded down by more than the root and the later products round.
+    share = 1.0 if len(merged) < 2 else math.sqrt(1.0 / len(merged)) * (1.0 - 2.0**-50)
     return [Group(name, tuple(own.values()), share) for name, own in merged]
 
 

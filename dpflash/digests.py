@@ -31,9 +31,9 @@ def row_digests(x: Tensor) -> Tensor:
     whatever they are. -0.0 and 0.0 are different. Digests of one process are comparable, on all
     its devices; those of two processes are not.
     """
+    if not x.numel():
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     words, table = _as_words(x.detach()), _table(x.device)
-    if not words.numel():
-        return words.new_zeros(len(words), dtype=torch.int64)
     sums = _chunk_sums(words, table[0])
     for level in range(1, _LEVELS):
         if sums.shape[1] == 1:

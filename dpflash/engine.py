@@ -312,6 +312,7 @@ class PrivacyEngine:
                 "gives each layer an equal share of it"
             )
         noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
+        max_grad_norm, noise_multiplier = float(max_grad_norm), float(noise_multiplier)
         one_of(optimize=(optimize, LEVELS))
         one_of(way=(way, ("auto", *WAYS)))
         asked_clipping = clipping

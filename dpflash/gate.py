@@ -264,12 +264,10 @@ class Gate:
             squares += self.squares
         for position, grad in enumerate(grads):
             kept = self._kept.get(position)
-            if grad is not None and kept is not None:
-                grad = grad + kept.dense()
-            if grad is not None:
+            if kept is not None:
+                squares += kept.squared_norm(grad)
+            elif grad is not None:
                 squares += squared_norm(grad)
-            elif kept is not None:
-                squares += kept.squared_norm()
         return squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -340,8 +338,9 @@ class Gate:
         (parameter,) = self.group.parameters
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         kept = self._kept.get(0)
-        if kept is None and grad is None:
+        if kept is None and grad is None or not parameter.numel():
             self._deposit_nothing(parameter)
+            self.reset()
             return [None]
         into = owner.held_for(parameter)
         if owner.grid is None:
@@ -769,7 +768,7 @@ class PrivateBackward:
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
         """A backward that only looks; the ordinary one is compared with it as it runs."""
-        watch = self.proof.prove(self, outputs, seeds, size)
+        watch = self.proof.prove(self, outputs, seeds, size, self.rows.source(size))
         if watch is not None:
             self.watches = (watch,)
 

@@ -30,6 +30,8 @@ _HARMLESS_CANCELLATION = 256.0
 _LEAST_SHARED_FACTOR = 2.0**-90
 # log2 of what a product in fp32 rounds: on a CPU, and in three TF32 products on a GPU.
 _PRODUCT_BITS = {False: -24, True: -20}
+# What two fp32 sums that are clipped one by one round, relative to their sizes.
+_SUM_OF_TWO = 2.0**-22
 
 
 class TiledUse(Protocol):
@@ -67,13 +69,21 @@ class KeptUses:
     tiled: list[TiledUse] = field(default_factory=list)
     _magnitudes: Tensor | None = None
 
-    def squared_norm(self) -> Tensor:
+    def squared_norm(self, other: Tensor | None = None) -> Tensor:
         """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.
 
         What products of T tokens round is at most T 2^-24 of the sizes of what they add up, so
         that much is added to the norm. Of a sample whose tokens cancel far, `clipped` releases
         its own G_i, as `stored` does, so that is what is normed too.
+
+        Args:
+            other: [B, rows, ...], what other uses add to G_i; it is clipped by itself.
         """
+        if other is not None:
+            dense, others = self.dense(), squared_norm(other).sqrt()
+            sizes = others + (squared_norm(dense).sqrt() if self.tiled else self._sizes())
+            rounding = _SUM_OF_TWO if self.tiled else self._rounding() + _SUM_OF_TWO
+            return (squared_norm(other + dense).sqrt() + rounding * sizes).square()
         if self.tiled:
             return self._squares()
         norms, sizes = self._squares().clamp(min=0).sqrt(), self._sizes()

@@ -135,7 +135,8 @@ class LeveledForward:
             backward.discard()
             raise RuntimeError(refusal)
         second, layers = ForwardRows(), list(backward.used)
-        replacement = Replacement.drawn(copies, size, first, proof.draw)
+        real = backward.rows.source(size)
+        replacement = Replacement.drawn(copies, size, real, first, proof.draw)
         others, changed = replacement.applied(copies)
         if alone and not changed:
             proof.forward_repeated(layers, 0)
@@ -148,8 +149,9 @@ class LeveledForward:
             finally:
                 after.restore()
         refusal = refusal or first_difference(first, second, replacement.kept)
+        samples = size if real is None else int(real.sum())
         try:
-            proof.forward_repeated(layers, size if changed else 0, refusal)
+            proof.forward_repeated(layers, samples if changed and samples > 1 else 0, refusal)
         except RuntimeError:
             backward.discard()
             raise

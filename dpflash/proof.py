@@ -278,6 +278,7 @@ class Proof:
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor],
         size: int,
+        real: Tensor | None,
     ) -> Watch | None:
         """Run the backward of some samples alone.
 
@@ -286,6 +287,7 @@ class Proof:
             outputs: where the backward begins.
             seeds: gradients by them, `[B, ...]` each.
             size: B.
+            real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
 
         Returns:
             What compares the ordinary backward with it; None where it could not be run.
@@ -295,7 +297,7 @@ class Proof:
         """
         loudest = _loudest(outputs, seeds, size)
         drawn = self.draw(lambda rng: _weights(size, rng, loudest)).astype(bool)
-        weighted = _Weighted(torch.from_numpy(drawn))
+        weighted = _Weighted(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not _differentiate(owner, outputs, weights, weighted):
@@ -346,6 +348,7 @@ class Proof:
 
     def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
         mode = self._mode
+        mode.is_trained = True
         if mode.makes_scalars or all(x.ndim for x, _ in reached):
             return
         mode.makes_scalars = True
@@ -414,14 +417,16 @@ class _Weighted:
 
     Attributes:
         weights: `[B]`, bool.
+        real: `[B]`, bool: rows that count as samples.
         uses: of each parameter, in the order in which they came.
         refusal: names the layer nearest to the losses whose rows should be 0 and are not.
         left_out: `[B]`, samples with a row that is not finite, of which nothing is told.
         dtypes: of all rows.
     """
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, weights: Tensor, real: Tensor | None) -> None:
         self.weights = weights
+        self.real = torch.ones_like(weights) if real is None else real
         self.uses: dict[_Slot, list[_Use]] = {}
         self.refusal: str | None = None
         self.left_out = torch.zeros_like(weights)
@@ -512,7 +517,7 @@ class _Ordinary:
                 self._refuse(_COUNTS, gate.layer_of(position))
             found.append(0 if slot not in self._proven else 1 + self._proven[slot])
         self._proof.refuse(self._refusal)
-        weights, included = self._weighted.weights, ~self._weighted.left_out
+        weights, included = self._weighted.weights, self._weighted.real & ~self._weighted.left_out
         both = bool((weights & included).any()) and bool((~weights & included).any())
         samples = 0 if self._counted or not both else int(included.sum())
         self._counted = True

@@ -43,6 +43,7 @@ class ForwardRows:
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
         self._loudest: list[Tensor] = []
+        self._quietest: list[Tensor] = []
 
     def note(self, name: str, x: Tensor) -> None:
         """The input of a layer."""
@@ -61,12 +62,17 @@ class ForwardRows:
         self.dtypes.add(x.dtype)
         if x.is_floating_point() and x.numel():
             rows = x.detach().reshape(len(x), -1)
-            self._loudest.append(torch.linalg.vector_norm(rows, torch.inf, 1).argmax())
+            greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
+            self._loudest.append(greatest.argmax())
+            self._quietest.append(greatest.argmin())
 
-    def loudest(self, count: int) -> list[int]:
-        """Up to so many rows, those that had the greatest entry of the batch most often."""
-        rows = [int(row) for row in self._loudest]
-        return [row for row, _ in Counter(rows).most_common(count)]
+    def extremes(self, count: int) -> list[int]:
+        """Rows, up to so many of a kind, that most often had the greatest entry of the batch, or
+        whose greatest entry was the least.
+        """
+        kinds = (self._loudest, self._quietest)
+        found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
+        return [row for rows in found for row, _ in rows]
 
 
 def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> str | None:
@@ -106,28 +112,39 @@ class Replacement:
         cls,
         arguments: Any,
         size: int,
+        real: Tensor | None,
         first: ForwardRows,
         draw: Callable[[Callable[[np.random.Generator], np.ndarray]], np.ndarray],
     ) -> Replacement:
-        """Half of the samples keep their contents, secretly chosen; the others become one of them.
+        """Half of the samples keep their contents, secretly chosen; all others become one of them.
 
-        Many copies of one sample crowd any routing. What sets a scale of the batch is replaced.
+        Many copies of one sample crowd any routing. What sets a scale of the batch is replaced,
+        and so are the first and the last sample, which code takes for the batch by mistake.
 
         Args:
             arguments: of the model.
             size: B.
+            real: `[B]`, bool: rows that are samples, of which padding repeats the first; None for
+                all.
             first: what the layers got.
             draw: makes the choice, for several ranks at once.
         """
+        samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         least = _least_filled(_of_samples(arguments, size))
-        loudest = first.loudest(size // 4)
+        count = len(samples)
+        extremes = first.extremes(count // 8)
 
         def source(rng: np.random.Generator) -> np.ndarray:
-            last = [row for row in loudest if row != least]
-            order = [row for row in rng.permutation(size) if row not in {least, *last}]
-            kept = ([] if least is None else [least]) + order
-            kept = kept[: max(1, size // 2)]
-            rows = np.full(size, kept[rng.integers(len(kept))] if size else 0)
+            if not count:
+                return np.arange(size)
+            drawn = [samples[i] for i in rng.permutation(count)]
+            last = {*extremes, *((samples[0], samples[-1]) if count > 3 else ())} - {least}
+            order = [row for row in drawn if row not in last] + [r for r in drawn if r in last]
+            order.sort(key=lambda row: row != least)
+            kept = order[: max(1, count // 2)]
+            rows = np.full(size, kept[rng.integers(len(kept))])
+            if least is not None:
+                kept.append(least)
             rows[kept] = kept
             return rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpflash
 from dpflash.boundary import NoiseOff
@@ -357,6 +357,99 @@ def test_rows_in_another_order_than_the_loaders_are_refused(number, private):
             break
     else:
         pytest.fail("too few batches with padding rows")
+
+
+def one_ahead(loader):
+    """Batches as a loop gets them that asks for the next one before it trains."""
+    batches = iter(loader)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
+
+
+@pytest.mark.filterwarnings("ignore:a drawn batch was not released")
+@pytest.mark.parametrize("wrapped", [one_ahead, list])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["floats", "tokens"])
+def test_batches_that_are_not_the_one_at_hand_are_refused(kind, late, wrapped, private):
+    torch.manual_seed(0)
+    floats = kind == "floats"
+    data = torch.randn(60, 1, 9) if floats else torch.randint(11, (60, 9))
+    engine, model, optimizer, loader = private(
+        nn.Linear(9, 2) if floats else Mixed(), data, batch_size=12
+    )
+    for (x,) in loader if late else ():
+        engine.backward(model(x).flatten(1).square().mean(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for (x,) in wrapped(loader):
+        with pytest.raises(RuntimeError, match="gave before the one at hand"):
+            model(x)
+        break
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(9, 2)
+
+    def forward(self, x, mask):
+        return self.linear(x * mask)
+
+
+def test_skipped_batches_and_masks_of_other_batches_are_not_refused(private):
+    torch.manual_seed(0)
+    mask = (torch.arange(9) < torch.arange(60).remainder(3)[:, None] + 7).float()
+    engine, model, optimizer, loader = private(
+        Gated(), torch.randn(60, 9), mask, batch_size=12, physical_batch_size=2
+    )
+    for number, (x, mask) in enumerate(loader):
+        if number % 3 or loader.is_last:
+            # The loop changes all but the mask, which other batches had too.
+            engine.backward(model(2 * x, mask if number % 2 else 1 - mask).square().mean(1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_sample_counts_once_whatever_a_collate_function_makes_of_the_order(private):
+    """Where it draws random numbers its order cannot be tried beforehand."""
+
+    def shuffling(batch):
+        return default_collate([batch[i] for i in torch.randperm(len(batch))])
+
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(
+        nn.Linear(9, 2), torch.randn(60, 9), batch_size=30, collate=shuffling
+    )
+    with pytest.raises(RuntimeError, match="collate_fn put the rows of a batch in another order"):
+        for (x,) in loader:
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):
+    def masking(batch):
+        (x,) = default_collate(batch)
+        drawn = torch.rand(x.shape) < 0.15
+        return x.masked_fill(drawn, 0), torch.where(drawn, x, -100), torch.ones_like(x)
+
+    class Model(Mixed):
+        def forward(self, x, labels, mask):
+            return super().forward(x * mask) * (labels != 3).float().mean(1)[:, None, None]
+
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(
+        Model(), torch.randint(1, 11, (60, 5)), batch_size=30, collate=masking
+    )
+    for batch in loader:
+        engine.backward(model(*batch).flatten(1).square().mean(1))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # A sample's bits
