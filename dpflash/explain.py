@@ -55,7 +55,7 @@ class ClippingGroups:
     def __str__(self) -> str:
         rows = [("group", "elements", "tiles", "bound")]
         rows += [(g.name, f"{g.elements:,}", str(g.tiles), f"{g.bound:.6g}") for g in self.groups]
-        return f"{_table(rows)}\nsensitivity {self.sensitivity:.6g} (add or remove one sample)"
+        return f"{_table(rows)}\nsensitivity {self.sensitivity:.6g} (one sample)"
 
 
 @dataclass(frozen=True)

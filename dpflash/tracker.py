@@ -230,6 +230,6 @@ class BatchTracker:
     def _refuse_unreleased() -> None:
         raise RuntimeError(
             "a new logical batch began before optimizer.step() released the last one; one sample "
-            "could enter a step twice. Call optimizer.step() after each engine.backward(), and "
-            "use physical_batch_size= to accumulate (or optimizer.zero_grad() to drop a batch)"
+            "could enter a step twice. Call step() of the optimizer that make_private returned, "
+            "and use physical_batch_size= to accumulate (or zero_grad() to drop a batch)"
         )

@@ -52,7 +52,7 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
                 "batch_size",
                 LOSS_FN,
                 f"{size} sample(s) alone raise {said(error)}",
-                "Poisson batches have any size: make the model independent of it",
+                "the number of rows is not that of your batches: make the model independent of it",
             )
     findings.checked.append(
         f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"

@@ -10,6 +10,8 @@ from torch import nn
 
 from dpflash import gate as gate_module
 from dpflash import release as release_module
+from dpflash.clipping import per_block_groups, per_layer_groups
+from dpflash.kept import KeptUses
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
 
@@ -257,3 +259,47 @@ def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind,
         stream = NoiseStream(std=std, grid=grid_of(0.7), key=key, step=0, parameter_id=number)
         expected = stream.add_to_(total).float() / optimizer.expected_batch_size
         assert torch.equal(parameter.grad, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 10, 49, 121])
+def test_the_shares_of_layers_and_blocks_are_together_at_most_the_bound(count):
+    parameters = [nn.Parameter(torch.zeros(i % 5 + 1)) for i in range(count)]
+    names = {p: str(i) for i, p in enumerate(parameters)}
+    for groups in (
+        per_layer_groups([(names[p], [p]) for p in parameters]),
+        per_block_groups(parameters, names, set()),
+    ):
+        total = sum(Fraction(group.share) ** 2 for group in groups)
+        assert len(groups) == count and 1 - Fraction(1, 10**9) < total <= 1
+
+
+def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
+    """Uses that cancel, of which one keeps (x, dy) and the other its own gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 64, 8, generator=generator)
+    dy = torch.randn(3, 64, 8, generator=generator)
+    kept = KeptUses(8, linear=[(x, dy)])
+    other = -kept.dense() * (1 - 2.0**-8)
+    exact = torch.einsum("bto,bti->boi", dy.double(), x.double()) + other.double()
+    norms, bounds = exact.flatten(1).norm(dim=1), kept.squared_norm(other).sqrt()
+    sizes = dy.double().norm(dim=2).mul(x.double().norm(dim=2)).sum(1)
+    assert bool((bounds >= norms + 64 * 2.0**-24 * sizes).all())
+    assert bool((bounds <= norms + 80 * 2.0**-24 * (sizes + other.flatten(1).norm(dim=1))).all())
+
+
+def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
+    for kind in ({"clipping": "per_block"}, {"way": "two_pass"}, {"clipping": "per_layer"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 4)).bfloat16()
+        engine, model, optimizer, loader = private(
+            model,
+            torch.randn(16, 3).bfloat16(),
+            noise_multiplier=np.float16(1.0),
+            max_grad_norm=np.float16(0.3),
+            **kind,
+        )
+        for (x,) in loader:
+            engine.backward(model(x).float().square().mean(1))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.get_epsilon(1e-5) > 0

@@ -737,6 +737,7 @@ def release(path, pipe):
             continue
         os.write(pipe, f"{run}\\n".encode())
         number += 1
+        time.sleep(0.002)  # or the other one, which reads all lines anew, never comes first
 
 def start(path, pipe):
     child = os.fork()

@@ -23,7 +23,7 @@ from dpflash.kernels import (
     rms_norm_backward,
     squared_norm,
 )
-from dpflash.kernels.reference import hard_clip_factors
+from dpflash.kernels.reference import hard_clip_factors, upper_bound
 
 few = hypothesis.settings(max_examples=40, derandomize=True)
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 17, 33])
@@ -223,3 +223,27 @@ def test_a_clipping_factor_is_rounded_down_and_0_where_a_norm_is_not_finite():
     special = torch.tensor([math.nan, math.inf, -math.nan, 0.0], dtype=torch.float64)
     for bound in (1.0, math.inf, torch.tensor([1.0, 2.0, math.inf, 1.0]).double()):
         assert hard_clip_factors(special, bound).tolist() == [0, 0, 0, 1]
+
+
+def test_a_clipped_norm_is_at_most_the_bound_in_real_arithmetic():
+    """Norms of which bound / norm is next to an fp32 number, or rounds to one."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.rand(20_000, generator=generator).double().float().double()
+    for bound in (1.0, 0.3, 1.7e-9):
+        squares = (bound / factors) ** 2
+        for near in (squares, torch.nextafter(squares, squares * 2), squares * (1 - 2.0**-52)):
+            found = hard_clip_factors(near, bound)
+            assert 0.9 < float((found / factors).min())
+            limit = Fraction(bound) ** 2
+            for factor, square in zip(found.tolist()[:4000], near.tolist(), strict=False):
+                assert Fraction(factor) ** 2 * Fraction(square) <= limit
+
+
+def test_a_bound_of_a_sum_of_squares_is_not_below_it():
+    for count in (2, 5, 1000, 4096):
+        terms = [1.0, *[2.0**-53] * (count - 1)]  # each of which fp64 drops
+        total = torch.tensor(0.0, dtype=torch.float64)
+        for term in terms:
+            total += term
+        assert float(total) == 1.0
+        assert Fraction(float(upper_bound(total, count))) >= sum(map(Fraction, terms))

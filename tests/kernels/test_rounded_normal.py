@@ -125,7 +125,8 @@ def test_what_the_kernels_decide_is_what_mpmath_finds(scale, processor):
     assert undecided[:2].all()
     for word, found in list(zip(words.tolist(), integers.tolist(), strict=True))[2:]:
         if math.isnan(found):
-            assert holds_a_border(word, scale)
+            # Not looked at: a word that may stand for one of eight integers or more.
+            assert holds_a_border(word, scale) or (word & TOP) < scale / 1.7
         else:
             assert found == settle(word, scale, never)
 
