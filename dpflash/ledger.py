@@ -195,16 +195,15 @@ class Ledger:
                     f"tell whether lines were cut off. Restore it from a copy. {anew}"
                 )
             return
-        lines = content.splitlines(keepends=True)
-        # A process that died behind a line may have left the head of the one before, or none.
-        if head in [b"", *lines][-2:]:
-            return
-        if not head or head in lines:
+        if not head and len(self.lines) > 1:
+            # The first line is written behind an empty head, and each later one behind a line.
             raise ValueError(
-                f"ledger {self.path} has {len(self.lines)} lines, and its head {where} "
-                f"{'is none of the last two' if head else 'is empty'}, so nobody can tell whether "
-                f"lines were cut off. Restore it from a copy. {anew}"
+                f"ledger {self.path} has {len(self.lines)} lines, and its head {where} is empty, "
+                f"so nobody can tell whether lines were cut off. Restore it from a copy. {anew}"
             )
+        # An older line's after a crash: heads are not on disk before the next one is made.
+        if not head or head in content.splitlines(keepends=True):
+            return
         try:
             step = _parse(head.removesuffix(b"\n")).last
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:

@@ -188,19 +188,16 @@ def test_a_head_made_anew_as_the_message_says_lets_a_whole_ledger_be_opened(path
 
 def test_a_head_that_lags_behind_the_ledger_is_none_that_tells_a_cut(path):
     lines = path.read_bytes().splitlines(keepends=True)
-    for head in lines[-2:]:
+    for head in lines:
         head_of(path).write_bytes(head)
         assert Ledger(path).releases == 4
-    head_of(path).write_bytes(lines[-2])
+    head_of(path).write_bytes(lines[1])
     add(Ledger(path))
     assert head_of(path).read_bytes() == last_line(path)
 
 
 def test_an_empty_head_is_that_of_one_line_at_most(path):
     first = path.read_bytes().splitlines(keepends=True)[0]
-    head_of(path).write_bytes(first)
-    with pytest.raises(ValueError, match="its head .* is none of the last two, so nobody can"):
-        Ledger(path)
     head_of(path).write_bytes(b"")
     cut(path, 2)
     with pytest.raises(ValueError, match="its head .* is empty, so nobody can tell"):
