@@ -83,6 +83,7 @@ def train(
     clipping: str = "flat",
     way: str = "auto",
     physical_batch_size: int | None = None,
+    max_batch_size: int | None = None,
     sampling: str = "poisson",
     sigma: float = 0.5,
     batch_size: int = BATCH,
@@ -111,6 +112,7 @@ def train(
         way=way,
         clip_function=clip_function,
         physical_batch_size=physical_batch_size,
+        max_batch_size=max_batch_size,
         sampling=sampling,
     )
     sizes: list[int] = []

@@ -99,9 +99,13 @@ MESHES = [
 def test_workers_get_the_parameters_of_one_process(
     started: _Started, workers: int, context: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
-    together = started.run(workers, "train", context=context, wrapper=wrapper, **clipping)
+    one_batch = {"physical_batch_size": cases.SAMPLES, "max_batch_size": cases.SAMPLES}
+    options = {**clipping, **one_batch}
+    together = started.run(workers, "train", context=context, wrapper=wrapper, **options)
     # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
-    alone = _single(**({"way": "stored"} if context > 1 and "way" in clipping else clipping))
+    if context > 1 and "way" in clipping:
+        options = {"way": "stored", **one_batch}
+    alone = _single(**options)
     for one in together:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
         np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])

@@ -86,7 +86,10 @@ def clipped(private, sums):
 
     def of(model, batch, bound, autocast=False, **kind):
         tokens, targets, scales = batch
-        engine, model, _, _ = private(copy.deepcopy(model), max_grad_norm=bound, **kind)
+        # The proof of the first batch changes no sum (test_proof.py).
+        engine, model, _, _ = private(
+            copy.deepcopy(model), max_grad_norm=bound, verify_first_batch=False, **kind
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             logits = model(tokens)
         losses = dpflash.losses.cross_entropy(logits, targets) * scales
