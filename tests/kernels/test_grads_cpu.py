@@ -46,10 +46,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 # One worker of pytest-xdist compiles for all of them.
-IN_ONE_WORKER = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PROCESSORS]
+pytestmark = pytest.mark.xdist_group("grads_cpu")
 
 
-@pytest.fixture(params=IN_ONE_WORKER)
+@pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
     library = cpp.load(PROCESSORS[request.param])
     monkeypatch.setattr(cpp, "library", lambda: library)
