@@ -100,7 +100,7 @@ def test_workers_get_the_parameters_of_one_process(
     started: _Started, workers: int, context: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
     one_batch = {"physical_batch_size": cases.SAMPLES, "max_batch_size": cases.SAMPLES}
-    options = {**clipping, **one_batch, "steps": 2}
+    options = {**clipping, **one_batch, "steps": 3}
     together = started.run(workers, "train", context=context, wrapper=wrapper, **options)
     # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
     if context > 1 and "way" in clipping:
