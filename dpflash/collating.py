@@ -1,4 +1,4 @@
-"""A trial of the user's collate function: each entry must become its row, by itself.
+"""A trial of the user's collate function: row i must be made from entry i alone.
 
 Not seen: what is mixed below rounding, or seldom; what is random by a generator of the function's
 own, or by more draws for some entries than for others; results that do not have the batch first
@@ -145,7 +145,7 @@ class _Trial:
         self._draws = False
 
     def sorts(self) -> bool:
-        """Whether rows stand in another order than the entries; False where it cannot be told."""
+        """Whether the rows are in another order than the entries; False if that is unknown."""
         if len(self._entries) < 3:
             return False
         order = range(len(self._entries))
@@ -173,7 +173,7 @@ class _Trial:
     def mixes(self) -> bool:
         """Whether, from one state of the generators, an entry's row depends on the others.
 
-        The row may stand anywhere: a function that may sort does.
+        The order of the rows is ignored here, since some loaders may sort.
         """
         deadline = time.monotonic() + _SECONDS
         turns = len(self._entries)

@@ -778,8 +778,8 @@ class PrivacyEngine:
         enough samples were seen, and every layer that ran had gradients that are not zero;
         "gradients" where only these are proven, since no call of the model itself was seen in
         which samples could be replaced (its layers are called one by one, or it went through
-        your own torch.compile); "forward" where the model returns its loss as a scalar, of which
-        no backward of single samples can be told. It depends on the data no more than a refusal
+        your own torch.compile); "forward" where the model returns its loss as a scalar, so that
+        losses of single samples cannot be weighted. It depends on the data no more than a refusal
         does. A factor that the batch makes of all losses, as the count of its tokens, is not
         seen: `check` tries it.
 

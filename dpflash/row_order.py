@@ -43,11 +43,10 @@ class RowOrder:
 
     def __init__(self) -> None:
         self._left = _LOOKED_AT
-        self._batch: list[Tensor] = []
+        self._batch: list[_Rows] = []
         self._copies: Tensor | None = None
         self._size: int | None = None
-        # Digests of whole tensors: of the batch at hand, and of those before it.
-        self._present: set[int] = set()
+        # Hashes of whole tensors in the batches before the one at hand.
         self._past: OrderedDict[int, None] = OrderedDict()
 
     def observe(self, batch: Any, mark: BatchMark) -> None:
@@ -56,27 +55,23 @@ class RowOrder:
         Raises:
             RuntimeError: the collate function put its rows in another order.
         """
-        self._batch, self._copies, self._size = [], None, None
-        if mark.real is None:
-            return
-        rows = (x for _, x in tensors_of(batch) if x.ndim and x.shape[0] == mark.size)
-        held = [x for x in rows if x.layout == torch.strided]
-        if not self._looks_at(held):
-            return
-        self._left = max(0, self._left - 1)
-        self._batch, self._size = held, mark.size
-        self._past.update(dict.fromkeys(self._present))
+        self._past.update((rows.hash, None) for rows in self._batch if rows.is_telling)
         while len(self._past) > _REMEMBERED:
             self._past.popitem(last=False)
-        self._present = {_digest(x) for x in held if _tells(x)}
-        for digest in self._present:
-            self._past.pop(digest, None)
+        self._batch, self._copies, self._size = [], None, None
+        tensors = [x for _, x in tensors_of(batch)]
+        if mark.real is None or not self._looks_at(tensors):
+            return
+        self._left = max(0, self._left - 1)
+        self._batch, self._size = _rows_of(tensors, mark.size), mark.size
+        for rows in self._batch:
+            self._past.pop(rows.hash, None)
         if not 1 < mark.count < mark.size:
             return
         # Padding repeats the first sample, see `slots`.
         copies = ~mark.real
         copies[mark.real.int().argmax()] = True
-        if _misplaced(held, copies):
+        if _misplaced(self._batch, copies):
             raise RuntimeError(
                 "collate_fn put the rows of a batch in another order than the entries that it was "
                 f"given, {_REMEDY}"
@@ -90,20 +85,19 @@ class RowOrder:
             RuntimeError: one of them has the rows of the batch in another order, or they are those
                 of an earlier batch.
         """
-        copies, own = self._copies, self._batch
-        rows = [x for x in given if len(x) == self._size and x.layout == torch.strided]
-        if not self._looks_at(rows):
+        if self._size is None or not self._looks_at(given):
             return
-        found = {_digest(x) for x in rows if _tells(x)}
-        if not found & self._present and found & self._past.keys():
+        found = _rows_of(given, self._size)
+        is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
+        if not is_present and any(rows.is_telling and rows.hash in self._past for rows in found):
             raise RuntimeError(
                 "the model got a batch that the loader gave before the one at hand, so padding "
                 "rows could not be told from samples and nothing was released: train on each "
                 "batch before the next one is asked for (no list of the private loader's batches, "
                 "and no prefetching around it; the DataLoader's num_workers= fetches ahead)"
             )
-        moved = copies is not None and _misplaced(rows, copies)
-        if moved or any(_reordered(x, own) for x in rows):
+        moved = self._copies is not None and _misplaced(found, self._copies)
+        if moved or any(_reordered(rows, self._batch) for rows in found):
             raise RuntimeError(
                 f"the model got the rows of the loader's batch in another order, {_REMEDY}"
             )
@@ -112,33 +106,43 @@ class RowOrder:
         return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
 
 
-def _tells(x: Tensor) -> bool:
-    """Whether another batch hardly has the same tensor."""
-    return x[0].numel() >= _TELLING and bool((x != x.reshape(-1)[0]).any())
+class _Rows:
+    """Digests of the rows of a tensor, on the CPU.
+
+    Attributes:
+        form: shape and dtype of the tensor.
+        hash: of form and digests.
+        is_telling: whether another batch hardly has the same tensor.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.form = x.shape, x.dtype
+        self.digests = row_digests(x).cpu()
+        self.hash = hash((self.form, *self.digests.tolist()))
+        self.is_telling = x[0].numel() >= _TELLING and bool((x != x.reshape(-1)[0]).any())
 
 
-def _digest(x: Tensor) -> int:
-    return hash((x.shape, x.dtype, *row_digests(x).tolist()))
+def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
+    """Of the tensors that have a row for each of `size` rows of the batch."""
+    kept = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
+    return [_Rows(x) for x in kept]
 
 
-def _misplaced(tensors: Sequence[Tensor], copies: Tensor) -> bool:
+def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
     """Whether rows `copies` `[B]`, bool, of one sample are different, and as many others equal."""
     if not tensors:
         return False
     # All tensors together: those of one number, or of a mask, are often equal by chance.
-    digests = torch.stack([row_digests(x).cpu() for x in tensors], 1)
+    digests = torch.stack([rows.digests for rows in tensors], 1)
     if len(digests[copies].unique(dim=0)) == 1:
         return False
     _, counts = digests.unique(dim=0, return_counts=True)
     return int(counts.max()) >= int(copies.sum())
 
 
-def _reordered(x: Tensor, batch: Sequence[Tensor]) -> bool:
-    """Whether x is no tensor of the batch, but is one with its rows in another order."""
-    found = row_digests(x).cpu()
-    alike = [
-        row_digests(own).cpu() for own in batch if (own.shape, own.dtype) == (x.shape, x.dtype)
-    ]
-    if any(torch.equal(found, own) for own in alike):
+def _reordered(rows: _Rows, batch: Sequence[_Rows]) -> bool:
+    """Whether this is no tensor of the batch, but is one with its rows in another order."""
+    alike = [own.digests for own in batch if own.form == rows.form]
+    if any(torch.equal(rows.digests, own) for own in alike):
         return False
-    return any(torch.equal(found.sort().values, own.sort().values) for own in alike)
+    return any(torch.equal(rows.digests.sort().values, own.sort().values) for own in alike)
