@@ -21,7 +21,7 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 	  set -x; $(BIN)/dpflash train --out $$out
 
 test: $(STAMP) ## run every test that needs no GPU
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadgroup -q
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -41,8 +41,8 @@ compare: $(STAMP) ## is this tree slower than the commit BASE? both take turns (
 ci: lint test ## what a change must pass: lint, tests, and no slowdown beside the commit before it
 	$(MAKE) compare QUICK=1 BASE=HEAD~1
 
-gpu: $(STAMP) ## the tests that need a GPU, tuning, then all measurements
-	benchmarks/gpu.sh
+gpu: $(STAMP) ## on a GPU: is it right, where does the time go, which configurations are best?
+	@ok=0; for stage in right time tune; do OUT=runs/gpu/$$stage LIMIT_S=3600 benchmarks/gpu.sh $$stage || ok=1; done; exit $$ok
 
 clean: ## remove what was built, .venv included
 	rm -rf .venv build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,119 +1,166 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: the tests, the tile sizes, the measurements.
+# What a machine with a GPU is for, in three stages, each in under ten minutes from a bare checkout:
 #
-#     BUDGET_S=570 benchmarks/gpu.sh
-#     PARTS="attention variants" benchmarks/gpu.sh
+#     benchmarks/gpu.sh right    # are the kernels and the private step right on this chip?
+#     benchmarks/gpu.sh time     # where does the time go, beside other libraries?
+#     benchmarks/gpu.sh tune     # the kernels' configurations, private over non-private steps
 #
-# A part that fails or runs out of time does not stop the others; the exit status is 0 only if all
-# parts ended with 0. Environment:
-#   OUT        where JSON and logs go (runs/gpu)
-#   BUDGET_S   seconds for everything (570); each part is cut off when its share is spent
-#   QUICK      1 (as without it): small cases, for about ten minutes; 0: all of them
-#   PARTS      which parts, in this order (all: the tests, the tile sizes, suites of dpflash bench)
-#   PYTHON     the interpreter of the environment (.venv/bin/python, else python3)
-#   JOBS       processes that compile at a time (the number of cores, 12 at most)
-set -u
+# Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
+# out of time does not stop the others; the exit status is 0 only if all parts ended with 0.
+# Environment:
+#   OUT      where results go (runs/gpu): results.tar.xz, written again after each part, and the
+#            table that is printed last
+#   PYTHON   the interpreter (.venv/bin/python where there is one, else python3)
+#   WHEELS   a folder of wheels to take missing packages from (.whl)
+#   CACHE    an archive of an earlier run, whose compiled kernels are taken
+#   LIMIT_S  seconds for the stage (540)
+#   DEVICE   cuda; cpu for a dry run of the script itself, tiny and without figures
+#   JOBS     processes at a time (the number of cores, 12 at most)
+#   PARTS    some parts only, by name
+set -u -o pipefail
 cd "$(dirname "$0")/.." || exit 2
-
+stage=${1:-}
+case $stage in
+  right | time | tune) ;;
+  *)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2
+    exit 2
+    ;;
+esac
+here=$PWD
 OUT=${OUT:-runs/gpu}
-BUDGET_S=${BUDGET_S:-570}
-QUICK=${QUICK:-1}
-ALL="tests tune attention variants private-step optimize max-length batch sequence heads"
-PARTS=${PARTS:-$ALL}
+WHEELS=${WHEELS:-.whl}
+LIMIT_S=${LIMIT_S:-540}
+DEVICE=${DEVICE:-cuda}
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
-  [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
+  [ -x .venv/bin/python ] && PYTHON=$here/.venv/bin/python
 fi
 cores=$(nproc)
 JOBS=${JOBS:-$((cores < 12 ? cores : 12))}
-export TRITON_INTERPRET=0
 mkdir -p "$OUT"
-# Two logs for all parts, because some places bring back few files only.
-: >"$OUT/gpu.log" >"$OUT/gpu.err"
-errors=$(mktemp) || exit 2
-trap 'rm -f "$errors"' EXIT
-begin=$SECONDS
-failed=()
+OUT=$(cd "$OUT" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+results=$work/$stage
+mkdir -p "$results/logs" "$work/site/dpflash"
 
-if ! "$PYTHON" -c 'import dpflash, triton' 2>"$errors"; then
-  tail -n 1 "$errors" >&2
-  echo "PYTHON=$PYTHON cannot import dpflash and triton: pip install -e '.[dev]', or without" \
-    "network: pip install --no-build-isolation --no-deps -e ." >&2
-  exit 2
+# The package's folders lie beside each other in the checkout; pyproject.toml maps them.
+ln -s "$here"/dpflash/* "$here/kernels" "$here/accounting" "$work/site/dpflash/"
+if compgen -G "$WHEELS/*.whl" >/dev/null; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" \
+    "$WHEELS"/*.whl || echo "$WHEELS: not all wheels could be installed" >&2
+fi
+export PYTHONPATH=$work/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export PATH=$PATH:/usr/local/cuda/bin
+export XDG_CACHE_HOME=$work/cache
+[ "$DEVICE" = cuda ] && export TRITON_INTERPRET=0
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$work/triton}
+if [ -n "${CACHE:-}" ]; then
+  tar -xJf "$CACHE" -C "$work" triton || echo "$CACHE: no compiled kernels taken" >&2
 fi
 
-# part NAME PERCENT COMMAND...: runs a command for at most that part of what is left.
+archive() {
+  local smallest=
+  (cd "$work" && tar -cf - "$stage" $([ -d triton ] && echo triton)) | xz -T0 -3 >"$work/all.xz"
+  if [ "$(stat -c %s "$work/all.xz")" -gt $((15 << 20)) ]; then
+    (cd "$work" && tar -cf - "$stage") | xz -T0 -3 >"$work/all.xz"
+    smallest=" (without compiled kernels, which take too much)"
+  fi
+  mv "$work/all.xz" "$OUT/results.tar.xz"
+  echo "results: $OUT/results.tar.xz$smallest" >"$work/said"
+}
+
+table=
+failed=0
+# part NAME SECONDS COMMAND...: runs a command for at most so long, and what is left of the stage.
 part() {
-  local name=$1 percent=$2
+  local name=$1 limit=$2
   shift 2
-  local left=$((BUDGET_S - (SECONDS - begin)))
-  local limit=$((left * percent / 100))
+  [ -n "${PARTS:-}" ] && [[ " $PARTS " != *" $name "* ]] && return
+  local left=$((LIMIT_S - SECONDS)) rc=0 start=$SECONDS log=$results/logs/$name.txt
+  limit=$((limit < left ? limit : left))
   if [ "$limit" -lt 5 ]; then
-    echo "== $name: no time left"
-    failed+=("$name(no time)")
-    return
+    rc="no time"
+    : >"$log"
+  else
+    echo "== $name: at most $limit s"
+    timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1
+    rc=$?
+    # Progress bars overwrite themselves; only what they end with is kept.
+    sed -i 's/.*\r//' "$log"
+    tail -n 40 "$log" | cut -c1-200
+    archive
   fi
-  echo "== $name: at most $limit s: $*"
-  local start=$SECONDS
-  echo "== $name: $*" | tee -a "$OUT/gpu.err" >>"$OUT/gpu.log"
-  local before
-  before=$(wc -l <"$OUT/gpu.log")
-  timeout --kill-after=10 "$limit" "$@" >>"$OUT/gpu.log" 2>"$errors"
-  local rc=$?
-  tail -n "+$((before + 1))" "$OUT/gpu.log" | tail -n 25 | cut -c1-240
-  # Progress bars overwrite themselves; only what they end with is kept.
-  sed 's/.*\r//' "$errors" >>"$OUT/gpu.err"
-  if [ "$rc" -ne 0 ]; then
-    sed 's/.*\r//' "$errors" | tail -n 5 | cut -c1-400
-    failed+=("$name($rc)")
-  fi
-  echo "== $name: exit status $rc after $((SECONDS - start)) s"
+  [ "$rc" = 0 ] || failed=1
+  table+=$(printf '%-14s %-8s %4d s  %s' "$name" "$rc" $((SECONDS - start)) \
+    "$(tail -n 1 "$log" | cut -c1-110)")$'\n'
 }
 
 tests() {
-  part tests 30 "$PYTHON" -c \
-    'import sys, pytest; sys.path.remove(""); sys.exit(pytest.main(sys.argv[1:]))' \
-    -m gpu -q -p no:cacheprovider
+  local name=$1 limit=$2
+  shift 2
+  part "$name" "$limit" "$PYTHON" -m pytest -q -n "$JOBS" -p no:cacheprovider --tb=short \
+    --maxfail=60 "$@"
+}
+
+right() {
+  part versions 60 "$PYTHON" benchmarks/gpu_versions.py "$DEVICE"
+  tests noise 100 tests/kernels/test_noise_triton.py tests/kernels/test_grads_noise.py \
+    tests/kernels/test_capture.py
+  tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_block_clipped_grad.py
+  tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
+  tests shards 90 tests/kernels/test_tile_shard.py
+  part steps 130 "$PYTHON" benchmarks/private_steps_on_gpu.py --jobs "$JOBS" --device "$DEVICE" \
+    --json "$results/gpu-private-steps.json"
+  part train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 --out "$results/train"
+  for tool in memcheck racecheck; do
+    part "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool \
+      --error-exitcode 1 "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
+  done
+}
+
+# measure SECONDS NAME...: parts of gpu_time.py
+measure() {
+  local limit=$1
+  shift
+  for name in "$@"; do
+    part "$name" "$limit" "$PYTHON" benchmarks/gpu_time.py "$name" --device "$DEVICE" \
+      --json "$results/gpu-time.json"
+  done
+}
+
+time_parts() {
+  measure 100 ceilings gradients attention flex
+  measure 240 steps
+  part ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
+    "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
 }
 
 tune() {
-  local left=$((BUDGET_S - (SECONDS - begin)))
-  # Trials take most of the time; what was tried until then is timed and written.
-  local which=(--try-seconds $((left * 18 / 100)))
-  [ "$QUICK" = 1 ] && which+=(--head-dims 64 128 --bits 16 --stages 2 3 --rounds 10)
-  part tune 30 "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" \
-    --json "$OUT/tune_attention.json" "${which[@]}"
-  cp kernels/attention_configs.json "$OUT/attention_configs.json"
+  part tune 300 "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" --head-dims 64 128 --bits 16 \
+    --stages 2 3 --rounds 10 --try-seconds 180 --json "$results/tune-attention.json" \
+    --write "$results/attention_configs.json"
+  measure 240 long
 }
 
-# suite NAME PERCENT: a suite of `dpflash bench`; its JSON is written again after each comparison,
-# so a suite that is cut off leaves what it has.
-suite() {
-  local which=(--max-seconds 60)
-  [ "$QUICK" = 1 ] && which=(--quick --max-seconds 5)
-  part "$1" "$2" "$PYTHON" -m dpflash bench "$1" --device cuda --out "$OUT" "${which[@]}"
-}
-
-for name in $PARTS; do
-  case $name in
-    tests | tune) "$name" ;;
-    attention) suite attention 30 ;;
-    variants) suite variants 30 ;;
-    private-step) suite private-step 30 ;;
-    optimize) suite optimize 30 ;;
-    max-length) suite max-length 40 ;;
-    batch) suite batch 40 ;;
-    sequence) suite sequence 60 ;;
-    heads) suite heads 100 ;;
-    *)
-      echo "PARTS=$name: expected some of: $ALL" >&2
-      failed+=("$name(unknown)")
-      ;;
+known="versions noise gradients attention shards steps train memcheck racecheck"
+known+=" ceilings flex ncu tune long"
+for name in ${PARTS:-}; do
+  case " $known " in
+    *" $name "*) ;;
+    *) echo "PARTS=$name: expected some of $known" >&2; exit 2 ;;
   esac
 done
-
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed: ${failed[*]}; logs are in $OUT"
-  exit 1
-fi
-echo "all parts ended with 0; results are in $OUT"
+case $stage in
+  right) right ;;
+  time) time_parts ;;
+  tune) tune ;;
+esac
+{
+  echo
+  printf '%-14s %-8s %6s  %s\n' part status time 'last line'
+  printf '%s' "$table"
+  cat "$work/said" 2>/dev/null
+} | tee "$OUT/$stage.txt"
+exit "$failed"

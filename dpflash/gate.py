@@ -92,7 +92,8 @@ class _ClipGate(torch.autograd.Function):
         gate.owner.refuse_coarse_use(gate.group.parameters[0])
         # `loss.backward()` may stand in the user's own autocast region.
         with without_autocast(gate.device.type):
-            return (None, *gate.finish(grads))
+            sums = gate.finish(grads)
+            return (None, *gate.owner.settled(gate.group.parameters, sums))
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:
@@ -459,9 +460,9 @@ class PrivateBackward:
         self.begin_release: Callable[[], Release | None] = lambda: None
         self.release: Release | None = None
         self._asked = False
-        self.squared_norms: Tensor | None = None
-        self.clipped_samples = 0
-        self.nonfinite_samples = 0
+        self._squares: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._counted = [0, 0]
+        self._counts: list[Tensor] = []
         self.seen_samples = 0
         self.last_shapes: dict[int, dict[int, list[LinearShape]]] = {}
         self._shapes_generation = 0
@@ -888,16 +889,49 @@ class PrivateBackward:
         )
 
     def note(self, squares: Tensor | None, factors: Tensor) -> None:
-        """Keep what reports show. Private: it depends on the data and is not noised."""
-        factors = self.rows.select(factors)
-        self.squared_norms = None if squares is None else self.rows.select(squares).detach()
-        removed = factors == 0
+        """Keep what reports show. Private: it depends on the data and is not noised.
+
+        Numbers stay on their device until they are asked for.
+        """
+        real = self.rows.of(factors)
+        self._squares = (None if squares is None else squares.detach(), real)
+        removed, clipped = factors == 0, factors < 1
+        if real is not None:
+            removed, clipped = removed & real, clipped & real
         # A sample that several groups remove is one sample.
         anew = removed if self._removed is None else removed & ~self._removed
         self._removed = removed if self._removed is None else removed | self._removed
-        self.nonfinite_samples += int(anew.sum())
-        self.clipped_samples += int((factors < 1).sum()) - int(removed.sum())
-        self.seen_samples += factors.numel()
+        counts = torch.stack([anew.sum(), clipped.sum() - removed.sum()])
+        if self._counts and self._counts[-1].device == counts.device:
+            self._counts[-1] = self._counts[-1] + counts
+        else:
+            self._counts.append(counts)
+        self.seen_samples += self.rows.count(len(factors))
+
+    def _count(self) -> list[int]:
+        """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
+        if self._counts:
+            device = self._counts[0].device
+            new = torch.stack([counts.to(device) for counts in self._counts]).sum(0).tolist()
+            self._counted = [held + n for held, n in zip(self._counted, new, strict=True)]
+            self._counts = []
+        return self._counted
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Samples that contributed nothing, since a gradient of theirs was NaN or infinite."""
+        return self._count()[0]
+
+    @property
+    def clipped_samples(self) -> int:
+        """How often a sample was clipped, by whichever group, and not removed."""
+        return self._count()[1]
+
+    @property
+    def squared_norms(self) -> Tensor | None:
+        """Of the samples of the last backward's last group, `[n]`; None if it has none."""
+        squares, real = self._squares
+        return squares if squares is None or real is None else squares[real]
 
     @property
     def grid(self) -> float | None:
@@ -960,8 +994,22 @@ class PrivateBackward:
         # Last: what fails before leaves a sum that still lacks its noise, never one without.
         if noised:
             assert self.release is not None
+            self.release.holds(parameter, total)
             self.release.noised(parameter)
         return total.to(parameter.dtype)
+
+    def settled(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients that a gate returns, after noise that a GPU left undecided is written."""
+        try:
+            if self.release is None or not self.release.settle():
+                return tuple(grads)
+        except BaseException:
+            self.discard()
+            raise
+        pairs = zip(parameters, grads, strict=True)
+        return tuple(None if grad is None else self.sums[p].to(p.dtype) for p, grad in pairs)
 
     def _deposit_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
         """`deposit` for this worker's rows of a sharded parameter; the step adds the noise."""

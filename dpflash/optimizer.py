@@ -272,6 +272,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         backward = self._backward
         parameters = self.params
         self._tracker.warn_of_missing_backward()
+        if backward.release is not None:
+            # Of a backward that failed behind its gates, and was stepped on nevertheless.
+            backward.release.settle()
         self._check_others_have_no_gradient()
         self._check_only_gates_wrote(parameters)
         backward.check_sums()
@@ -289,6 +292,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             noise = backward.release.noise_for(parameter)
             if noise is not None:
                 noise.add_to_(total)
+        backward.release.settle()
+        for parameter, total in zip(parameters, totals, strict=True):
             total = total.to(torch.promote_types(parameter.dtype, torch.float32))
             grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
             parameter.grad = grad
@@ -313,14 +318,26 @@ class PrivateOptimizer(torch.optim.Optimizer):
                         "make_private again"
                     )
 
+    def _written_by_others(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those whose `.grad` is not their clipped sum. Waits for a device once."""
+        sums = self._backward.sums
+        having = [parameter for parameter in parameters if parameter.grad is not None]
+        flags = [_differs(parameter, sums.get(parameter)) for parameter in having]
+        waiting: dict[torch.device, list[Tensor]] = {}
+        for flag in flags:
+            if isinstance(flag, Tensor):
+                waiting.setdefault(flag.device, []).append(flag)
+        if True not in [flag for flag in flags if isinstance(flag, bool)] and not any(
+            bool(torch.stack(on_device).any()) for on_device in waiting.values()
+        ):
+            return []
+        return [parameter for parameter, flag in zip(having, flags, strict=True) if flag]
+
     def _check_only_gates_wrote(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
+        for parameter in self._written_by_others(parameters):
             total = self._backward.sums.get(parameter)
             grad = parameter.grad
-            if grad is None or (total is None and not bool(grad.any())):
-                continue
-            if total is not None and not is_sharded(parameter) and _same(grad, total):
-                continue
+            assert grad is not None
             name = self._backward.names[parameter]
             stale = any(grad is released() for released in self._released)
             scale = None if total is None or is_sharded(parameter) else _scale(grad, total)
@@ -362,6 +379,19 @@ def _scale(grad: Tensor, total: Tensor) -> float | None:
     # GradScaler's are powers of two.
     scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
     return scale if scale > 1 and _same(grad, total / scale) else None
+
+
+def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
+    """Whether `.grad` is not the parameter's sum; on a GPU not waited for."""
+    grad = parameter.grad
+    assert grad is not None
+    if is_sharded(parameter):
+        return total is not None or bool(grad.any())
+    if total is None:
+        return grad.any()
+    if not grad.is_cuda or grad.shape != total.shape:
+        return not _same(grad, total)
+    return (grad != total.to(grad.dtype)).any()
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:

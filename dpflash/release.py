@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
-from dpflash.kernels import NoiseStream, grid_of
+from dpflash.kernels import NoiseStream, grid_of, settle_noise
 
 from .sharding import first_element
+
+if TYPE_CHECKING:
+    from dpflash.kernels.noise_triton import OpenList
 
 
 class Release:
@@ -42,6 +46,7 @@ class Release:
         self._step = step
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
+        self._unsettled: list[OpenList] = []
 
     def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
         """Noise still to be added to this parameter's sum, or None."""
@@ -54,8 +59,26 @@ class Release:
             step=self._step,
             parameter_id=self._parameter_ids[parameter],
             offset=first_element(parameter),
+            unsettled=self._unsettled,
         )
 
     def noised(self, parameter: nn.Parameter) -> None:
         """The parameter's sum has its noise from now on."""
         self._noised.add(parameter)
+
+    def holds(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """The parameter's sum with its noise is this tensor from now on, whatever was noised."""
+        if self._unsettled:
+            last = self._unsettled[-1]
+            if last.stream.parameter_id == self._parameter_ids[parameter]:
+                self._unsettled[-1] = last._replace(out=total)
+
+    def settle(self) -> bool:
+        """Write the noise that kernels of a GPU left undecided, which waits for the GPU once.
+
+        Returns:
+            Whether there was some.
+        """
+        unsettled = list(self._unsettled)
+        self._unsettled.clear()
+        return settle_noise(unsettled)

@@ -172,12 +172,12 @@ class RealRows:
             self._held = (mask, mask.to(x.device))
         return self._held[1]
 
+    def count(self, rows: int) -> int:
+        """How many of a batch's rows are samples."""
+        mask = self.source(rows)
+        return rows if mask is None else int(mask.sum())
+
     def only(self, x: Tensor) -> Tensor:
         """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
-
-    def select(self, x: Tensor) -> Tensor:
-        """The rows of x `[B, ...]` that are samples."""
-        mask = self.of(x)
-        return x if mask is None else x[mask]

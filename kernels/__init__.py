@@ -18,7 +18,7 @@ from .grads import (
     squared_norm,
 )
 from .grid import exact_slots, grid_of
-from .noise import NoiseStream, gaussian_noise_
+from .noise import NoiseStream, gaussian_noise_, settle_noise
 from .reference import (
     embedding_grad_inner,
     grad_inner,
@@ -47,5 +47,6 @@ __all__ = [
     "per_sample_grad",
     "refuse_capture",
     "rms_norm_backward",
+    "settle_noise",
     "squared_norm",
 ]

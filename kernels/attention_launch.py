@@ -16,7 +16,7 @@ from torch import Tensor
 from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, config
 from .attention_reference import AttentionGrads, squared_norms
-from .layout import heads_outside
+from .layout import heads_outside, is_aligned, on_device
 from .tile_graph import Side, TileGraph
 
 _LOG2E = math.log2(math.e)
@@ -48,17 +48,18 @@ def attention_forward(
     sizes = _config("forward", q)
     tiles, borders, num_tiles = graph.rows.tiles(sizes.block_m, last_first=graph.causal)
     if o.numel() and num_tiles:
-        kernels._attention_forward_kernel[_grid(num_tiles, batch, heads)](
-            q, k, v, o, lse,
-            _vector(sinks), _vector(slopes), key_range,
-            tiles, borders, *_tables(graph.rows, graph.row_variants),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-            _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
-            num_tiles, _distance_shift(graph, slopes), scale * _LOG2E,
-            **_head_dims(head_dim), **_options(q, sizes),
-            HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-            HAS_KEY_RANGE=key_range is not None,
-        )  # fmt: skip
+        with on_device(q):
+            kernels._attention_forward_kernel[_grid(num_tiles, batch, heads)](
+                q, k, v, o, lse,
+                _vector(sinks), _vector(slopes), key_range,
+                tiles, borders, *_tables(graph.rows, graph.row_variants),
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+                _sample_stride(graph.row_variants), heads, heads // k.shape[1],
+                queries, k.shape[2], num_tiles, _distance_shift(graph, slopes), scale * _LOG2E,
+                **_head_dims(head_dim, is_aligned(q, k, v, o)), **_options(q, sizes),
+                HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
+                HAS_KEY_RANGE=key_range is not None,
+            )  # fmt: skip
     return o, lse
 
 
@@ -125,12 +126,13 @@ def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Ten
     block = 64
     num_blocks = -(-queries // block)
     if delta.numel():
-        kernels._attention_delta_kernel[_grid(num_blocks, batch, heads)](
-            o, do, lse, None if dlse is None else dlse.float().contiguous(), delta, pivot,
-            *o.stride()[:3], *do.stride()[:3], heads, queries, num_blocks,
-            D=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
-            HAS_DLSE=dlse is not None,
-        )  # fmt: skip
+        with on_device(o):
+            kernels._attention_delta_kernel[_grid(num_blocks, batch, heads)](
+                o, do, lse, None if dlse is None else dlse.float().contiguous(), delta, pivot,
+                *o.stride()[:3], *do.stride()[:3], heads, queries, num_blocks,
+                D=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
+                HAS_DLSE=dlse is not None,
+            )  # fmt: skip
     return delta, pivot
 
 
@@ -164,17 +166,19 @@ def _launch_dq(
     run_sums = zeros((places, num_runs)) if run_grads else None
     partial = zeros((batch, heads * num_tiles), dtype=torch.float64) if squares else None
     if dq.numel() and num_tiles:
-        kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
-            q, k, v, do, pivot, delta, dq,
-            slopes, key_range, q_sums, slope_sums, run_sums, partial,
-            tiles, borders, *_tables(side, graph.row_variants),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-            _sample_stride(graph.row_variants), heads, heads // k.shape[1], queries, k.shape[2],
-            num_tiles, num_runs, _distance_shift(graph, slopes), scale, scale * _LOG2E,
-            **_head_dims(head_dim), **_options(q, sizes),
-            HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
-            TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
-        )  # fmt: skip
+        with on_device(q):
+            kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
+                q, k, v, do, pivot, delta, dq,
+                slopes, key_range, q_sums, slope_sums, run_sums, partial,
+                tiles, borders, *_tables(side, graph.row_variants),
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+                *dq.stride()[:3], _sample_stride(graph.row_variants), heads, heads // k.shape[1],
+                queries, k.shape[2], num_tiles, num_runs,
+                _distance_shift(graph, slopes), scale, scale * _LOG2E,
+                **_head_dims(head_dim, is_aligned(q, k, v, do, dq)), **_options(q, sizes),
+                HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+                TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
+            )  # fmt: skip
     return (
         None if q_sums is None else q_sums.sum(2),
         None if slope_sums is None else slope_sums.sum(2),
@@ -225,18 +229,19 @@ def _launch_dkdv(
     if squares and shared:
         partial = torch.zeros((batch, programs * num_tiles), dtype=torch.float64, device=q.device)
     if dk.numel() and num_tiles:
-        kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
-            q, k, v, do, pivot, delta, dk, dv,
-            slopes, key_range, k_sums, v_sums, partial,
-            tiles, borders, *_tables(side, graph.col_variants),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-            *dk.stride()[:3], *dv.stride()[:3],
-            _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
-            queries, num_tiles, _distance_shift(graph, slopes), scale, scale * _LOG2E,
-            **_head_dims(head_dim), **_options(q, sizes),
-            HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
-            TOKEN_SUMS=token_sums, SQUARES=partial is not None,
-        )  # fmt: skip
+        with on_device(q):
+            kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
+                q, k, v, do, pivot, delta, dk, dv,
+                slopes, key_range, k_sums, v_sums, partial,
+                tiles, borders, *_tables(side, graph.col_variants),
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+                *dk.stride()[:3], *dv.stride()[:3],
+                _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
+                queries, num_tiles, _distance_shift(graph, slopes), scale, scale * _LOG2E,
+                **_head_dims(head_dim, is_aligned(q, k, v, do, dk, dv)), **_options(q, sizes),
+                HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+                TOKEN_SUMS=token_sums, SQUARES=partial is not None,
+            )  # fmt: skip
     if not shared:
         for result, per_query_head in zip(results, (dk, dv), strict=True):
             result.copy_(per_query_head.unflatten(1, (groups, -1)).sum(2))
@@ -275,12 +280,16 @@ def _sample_stride(variants: Tensor) -> int:
     return variants.shape[1] if variants.ndim == 2 else 0
 
 
-def _head_dims(head_dim: int) -> dict[str, int]:
-    """D as one power of two, or as two where that wastes less: 80 = 64 + 16."""
+def _head_dims(head_dim: int, aligned: bool) -> dict[str, int]:
+    """D as one power of two, or as two where that wastes less: 80 = 64 + 16.
+
+    In one part where tensors are not aligned: Triton 3.6 compiles two parts of those wrongly for
+    sm_90 (seen on an H100; `tests/kernels/test_attention_triton.py` compares both).
+    """
     whole = max(16, 1 << (head_dim - 1).bit_length())
     low = whole // 2
     rest = max(16, 1 << (head_dim - low - 1).bit_length()) if head_dim > 16 else 0
-    if whole == head_dim or head_dim <= 16 or rest >= low:
+    if whole == head_dim or head_dim <= 16 or rest >= low or not aligned:
         return {"D": head_dim, "D0": whole, "D1": 0}
     return {"D": head_dim, "D0": low, "D1": rest}
 

@@ -16,15 +16,15 @@ from . import grad_triton as kernels
 from .attention_configs import architecture
 from .block_reference import BLOCK, block_bounds
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
+from .layout import is_aligned, on_device
 from .noise import NoiseStream
 from .noise_triton import (
     OPTIONS,
     OpenList,
     address_of,
     bits_of,
-    on_device,
     open_list,
-    settle,
+    settle_or_keep,
 )
 from .reference import upper_bound
 
@@ -86,7 +86,7 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
-    sizes = _config("clipped_grad", x)
+    sizes = _config("clipped_grad", x, dy)
     return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False)
 
 
@@ -107,10 +107,10 @@ def block_clipped_grad(
     """
     x, dy = _operands(x, dy)
     batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
-    bounds = block_bounds(outputs, inputs, bound, block).flatten().to(x.device)
+    bounds = _bounds(outputs, inputs, float(bound), block, x.device)
     if grid is None:
         factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=x.device)
-        sizes = _config("block_clipped_grad", x)._replace(block_m=block[0], block_n=block[1])
+        sizes = _config("block_clipped_grad", x, dy)._replace(block_m=block[0], block_n=block[1])
         total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors)
         return (total, factors) if return_factors else total
     if into is None:
@@ -138,7 +138,7 @@ def block_clip_reduce(
     """See `block_reference.block_clip_reduce`; first the factors, then the sum."""
     grads = grads.contiguous()
     outputs, inputs = grads.shape[1:]
-    bounds = block_bounds(outputs, inputs, bound, block).flatten().to(grads.device)
+    bounds = _bounds(outputs, inputs, float(bound), block, grads.device)
     factors = _tile_factors(grads, bounds, block)
     total = _launch_reduce(grads, factors, block, grid=grid, into=into)
     return (total, factors) if return_factors else total
@@ -152,7 +152,7 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """See `reference.clip_reduce`; noise waits for the device once."""
+    """See `reference.clip_reduce`; noise waits for the device, unless it is settled later."""
     grads, factors = grads.contiguous(), factors.float().contiguous()
     if grid is not None:
         return _launch_reduce(grads, factors, None, grid=grid, into=into, noise=noise)
@@ -258,7 +258,7 @@ def _launch_per_sample(
 ) -> Tensor | None:
     """Writes grads where given; returns bounds of their squared norms [B] where asked for."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
-    sizes = _config("per_sample_grad", x)
+    sizes = _config("per_sample_grad", x, dy)
     tiles_i = _blocks(inputs, sizes.block_n)
     num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
     partial = None
@@ -278,7 +278,7 @@ def _launch_per_sample(
 def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
     """||G_i||^2 [B] by pairs of token tiles, raised by what the pairs' products may round."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
-    sizes = _config("gram", x)
+    sizes = _config("gram", x, dy)
     run = GRAM_STEPS * sizes.block_k
     pairs = _pairs(_blocks(tokens, sizes.block_m), x.device)
     partial = torch.empty((batch, pairs.shape[1]), dtype=torch.float64, device=x.device)
@@ -386,7 +386,7 @@ def _launch_reduce(
         # Autograd shall notice, as it does with PyTorch's own operations.
         torch.autograd.graph.increment_version(into)
     if found is not None:
-        settle([found])
+        settle_or_keep(found)
     return out
 
 
@@ -442,16 +442,26 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+@functools.lru_cache(maxsize=512)
+def _bounds(
+    outputs: int, inputs: int, bound: float, block: tuple[int, int], device: torch.device
+) -> Tensor:
+    """`block_bounds` [tiles] on a device, which is not waited for again."""
+    return block_bounds(outputs, inputs, bound, block).flatten().to(device)
+
+
 @functools.lru_cache(maxsize=64)
 def _pairs(tiles: int, device: torch.device) -> Tensor:
     """[2, pairs]: the tiles (s, t) with t >= s."""
     return torch.triu_indices(tiles, tiles, dtype=torch.int32, device=device)
 
 
-def _config(kernel: Kernel, x: Tensor) -> GradConfig:
+def _config(kernel: Kernel, x: Tensor, dy: Tensor) -> GradConfig:
     if _INTERPRETED:
         return INTERPRETED
-    return table()[architecture(x.device)][entry(kernel, x.dtype)]
+    sizes = table()[architecture(x.device)][entry(kernel, x.dtype)]
+    # Where loads are narrow, only tiles of 128 x 128 were tried on a GPU.
+    return sizes if is_aligned(x, dy) else sizes._replace(block_n=min(128, sizes.block_n))
 
 
 def _options(sizes: GradConfig) -> dict[str, object]:

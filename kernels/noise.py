@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from . import noise_cpu, noise_reference
 from .capture import refuse_capture
 from .grid import check_grid
 from .rounded_normal import EXACT_INTEGERS, settle
+
+if TYPE_CHECKING:
+    from .noise_triton import OpenList
 
 KEY_BYTES = 32
 WORDS_PER_BLOCK = 8
@@ -133,32 +136,16 @@ def gaussian_noise_(
     Source: RFC 8439; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011); Mironov,
     On Significance of the Least Significant Bits for Differential Privacy (2012).
     """
-    _check_out(out)
-    _check_stream(std, grid, key, step, parameter_id, offset, generator)
-    _check_use(out.numel(), offset, generator)
-    # Numbers of other libraries, for instance numpy's, would overflow.
     stream = NoiseStream(
-        std=float(std),
-        grid=float(grid),
+        std=std,
+        grid=grid,
         key=key,
-        step=int(step),
-        parameter_id=int(parameter_id),
-        offset=int(offset),
+        step=step,
+        parameter_id=parameter_id,
+        offset=offset,
         generator=generator,
     )
-    if std == 0 or out.numel() == 0:
-        return out
-    if out.is_cuda:
-        _noise_triton().add_noise_(out, stream)
-        return out
-    if noise_cpu.serves(out, stream):
-        return noise_cpu.add_noise_(out, stream)
-    flat = out.view(-1)
-    for start, integers in stream.integers(out.numel()):
-        part = flat[start : start + integers.numel()]
-        total = (part.cpu().double() / grid).round_().add_(integers).mul_(grid)
-        part.copy_(total)
-    return out
+    return stream.add_to_(out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +161,9 @@ class NoiseStream:
         offset: element of the stream that the result's first element gets; the others follow in
             row-major order.
         generator: "chacha20", or "philox" for speed tests.
+        unsettled: where kernels of a GPU put what they could not decide, for a later
+            `settle_noise` of many at once; until then the result is NaN there. None settles it at
+            once, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.
@@ -190,6 +180,7 @@ class NoiseStream:
     parameter_id: int
     offset: int = 0
     generator: Literal["chacha20", "philox"] = "chacha20"
+    unsettled: list[OpenList] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_stream(
@@ -201,6 +192,11 @@ class NoiseStream:
             self.offset,
             self.generator,
         )
+        # Numbers of other libraries, for instance numpy's, would overflow.
+        for name in ("std", "grid"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("step", "parameter_id", "offset"):
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def scale(self) -> float:
@@ -216,16 +212,21 @@ class NoiseStream:
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
-        return gaussian_noise_(
-            out,
-            std=self.std,
-            grid=self.grid,
-            key=self.key,
-            step=self.step,
-            parameter_id=self.parameter_id,
-            offset=self.offset,
-            generator=self.generator,
-        )
+        _check_out(out)
+        self.check_length(out.numel())
+        if self.std == 0 or out.numel() == 0:
+            return out
+        if out.is_cuda:
+            _noise_triton().add_noise_(out, self)
+            return out
+        if noise_cpu.serves(out, self):
+            return noise_cpu.add_noise_(out, self)
+        flat = out.view(-1)
+        for start, integers in self.integers(out.numel()):
+            part = flat[start : start + integers.numel()]
+            total = (part.cpu().double() / self.grid).round_().add_(integers).mul_(self.grid)
+            part.copy_(total)
+        return out
 
     def integers(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """The first `count` values in units of the grid, as (start, fp64 on the CPU)."""
@@ -283,6 +284,18 @@ def _philox_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _W
 
 
 _WORDS = {"chacha20": _chacha20_words, "philox": _philox_words}
+
+
+def settle_noise(unsettled: Sequence[OpenList]) -> bool:
+    """Write what kernels of a GPU put into `NoiseStream.unsettled`. Waits for the GPU once.
+
+    Returns:
+        Whether there were such elements.
+
+    Raises:
+        RuntimeError: there were more than a correct GPU leaves; the results keep NaN there.
+    """
+    return bool(unsettled) and _noise_triton().settle(unsettled)
 
 
 def _noise_triton() -> ModuleType:

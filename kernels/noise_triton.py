@@ -13,7 +13,6 @@ Triton's debug mode.
 import math
 import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import noise_reference, rounded_normal
+from . import noise_cpu, noise_reference, rounded_normal
+from .layout import on_device
 from .noise import NoiseStream
 
 # ruff: noqa: N803
@@ -329,60 +329,88 @@ def expected_capacity(elements: int, scale: float) -> int:
     return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
 
 
-def settle(lists: Sequence[OpenList]) -> None:
+def settle(lists: Sequence[OpenList]) -> bool:
     """Write the elements that kernels left undecided, as `NoiseStream.settled` says.
 
-    Reading a list waits for the device: once, where all kernels are launched before.
+    Waits for the device once for all lists of one device and scale. The C++ kernel for words
+    computes nearly all of the integers, `NoiseStream.settled` the others.
+
+    Returns:
+        Whether there were such elements.
 
     Raises:
         RuntimeError: a kernel found more undecided elements than its list holds, which no correct
             device does; out keeps NaN there.
     """
-    for out, stream, entries in lists:
-        capacity = (entries.numel() - 1) // 3
-        host = entries.cpu()
-        count = int(host[0])
-        if count > capacity:
-            raise RuntimeError(
-                f"{count} of {out.numel()} elements of noise are undecided on {out.device}, at "
-                f"most {capacity} were to be expected: its arithmetic is wrong. Nothing may be "
-                "released; run the noise on the CPU"
-            )
-        if count == 0:
+    was_any = False
+    groups: dict[tuple[torch.device, float], list[int]] = {}
+    for number, found in enumerate(lists):
+        groups.setdefault((found.out.device, found.stream.scale), []).append(number)
+    for (device, scale), numbers in groups.items():
+        host = torch.cat([lists[number].entries for number in numbers]).cpu()
+        hosts = host.split([lists[number].entries.numel() for number in numbers])
+        parts = [_undecided(lists[n], part) for n, part in zip(numbers, hosts, strict=True)]
+        counts = [part.shape[1] for part in parts]
+        if not sum(counts):
             continue
-        elements, words, bits = host[1:].view(3, capacity)[:, :count]
-        pairs = zip(elements.tolist(), words.tolist(), strict=True)
-        integers = [stream.settled(element, word) for element, word in pairs]
-        steps = bits.contiguous().view(torch.float64)
-        values = (steps + torch.tensor(integers, dtype=torch.float64)) * stream.grid
-        out.view(-1)[elements.to(out.device)] = values.to(out.dtype).to(out.device)
+        was_any = True
+        elements, words, bits = torch.cat(parts, dim=1)
+        integers, left = noise_cpu.rounded_normals(words, scale)
+        of = torch.repeat_interleave(*(torch.tensor(x, device="cpu") for x in (numbers, counts)))
+        for place in left.nonzero().flatten().tolist():
+            stream = lists[int(of[place])].stream
+            integers[place] = stream.settled(int(elements[place]), int(words[place]))
+        values = bits.contiguous().view(torch.float64) + integers
+        places, values = _sent(elements, device), _sent(values, device)
+        begin = 0
+        for number, count in zip(numbers, counts, strict=True):
+            if count:
+                out, stream, _ = lists[number]
+                at = places[begin : begin + count]
+                sums = values[begin : begin + count] * stream.grid
+                out.view(-1)[at] = sums.to(out.dtype)
+            begin += count
+    return was_any
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, which is not waited for."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def _undecided(found: OpenList, entries: Tensor) -> Tensor:
+    """[3, count] of a list on the CPU: elements, words and the bits of sums."""
+    count = int(entries[0])
+    if count > found.capacity:
+        raise RuntimeError(
+            f"{count} of {found.out.numel()} elements of noise are undecided on "
+            f"{found.out.device}, at most {found.capacity} were to be expected: its arithmetic is "
+            "wrong. Nothing may be released; run the noise on the CPU"
+        )
+    return entries[1:].view(3, found.capacity)[:, :count]
 
 
 def add_noise_(out: Tensor, stream: NoiseStream) -> None:
-    """See `noise.gaussian_noise_`, which checks the arguments. Waits for the device once."""
-    add_noises_([(out, stream)])
+    """See `NoiseStream.add_to_`, which checks the arguments."""
+    found = open_list(out.detach(), stream)
+    skip = stream.offset % 8
+    programs = triton.cdiv(skip + out.numel(), 8 * GROUPS)
+    if out.numel():
+        with on_device(out):
+            _add_noise_kernel[(programs,)](
+                found.out, found.entries, found.capacity, out.numel(), *address_of(stream),
+                BLOCK=GROUPS, ALIGNED=skip == 0, PHILOX=stream.generator == "philox", **OPTIONS,
+            )  # fmt: skip
+    # Autograd shall notice that out has changed, as it does with PyTorch's own operations.
+    torch.autograd.graph.increment_version(out)
+    settle_or_keep(found)
 
 
-def add_noises_(pairs: Sequence[tuple[Tensor, NoiseStream]]) -> None:
-    """`add_noise_` of several results, which waits for the device once for all."""
-    lists = []
-    for out, stream in pairs:
-        found = open_list(out.detach(), stream)
-        skip = int(stream.offset) % 8
-        programs = triton.cdiv(skip + out.numel(), 8 * GROUPS)
-        if out.numel():
-            with on_device(out):
-                _add_noise_kernel[(programs,)](
-                    found.out, found.entries, found.capacity, out.numel(), *address_of(stream),
-                    BLOCK=GROUPS, ALIGNED=skip == 0, PHILOX=stream.generator == "philox",
-                    **OPTIONS,
-                )  # fmt: skip
-        # Autograd shall notice that out has changed, as it does with PyTorch's own operations.
-        torch.autograd.graph.increment_version(out)
-        lists.append(found)
-    settle(lists)
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Kernels launched inside run on the tensor's GPU, whichever is the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def settle_or_keep(found: OpenList) -> None:
+    """Settle a list, or leave that to who asked for the noise with `NoiseStream.unsettled`."""
+    if found.stream.unsettled is None:
+        settle([found])
+    else:
+        found.stream.unsettled.append(found)

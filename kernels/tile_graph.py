@@ -276,7 +276,7 @@ def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Te
             columns = column + step * torch.arange(count)
             distance = rows.unsqueeze(1) - columns
             seen = (distance >= lo) & (distance <= hi)
-            weight = side.log_multiplicity[run].double().exp()
+            weight = side.log_multiplicity[run].double().exp().cpu()
             matrix[rows.unsqueeze(1), columns] += seen * weight
     return matrix
 

@@ -26,8 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def user_cache(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[None]:
     """No test reads or writes the user's cache, where measured ceilings decide how we clip."""
+    own = tmp_path_factory.getbasetemp()
+    # The workers of pytest-xdist share what one of them compiled.
+    cache = (own.parent if hasattr(pytestconfig, "workerinput") else own) / "user-cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield

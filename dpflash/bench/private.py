@@ -45,6 +45,9 @@ _MAX_GRAD_NORM = 0.1
 _TILE = 128
 # Relative errors of gradients, of the parameter that is farthest off.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+# Norms that dpflash does not take of gradients it holds are upper bounds: what products round is
+# added. By so much of the norm at most; on a GPU more, in the Gram form.
+_HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
 
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -159,14 +162,25 @@ def make_training(
 
 
 def gradient_error(task: Task, provider: str) -> float:
-    """Relative error of a provider's sum of clipped gradients, of the worst parameter."""
+    """Relative error of a provider's sum of clipped gradients, of the worst parameter.
+
+    Of flat clipping by dpflash, the sum is that by its own norms, and these are compared with the
+    gradients' norms: infinite where one is less, or more than what rounding allows.
+    """
     given: list[Tensor] = []
 
     def keep(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return GradientKeeper(parameters, given)
 
-    make_training(task, provider, noise_multiplier=0.0, optimize=keep).step()
-    expected = clipped_sums(task, clipping_of(provider))
+    training = make_training(task, provider, noise_multiplier=0.0, optimize=keep)
+    training.step()
+    clipping = clipping_of(provider)
+    raised = None
+    if training.engine is not None and clipping == "flat":
+        raised = raised_norms(task, training.engine.diagnostics()["per_sample_norms"])
+        if raised is None:
+            return math.inf
+    expected = clipped_sums(task, clipping, raised)
     pairs = zip(given, expected, strict=True)
     return worst(float((task.batch * g - e).norm() / e.norm()) for g, e in pairs)
 
@@ -178,8 +192,43 @@ def clipping_of(provider: str) -> str | None:
     return provider.split("-")[1] if provider in DPFLASH else "flat"
 
 
-def clipped_sums(task: Task, clipping: str | None) -> list[Tensor]:
-    """The sum of clipped gradients of each parameter, by a loop over single samples."""
+def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
+    """By what factor each sample's norm was raised; None where one is no such bound.
+
+    Args:
+        task: whose samples are meant.
+        norms: [B], of its samples, in any order.
+    """
+    if len(norms) != task.batch:
+        return None
+    model = task.build()
+    exact = []
+    for i in range(task.batch):
+        loss = task.losses(model, task.x[i : i + 1], task.y[i : i + 1]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        exact.append(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)))
+    order = sorted(range(task.batch), key=exact.__getitem__)
+    raised = [math.nan] * task.batch
+    for i, norm in zip(order, sorted(norms.tolist()), strict=True):
+        raised[i] = norm / exact[i] if exact[i] else math.inf
+    # The loop's own gradients, and 16-bit ones, are rounded too.
+    rounding = TOLERANCES[task.dtype]
+    highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]
+    if not all(1 - rounding <= x <= highest for x in raised):
+        return None
+    return [max(1.0, x) for x in raised]
+
+
+def clipped_sums(
+    task: Task, clipping: str | None, raised: Sequence[float] | None = None
+) -> list[Tensor]:
+    """The sum of clipped gradients of each parameter, by a loop over single samples.
+
+    Args:
+        task: whose samples are meant.
+        clipping: "flat", "per_layer", "per_block", or None for nothing.
+        raised: factors of the samples' norms in flat clipping, see `raised_norms`.
+    """
     model = task.build()
     parameters = list(model.parameters())
     index = {parameter: number for number, parameter in enumerate(parameters)}
@@ -190,15 +239,15 @@ def clipped_sums(task: Task, clipping: str | None) -> list[Tensor]:
         grads = list(torch.autograd.grad(loss, parameters))
         for group in groups:
             members = [grads[index[parameter]] for parameter in group.parameters]
-            _clip_(members, group)
+            _clip_(members, group, 1.0 if raised is None else raised[i])
         for total, grad in zip(sums, grads, strict=True):
             total.add_(grad)
     return sums
 
 
-def _clip_(grads: Sequence[Tensor], group: Group) -> None:
+def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
     """Scales one sample's gradients of a group, in place."""
-    bound = _MAX_GRAD_NORM * group.share
+    bound = _MAX_GRAD_NORM * group.share / raised
     if not group.tiled:
         _scale_(grads, bound)
         return

@@ -7,12 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
-
-from dpflash.bench.suites import SUITES
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -102,10 +101,51 @@ def test_tuning_without_a_gpu_changes_nothing_and_says_so(tmp_path):
     assert not path.exists()
 
 
-def test_the_gpu_script_runs_suites_that_exist():
+def run_gpu_script(tmp_path, stage, fails, **environment):
+    """`gpu.sh` with a Python that runs nothing, and fails where `fails` is in its arguments."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *{fails}*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    return subprocess.run(
+        ["bash", str(BENCHMARKS / "gpu.sh"), stage],
+        env={**os.environ, "OUT": str(tmp_path), "PYTHON": str(python), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "fails", "files"),
+    [
+        ("right", "test_grads_triton", ["test_noise_triton", "private_steps_on_gpu", "train"]),
+        ("time", "gradients", ["gpu_time.py attention", "gpu_time.py steps"]),
+        ("tune", "tune_attention", ["gpu_time.py long"]),
+    ],
+)
+def test_a_part_of_the_gpu_script_fails_alone(tmp_path, stage, fails, files):
+    done = run_gpu_script(tmp_path, stage, fails, PATH=f"/nowhere:{os.environ['PATH']}")
+    assert done.returncode == 1, done.stderr
+    table = (tmp_path / f"{stage}.txt").read_text()
+    assert table in done.stdout
+    (broken,) = [line for line in table.splitlines() if fails in line]
+    assert broken.split()[1] == "3"
+    for name in files:
+        (line,) = [line for line in table.splitlines() if name in line]
+        assert line.split()[1] == "0"
+    with tarfile.open(tmp_path / "results.tar.xz") as archive:
+        names = archive.getnames()
+    assert f"{stage}/logs/{broken.split()[0]}.txt" in names
+
+
+def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path):
+    done = run_gpu_script(tmp_path, "time", "nothing", LIMIT_S="0")
+    assert done.returncode == 1 and "no time" in done.stdout
+    assert run_gpu_script(tmp_path, "fast", "nothing").returncode == 2
     text = (BENCHMARKS / "gpu.sh").read_text()
-    parts = re.search(r'^ALL="(.*)"$', text, re.MULTILINE).group(1).split()
-    assert parts[:2] == ["tests", "tune"]
-    assert set(parts[2:]) <= set(SUITES)
-    started = re.findall(r"^ +(\S+)\) suite (\S+) \d+ ;;$", text, re.MULTILINE)
-    assert started == [(name, name) for name in parts[2:]]
+    measured = [name for line in re.findall(r"measure \d+ (.*)", text) for name in line.split()]
+    parts = re.search(
+        r"^PARTS = \((.*)\)$", (BENCHMARKS / "gpu_time.py").read_text(), re.MULTILINE
+    )
+    assert sorted(measured) == sorted(parts.group(1).split(", "))
+    for path in re.findall(r"(?:tests|benchmarks)/\w+/?\w*\.py", text):
+        assert (BENCHMARKS.parent / path).exists(), path

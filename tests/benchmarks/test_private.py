@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from dpflash import PrivacyEngine
 from dpflash.bench import private, private_tasks
 from dpflash.bench.private import (
     DPFLASH,
@@ -67,9 +68,24 @@ def test_a_provider_that_forgets_a_sample_is_seen(monkeypatch):
     monkeypatch.setattr(
         private,
         "clipped_sums",
-        lambda task, clipping: [2 / 3 * total for total in expected(task, clipping)],
+        lambda *args: [2 / 3 * total for total in expected(*args)],
     )
     assert gradient_error(task, "dpflash-flat-auto") == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("factor", "is_seen"), [(0.999, True), (1.0005, False), (1.01, True)])
+def test_norms_that_are_no_bounds_or_too_high_are_seen(monkeypatch, factor, is_seen):
+    real = PrivacyEngine.diagnostics
+
+    def diagnostics(engine):
+        found = real(engine)
+        return {**found, "per_sample_norms": found["per_sample_norms"] * factor}
+
+    assert gradient_error(attention_task(), "dpflash-flat-book_keeping") <= 1e-4
+    monkeypatch.setattr(PrivacyEngine, "diagnostics", diagnostics)
+    error = gradient_error(attention_task(), "dpflash-flat-book_keeping")
+    # Gradients that were clipped by other norms than these are off by as much.
+    assert error == math.inf if is_seen else error == pytest.approx(5e-4, rel=0.2)
 
 
 @pytest.mark.parametrize("place", [0, -1])

@@ -15,13 +15,6 @@ sys.modules[_SPEC.name] = world_module
 _SPEC.loader.exec_module(world_module)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist one of its workers takes a whole file, whose processes start once."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 class Worlds:
     """Hands out a world that lives, and starts another after one that hung."""
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine
 from dpflash import release as release_module
-from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
+from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
 
 KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
@@ -29,6 +29,117 @@ def build():
 
 def data():
     return torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch):
+    """Gradients and noise are Triton's, interpreted; called with True, they decide no rounding."""
+    launch = pytest.importorskip("dpflash.kernels.grad_launch")
+    noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
+    if torch.cuda.is_available():
+        pytest.skip("patches what the interpreter reads")
+
+    def add_to_(stream, out):
+        noise_triton.add_noise_(out, stream)
+        return out
+
+    monkeypatch.setattr(noise_triton, "GROUPS", 8)
+    monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
+    monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
+    monkeypatch.setattr(grads, "_house", lambda *tensors: launch)
+    monkeypatch.setattr(NoiseStream, "add_to_", add_to_)
+
+    def undecided():
+        one = pytest.importorskip("triton.language").constexpr(1.0)
+        monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", one)
+        monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+
+    return undecided
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("per_layer", torch.bfloat16), ("book_keeping", torch.float32), ("outside", torch.float32)],
+    ids=["per_layer", "book_keeping", "outside"],
+)
+def test_noise_that_a_gpu_left_undecided_is_there_when_a_gate_is_done(
+    private, kernels_of_a_gpu, kind, dtype
+):
+    options = {"clipping": "per_layer"} if kind == "per_layer" else {"way": "book_keeping"}
+    found = []
+    for undecided in (False, True):
+        if undecided:
+            kernels_of_a_gpu()
+        engine, model, optimizer, loader = private(
+            small().to(dtype), data().to(dtype), noise_multiplier=2.0, one_part=True, **options
+        )
+        x = data()[:8].to(dtype) if kind == "outside" else next(iter(loader))[0]
+        seen = []
+
+        def see(parameter, seen=seen):
+            seen.append(parameter.grad.clone())
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(see)
+        # Autograd's anomaly mode refuses a gate that hands on NaN.
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            engine.backward(losses_of(model, x))
+        now = [p.grad.clone() for p in model.parameters()]
+        assert all(grad.isfinite().all() for grad in [*seen, *now])
+        optimizer.step()
+        found.append([*now, *[p.detach().clone() for p in model.parameters()]])
+    for plain, settled in zip(*found, strict=True):
+        assert bool(settled.isfinite().all()) and torch.equal(plain, settled)
+
+
+def test_a_draw_of_several_batches_is_settled_in_the_sum_that_is_released(
+    private, kernels_of_a_gpu
+):
+    kernels_of_a_gpu()
+    engine, model, optimizer, loader = private(
+        small(), data(), noise_multiplier=2.0, way="stored", physical_batch_size=2
+    )
+    batches = 0
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        batches += 1
+        if loader.is_last and batches > 1:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        batches = 0 if loader.is_last else batches
+    # Sums of several batches are fp64 until they have their noise.
+    assert batches > 1 and all(t.isfinite().all() for t in engine._backward.sums.values())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
+    private, kernels_of_a_gpu, monkeypatch
+):
+    kernels_of_a_gpu()
+    engine, model, optimizer, loader = private(
+        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        loss_reduction="sum",
+    )  # fmt: skip
+    real = engine._backward.settled
+
+    def fails(parameters, sums):
+        raise MemoryError
+
+    monkeypatch.setattr(engine._backward, "settled", fails)
+    (x,) = next(iter(loader))
+    with pytest.raises(MemoryError):
+        losses_of(model, x).sum().backward()
+    monkeypatch.setattr(engine._backward, "settled", real)
+    assert all(total.isnan().all() for total in engine._backward.sums.values())
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert optimizer.releases == 1
 
 
 @every_kind

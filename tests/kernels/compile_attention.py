@@ -83,7 +83,7 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
     if kernel == "delta":
         constants |= {"D": head_dim, "BLOCK_D": 1 << (head_dim - 1).bit_length(), "BLOCK_M": 64}
     else:
-        constants |= launch._head_dims(head_dim)
+        constants |= launch._head_dims(head_dim, aligned=True)
         constants |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "UPCAST": False}
         constants["PRECISION"] = launch.precision(hip=target.backend == "hip")
     signature, constexprs, attributes = {}, {}, {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dpflash.kernels import attention_reference as reference
+from dpflash.kernels.layout import is_aligned
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
 from dpflash.patterns import (
     Adaptive,
@@ -40,11 +41,11 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
-def fused_qkv(batch, heads, groups, tokens, head_dim, dtype):
-    """q, k and v as views of one buffer whose remaining columns are NaN."""
+def fused_qkv(batch, heads, groups, tokens, head_dim, dtype, more=16):
+    """q, k and v as views of one buffer whose remaining columns, so many more, are NaN."""
     generator = torch.Generator().manual_seed(7)
     width = (heads + 2 * groups) * head_dim
-    buffer = torch.full((batch, tokens, width + 16), torch.nan)
+    buffer = torch.full((batch, tokens, width + more), torch.nan)
     buffer[..., :width] = torch.randn(batch, tokens, width, generator=generator)
     buffer = buffer.to(DEVICE, dtype)[..., :width].unflatten(2, (-1, head_dim))
     return [x.transpose(1, 2) for x in buffer.split((heads, groups, groups), dim=2)]
@@ -425,13 +426,30 @@ def test_token_offsets_beyond_int32_are_exact():
 
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 48, 64, 72, 80, 96, 100, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_compiled_kernels_match_their_twin_at_odd_lengths(head_dim, dtype, causal):
     q, k, v = fused_qkv(2, 4, 2, 997, head_dim, dtype)
     found, expected = run(block(Dense(causal=causal), 997, 4), q, k, v, token_sums=True)
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 3e-3
     assert_close(found, expected, tolerance)
+
+
+def test_a_head_dim_is_split_only_where_rows_are_aligned():
+    x = torch.zeros(2, 35, 4, 81)
+    assert is_aligned(x[..., :80].contiguous()) and not is_aligned(x[..., :80])
+    assert not is_aligned(torch.zeros(2, 35, 4, 96)[..., 1:81])
+    assert launch._head_dims(80, aligned=True) == {"D": 80, "D0": 64, "D1": 16}
+    assert launch._head_dims(80, aligned=False) == {"D": 80, "D0": 128, "D1": 0}
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 96, 128, 192, 256])
+def test_compiled_kernels_match_their_twin_where_rows_are_not_aligned(head_dim, dtype):
+    q, k, v = fused_qkv(2, 4, 2, 499, head_dim, dtype, more=17)
+    found, expected = run(block(Dense(causal=True), 499, 4), q, k, v, token_sums=True)
+    assert_close(found, expected, 5e-6 if dtype == torch.float32 else 2e-2)
 
 
 @GPU

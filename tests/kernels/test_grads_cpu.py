@@ -45,10 +45,6 @@ if platform.machine() in ("x86_64", "AMD64"):
         PROCESSORS["avx2"] = ("-march=x86-64-v3",)
 
 
-# One worker of pytest-xdist compiles for all of them.
-pytestmark = pytest.mark.xdist_group("grads_cpu")
-
-
 @pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
     library = cpp.load(PROCESSORS[request.param])

@@ -5,11 +5,20 @@ Without a GPU they run in Triton's interpreter, few programs at a time.
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dpflash.kernels import NoiseStream, gaussian_noise_, noise, noise_reference, rounded_normal
+from dpflash.kernels import (
+    NoiseStream,
+    gaussian_noise_,
+    native,
+    noise,
+    noise_reference,
+    rounded_normal,
+    settle_noise,
+)
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("dpflash.kernels.noise_triton")
@@ -293,16 +302,9 @@ def test_the_kernel_writes_nothing_beside_its_tensor():
 def test_autograd_notices_noise_and_an_empty_tensor_is_left_alone():
     out, empty = torch.zeros(3, 5, device=DEVICE), torch.zeros(0, 3, device=DEVICE)
     version = out._version
-    kernels.add_noises_([(out, stream()), (empty, stream())])
+    kernels.add_noise_(out, stream())
+    kernels.add_noise_(empty, stream())
     assert out._version > version and bool(out.all())
-
-
-def test_noise_of_several_tensors_is_that_of_each():
-    pairs = [(sums(30, seed=i), stream(parameter_id=i, generator="philox")) for i in range(3)]
-    outs = [out.clone().to(DEVICE) for out, _ in pairs]
-    kernels.add_noises_([(out, own) for out, (_, own) in zip(outs, pairs, strict=True)])
-    for found, (out, own) in zip(outs, pairs, strict=True):
-        assert same_bits(found.cpu(), on_the_cpu(out, own))
 
 
 class EverythingUndecided:
@@ -338,6 +340,29 @@ def test_what_is_settled_has_the_bits_of_what_is_decided(generator, dtype, monke
     (found,) = everything.lists
     # No normal of these words is within 2 of 0, in units of the grid.
     assert int(found.entries[0]) == 60
+
+
+@interpreted
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_several_results_are_settled_later_and_at_once(has_compiler, monkeypatch):
+    if not has_compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    kinds = [(torch.float32, 0.7), (torch.float64, 100.0), (torch.float32, 0.7)]
+    pairs = [
+        (sums(30, dtype), stream(parameter_id=i, std=std, offset=i, generator="philox"))
+        for i, (dtype, std) in enumerate(kinds)
+    ]
+    expected = [on_the_cpu(out, own) for out, own in pairs]
+    everything = EverythingUndecided(monkeypatch)
+    unsettled, outs = [], [out.clone().to(DEVICE) for out, _ in pairs]
+    for out, (_, own) in zip(outs, pairs, strict=True):
+        kernels.add_noise_(out, replace(own, unsettled=unsettled))
+        assert out.isnan().all() and not everything.lists
+    nothing = kernels.open_list(torch.zeros(0), stream())
+    assert settle_noise([*unsettled, nothing]) and not settle_noise([nothing])
+    for found, bits in zip(outs, expected, strict=True):
+        assert same_bits(found.cpu(), bits)
+    assert not settle_noise([])
 
 
 @interpreted

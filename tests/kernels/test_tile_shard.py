@@ -323,6 +323,13 @@ HOUSES = {"reference": attention_reference, "cpu": attention_cpu, "triton": Trit
 
 
 @pytest.fixture(autouse=True)
+def tensors_of_a_gpu_stay_out_of_the_kernels_of_the_cpu(request):
+    callspec = getattr(request.node, "callspec", None)
+    if DEVICE.type == "cuda" and callspec and callspec.params.get("house") == "cpu":
+        pytest.skip("tested where there is no GPU")
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory():
     """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
     before = torch.are_deterministic_algorithms_enabled()
