@@ -35,6 +35,10 @@ class PrivateLeaf(PrivateModule):
                 f"input of module '{context.name}' has shape {tuple(tensors[0].shape)}; a private "
                 "convolution needs batch and channels first: [B, channels, ...]"
             )
+        if isinstance(self, nn.modules.conv._ConvNd) and args and args[0].is_contiguous():
+            # The stride of a dimension of 1 may be anything; of some, torch's backward under vmap
+            # fails in 16 bit on CPUs without such arithmetic ("grad_weight must be contiguous").
+            args = (args[0].flatten().view(args[0].shape), *args[1:])
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):
             raise ValueError(
