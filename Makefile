@@ -6,22 +6,30 @@ QUICK ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# The newest Triton, before the pinned one on the path where kernels are compiled for both.
+NEWEST := .triton
 
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint bench compare ci gpu clean
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+
+.PHONY: help demo test test-all lint bench compare ci gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train a small model privately on Python's own library sources
 	@out=runs/demo; n=1; while [ -e $$out ]; do n=$$((n+1)); out=runs/demo-$$n; done; \
 	  set -x; $(BIN)/dpflash train --out $$out
 
 test: $(STAMP) ## run every test that needs no GPU
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+	$(ONE_THREAD) $(PYTEST)
+
+test-all: $(STAMP) $(NEWEST)/.installed ## the same with all their cases, and the kernels again under the newest Triton
+	$(ONE_THREAD) DPFLASH_FULL=1 $(PYTEST)
+	$(ONE_THREAD) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) tests/kernels
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -45,7 +53,7 @@ gpu: $(STAMP) ## on a GPU: is it right, where does the time go, which configurat
 	@ok=0; for stage in right time tune; do OUT=runs/gpu/$$stage LIMIT_S=3600 benchmarks/gpu.sh $$stage || ok=1; done; exit $$ok
 
 clean: ## remove what was built, .venv included
-	rm -rf .venv build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(NEWEST) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: the pinned release decides which build (CPU or CUDA) the rest resolves to.
@@ -56,4 +64,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(NEWEST)/.installed: $(STAMP)
+	@$(BIN)/pip install -qq --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) triton
 	@touch $@

@@ -6,7 +6,8 @@
 #     benchmarks/gpu.sh tune     # the kernels' configurations, private over non-private steps
 #
 # Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
-# out of time does not stop the others; the exit status is 0 only if all parts ended with 0.
+# out of time does not stop the others; one that needs what is not installed is skipped, by name.
+# The exit status is 0 only if no part failed.
 # Environment:
 #   OUT      where results go (runs/gpu): results.tar.xz, written again after each part, and the
 #            table that is printed last
@@ -94,7 +95,18 @@ part() {
   fi
   [ "$rc" = 0 ] || failed=1
   table+=$(printf '%-14s %-8s %4d s  %s' "$name" "$rc" $((SECONDS - start)) \
-    "$(tail -n 1 "$log" | cut -c1-110)")$'\n'
+    "$(grep . "$log" | tail -n 1 | cut -c1-110)")$'\n'
+}
+
+# needing WHAT NAME SECONDS COMMAND...: a part, skipped where a package or a tool is missing.
+needing() {
+  local what=$1 name=$2
+  shift
+  if command -v "$what" >/dev/null || "$PYTHON" -c "import $what" 2>/dev/null; then
+    part "$@"
+  elif [ -z "${PARTS:-}" ] || [[ " $PARTS " == *" $name "* ]]; then
+    table+=$(printf '%-14s %-8s %4d s  %s' "$name" skipped 0 "$what is not installed")$'\n'
+  fi
 }
 
 tests() {
@@ -111,21 +123,25 @@ right() {
   tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_block_clipped_grad.py
   tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
   tests shards 90 tests/kernels/test_tile_shard.py
-  part steps 130 "$PYTHON" benchmarks/private_steps_on_gpu.py --jobs "$JOBS" --device "$DEVICE" \
-    --json "$results/gpu-private-steps.json"
-  part train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 --out "$results/train"
+  needing cryptography steps 130 "$PYTHON" benchmarks/private_steps_on_gpu.py --jobs "$JOBS" \
+    --device "$DEVICE" --json "$results/gpu-private-steps.json"
+  needing cryptography train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 \
+    --out "$results/train"
   for tool in memcheck racecheck; do
-    part "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool \
-      --error-exitcode 1 "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
+    needing compute-sanitizer "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      compute-sanitizer --tool $tool --error-exitcode 1 "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
   done
 }
 
 # measure SECONDS NAME...: parts of gpu_time.py
 measure() {
-  local limit=$1
+  local limit=$1 run
   shift
   for name in "$@"; do
-    part "$name" "$limit" "$PYTHON" benchmarks/gpu_time.py "$name" --device "$DEVICE" \
+    run=part
+    # Private steps make noise.
+    [[ $name == steps || $name == long ]] && run="needing cryptography"
+    $run "$name" "$limit" "$PYTHON" benchmarks/gpu_time.py "$name" --device "$DEVICE" \
       --json "$results/gpu-time.json"
   done
 }
@@ -133,14 +149,14 @@ measure() {
 time_parts() {
   measure 100 ceilings gradients attention flex
   measure 240 steps
-  part ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
+  needing ncu ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
     "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
 }
 
 tune() {
-  part tune 300 "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" --head-dims 64 128 --bits 16 \
-    --stages 2 3 --rounds 10 --try-seconds 180 --json "$results/tune-attention.json" \
-    --write "$results/attention_configs.json"
+  part tune 300 env DEVICE="$DEVICE" "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" \
+    --head-dims 64 128 --bits 16 --stages 2 3 --rounds 10 --try-seconds 180 \
+    --json "$results/tune-attention.json" --write "$results/attention_configs.json"
   measure 240 long
 }
 

@@ -9,6 +9,9 @@ T = 16384; the one with the least geometric mean replaces the old one if it is f
 than --margin. Of a backward kernel the whole backward is timed, the other kernel held fixed.
 
     python benchmarks/tune_attention.py --json runs/tune_attention.json
+
+DEVICE=cpu in the environment is a dry run of the script itself: Triton interprets the kernels,
+sizes are tiny, and what it chooses means nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -38,7 +42,8 @@ from dpflash.kernels.attention_configs import HEAD_DIMS, Config, architecture, e
 from dpflash.kernels.tile_graph import TileGraph
 
 TABLE = Path(attention_configs.__file__).resolve().with_name("attention_configs.json")
-DEVICE = "cuda"
+DEVICE = os.environ.get("DEVICE", "cuda")
+DRY = DEVICE == "cpu"
 KERNELS = ("forward", "dq", "dkdv")
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 TOLERANCES = {16: 2e-2, 32: 1e-4}
@@ -75,6 +80,9 @@ CHECKED = (
     (patterns.Dense(causal=False), 512),
     (patterns.Dilated(**SMALL), 641),
 )
+if DRY:
+    TIMED = (("dense", patterns.Dense(causal=True), 1, 16),)
+    CHECKED = ((patterns.Dense(causal=True), 17),)
 TRY_SECONDS = 240
 # Kernel, head dim and bits: an entry of the table.
 Key = tuple[str, int, int]
@@ -89,6 +97,11 @@ def candidates(
     # Deep pipelines of wide heads exceed any shared memory.
     kept = [depth for depth in stages if depth * head_dim <= 512 or depth == 1]
     return [Config(*shape, depth) for shape, depth in itertools.product(shapes, kept)]
+
+
+def arch() -> str:
+    """The column of the table."""
+    return "sm_90" if DRY else architecture(torch.device(DEVICE))
 
 
 def entries(head_dims: Sequence[int], bits: Sequence[int]) -> list[Key]:
@@ -154,7 +167,7 @@ def timed_steps(kernel: str, head_dim: int, bits: int) -> dict[str, Step]:
 
 def try_here(kernel: str, head_dim: int, bits: int, tried: Sequence[Config]) -> None:
     """Prints a line of JSON for each candidate: whether it works, and its error."""
-    rows = table()[architecture(torch.device(DEVICE))]
+    rows = table()[arch()]
     for config in tried:
         rows[name_of(kernel, head_dim, bits)] = config
         line: dict[str, Any] = {"config": list(config)}
@@ -163,7 +176,8 @@ def try_here(kernel: str, head_dim: int, bits: int, tried: Sequence[Config]) -> 
             # Compiles what will be timed, into the cache on disk.
             for step in timed_steps(kernel, head_dim, bits).values():
                 step()
-            torch.cuda.synchronize()
+            if not DRY:
+                torch.cuda.synchronize()
             right = line["error"] <= TOLERANCES[bits]
             line["reason"] = None if right else f"wrong: error {line['error']:.1e}"
         except Exception as error:  # noqa: BLE001  many candidates do not compile
@@ -201,7 +215,7 @@ def try_apart(job: Job) -> list[dict[str, Any]]:
 
 def times(key: Key, tried: Sequence[Config], rounds: int) -> list[list[float]]:
     """Median milliseconds of each config on each of `TIMED`."""
-    rows, name = table()[architecture(torch.device(DEVICE))], name_of(*key)
+    rows, name = table()[arch()], name_of(*key)
     old, stopwatch = rows[name], Stopwatch(torch.device(DEVICE))
 
     def with_sizes(config: Config, step: Step) -> Step:
@@ -235,7 +249,7 @@ def choose(old: Config, measured: dict[Config, list[float]], margin: float) -> C
 
 def tune(key: Key, lines: list[dict[str, Any]], args: argparse.Namespace) -> Any:
     """Chooses one entry, puts it into the table in memory and returns its row of the report."""
-    rows, name = table()[architecture(torch.device(DEVICE))], name_of(*key)
+    rows, name = table()[arch()], name_of(*key)
     old = rows[name]
     working = [Config(*line["config"]) for line in lines if line["reason"] is None]
     measured: dict[Config, list[float]] = {}
@@ -284,13 +298,13 @@ def write_table(path: Path, arch: str, chosen: dict[str, Sequence[int]]) -> None
 
 def jobs_of(key: Key, old: Config, stages: Sequence[int] | None = None) -> list[Job]:
     """The candidates of an entry, the old sizes first, in portions for a process each."""
-    tried = list(dict.fromkeys([old, *candidates(*key, stages)]))
+    tried = list(dict.fromkeys([old, *candidates(*key, stages)]))[: 2 if DRY else None]
     return [(*key, tried[first : first + 5]) for first in range(0, len(tried), 5)]
 
 
 def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[dict[str, Any]]]:
     """The lines of all candidates of all entries."""
-    rows = table()[architecture(torch.device(DEVICE))]
+    rows = table()[arch()]
     of_keys = [jobs_of(key, rows[name_of(*key)], args.stages) for key in keys]
     # The first portion of every entry before the second of any, should time run out.
     jobs = [job for portion in itertools.zip_longest(*of_keys) for job in portion if job]
@@ -328,13 +342,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if not torch.cuda.is_available():
+    if not DRY and not torch.cuda.is_available():
         sys.exit("tune_attention.py measures on a GPU, and torch sees none: nothing was changed.")
     if args.attempt:
         kernel, head_dim, bits, tried = args.attempt
         try_here(kernel, int(head_dim), int(bits), [Config(*c) for c in json.loads(tried)])
         return
-    arch = architecture(torch.device(DEVICE))
     keys = entries(args.head_dims, args.bits)
     lines = try_all(keys, args)
     print("| entry | old | ms (dense / longnet) | new | ms | work |\n|---|---|---|---|---|---|")
@@ -342,11 +355,12 @@ def main() -> None:
     for key in tqdm(keys, desc="timed", file=sys.stderr):
         report.append(tune(key, lines[key], args))
         print(format_row(report[-1]), flush=True)
-        write_table(args.write, arch, {row["entry"]: row["new"] for row in report})
-    described = {"device": torch.cuda.get_device_name(), "arch": arch, "torch": torch.__version__}
+        write_table(args.write, arch(), {row["entry"]: row["new"] for row in report})
+    name = "cpu, a dry run" if DRY else torch.cuda.get_device_name()
+    described = {"device": name, "arch": arch(), "torch": torch.__version__}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({"environment": described, "rows": report}, indent=1) + "\n")
-    print(f"written to {args.json} and, column {arch}, to {args.write}")
+    print(f"written to {args.json} and, column {arch()}, to {args.write}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cryptography.exceptions import UnsupportedAlgorithm
 from torch import Tensor
 
 from dpflash.kernels import gaussian_noise_
@@ -170,8 +169,12 @@ def _add_noise(out: Tensor) -> Callable[[], Tensor] | None:
         return gaussian_noise_(out, std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
 
     try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+
         add_noise()
-    except (ImportError, UnsupportedAlgorithm):
+    except ImportError:
+        return None
+    except UnsupportedAlgorithm:
         return None
     return add_noise
 

@@ -554,8 +554,6 @@ def _attention_dkdv_kernel(
     kv_head = (first_head // heads_per_group).to(tl.int64)
     k_ptr += sample * stride_kb + kv_head * stride_kh
     v_ptr += sample * stride_vb + kv_head * stride_vh
-    dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
-    dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh
     seen_rows = there
     if HAS_KEY_RANGE:
         key_begin = tl.load(key_range_ptr + b * 2)
@@ -617,6 +615,8 @@ def _attention_dkdv_kernel(
                     D, D0, D1, True, HAS_SLOPES, HAS_KEY_RANGE, UPCAST, PRECISION,
                 )  # fmt: skip
 
+    dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
+    dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh
     dk0 *= scale
     _store(dk_ptr, row_offsets * stride_dkt, there, dk0, 0, D0, D)
     _store(dv_ptr, row_offsets * stride_dvt, there, dv0, 0, D0, D)

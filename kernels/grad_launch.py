@@ -38,6 +38,8 @@ WIDTH_BLOCK = 128
 TILE_ROWS = 16
 # Steps of a Gram product that are added up before their sum is added to that of others.
 GRAM_STEPS = 4
+# Where noise starts within a block of its words, 4 warps would spill under Triton 3.6.
+OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
 # Elements of per-sample gradients that an exact block_clipped_grad holds, one sample at least.
 CHUNK = 1 << 24
 
@@ -487,9 +489,10 @@ def _noise_options(found: OpenList | None) -> dict[str, object]:
     """Constexprs and launch options that follow from the noise."""
     if found is None:
         return {"NOISE": False, "ALIGNED": True, "PHILOX": False, **OPTIONS}
+    aligned = found.stream.offset % 8 == 0
     return {
         "NOISE": True,
-        "ALIGNED": found.stream.offset % 8 == 0,
+        "ALIGNED": aligned,
         "PHILOX": found.stream.generator == "philox",
-        **OPTIONS,
+        **(OPTIONS if aligned else OFFSET_OPTIONS),
     }

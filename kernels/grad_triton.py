@@ -52,7 +52,7 @@ def _grad_tile(
 def _sum_of_squares(tile):
     """``sum tile^2`` as an fp64 scalar."""
     wide = tile.to(tl.float64)
-    return tl.sum(tl.sum(wide * wide, 1), 0)
+    return tl.sum(wide * wide)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,18 +2,18 @@
 
 Prints what each kernel needs as JSON lines: its architecture, name and sizes, the registers of a
 thread, the bytes that a thread spills, the shared memory of a block in bytes, the columns of
-tensor memory, and the seconds that compiling took. `test_compile_attention.py` runs this script;
-by hand, with TRITON_INTERPRET=0, for instance `compile_attention.py sm_90 forward/128/16`.
+tensor memory, what the assembler says of lost speed, and the seconds that compiling took.
+`test_compile.py` runs this script; by hand, with TRITON_INTERPRET=0, for instance
+`compile_attention.py sm_90 forward/128/16`.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -108,37 +108,36 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
     options = {"num_warps": sizes[2], "num_stages": sizes[3], "enable_fp_fusion": True}
-    return triton.compile(source, target=target, options=options)
+    return needs(source, arch, options)
 
 
-def resources(compiled, arch):
+def needs(source, arch, options):
     """Registers of a thread, bytes that it spills, shared bytes and tensor memory of a block."""
-    read = cuda_resources if arch.startswith("sm_") else hip_resources
-    registers, spilled = read(compiled)
+    log = io.StringIO()
+    # The assembler's report is printed by what compiles, and not by what is in the cache.
+    triton.knobs.compilation.always_compile = True
+    triton.knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(source, target=TARGETS[arch], options=options)
+    cuda = arch.startswith("sm_")
+    registers, spilled = cuda_resources(log.getvalue()) if cuda else hip_resources(compiled)
     return {
         "registers": registers,
         "spilled": spilled,
         "shared": compiled.metadata.shared,
         "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+        "lost": re.findall(r"\(C\d+\) Potential Performance Loss.*", log.getvalue()),
     }
 
 
-def cuda_resources(compiled):
-    """Registers and stack, which holds nothing but what is spilled, by cuobjdump.
+def cuda_resources(log):
+    """Registers and stack, which holds nothing but what is spilled, by ptxas.
 
     Fewer registers than 255 beside spills are no misreading: where it does not find enough,
     ptxas may settle for 128 or 32 of them and keep the rest on the stack.
     """
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    functions = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", text)
-    assert [name for name, *_ in functions] == [compiled.metadata.name], text
-    _, registers, stack = functions[0]
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    (stack,) = re.findall(r"(\d+) bytes stack frame", log)
     return int(registers), int(stack)
 
 
@@ -153,10 +152,10 @@ def measure(kernel, arch, head_dim, dtype, sizes, flags, small_tensors):
     """One line of the output, without the entry's name."""
     present = [name for name in flags if name in jit_function(kernel).arg_names]
     start = time.perf_counter()
-    compiled = compile_one(kernel, arch, head_dim, dtype, sizes, present, small_tensors)
+    needed = compile_one(kernel, arch, head_dim, dtype, sizes, present, small_tensors)
     seconds = round(time.perf_counter() - start, 1)
     described = {"sizes": list(sizes), "dtype": dtype, "head_dim": head_dim, "flags": present}
-    return {**described, **resources(compiled, arch), "seconds": seconds}
+    return {**described, **needed, "seconds": seconds}
 
 
 def parse():

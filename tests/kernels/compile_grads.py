@@ -1,9 +1,8 @@
 """Compiles the per-sample gradient kernels ahead of time, for GPUs that are not there.
 
-Prints what each kernel needs as JSON lines: its architecture, name and sizes, the registers of a
-thread, the bytes that a thread spills, the shared memory of a block in bytes, the columns of
-tensor memory, and the seconds that compiling took. `test_compile_grads.py` runs this script; by
-hand, with TRITON_INTERPRET=0, for instance `compile_grads.py sm_90 block_clipped_grad/16`.
+Prints what each kernel needs as JSON lines, in the words of `compile_attention.py`.
+`test_compile.py` runs this script; by hand, with TRITON_INTERPRET=0, for instance
+`compile_grads.py sm_90 block_clipped_grad/16`.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import os
 import time
 from pathlib import Path
 
-import triton
 from triton.compiler import ASTSource
 
 from dpflash.kernels import grad_launch as launch
@@ -138,7 +136,7 @@ def compile_one(kernel, arch, dtype, sizes, odd=False):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
     options = {"num_warps": sizes[3], "num_stages": sizes[4], "enable_fp_fusion": True}
-    return triton.compile(source, target=TARGETS[arch], options=options)
+    return attention.needs(source, arch, options)
 
 
 def main():
@@ -155,14 +153,15 @@ def main():
     for entry in arguments.entries or [*rows, *(f"{name}/16" for name in REDUCTIONS)]:
         kernel, bits = entry.split("/")
         dtype = "fp32" if bits == "32" else arguments.half
-        sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, 4, 3)))
+        warps = launch.OFFSET_OPTIONS["num_warps"] if kernel == "offset_clip_reduce" else 4
+        sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, warps, 3)))
         start = time.perf_counter()
-        compiled = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
+        needed = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
         line = {
             "arch": arguments.arch,
             "entry": entry,
             "sizes": sizes,
-            **attention.resources(compiled, arguments.arch),
+            **needed,
             "seconds": round(time.perf_counter() - start, 1),
         }
         print(json.dumps(line), flush=True)

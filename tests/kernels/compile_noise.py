@@ -1,7 +1,7 @@
 """Compiles the noise kernel ahead of time, for GPUs that are not there.
 
 Prints what it needs as JSON lines, in the words of `compile_attention.py`. An entry is generator,
-dtype and "aligned" or "offset". `test_compile_noise.py` runs this script; by hand, with
+dtype and "aligned" or "offset". `test_compile.py` runs this script; by hand, with
 TRITON_INTERPRET=0, for instance `compile_noise.py sm_90 chacha20/fp32/aligned`.
 """
 
@@ -10,8 +10,7 @@ import json
 import os
 import time
 
-import triton
-from compile_attention import TARGETS, resources
+from compile_attention import TARGETS, needs
 from triton.compiler import ASTSource
 
 from dpflash.kernels import noise_triton as kernels
@@ -57,11 +56,9 @@ def main():
     arguments = parser.parse_args()
     for entry in arguments.entries:
         start = time.perf_counter()
-        compiled = triton.compile(
-            source(entry), target=TARGETS[arguments.arch], options=kernels.OPTIONS
-        )
+        needed = needs(source(entry), arguments.arch, kernels.OPTIONS)
         seconds = round(time.perf_counter() - start, 1)
-        line = {"arch": arguments.arch, "entry": entry, **resources(compiled, arguments.arch)}
+        line = {"arch": arguments.arch, "entry": entry, **needed}
         print(json.dumps({**line, "seconds": seconds}), flush=True)
 
 

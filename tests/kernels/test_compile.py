@@ -1,0 +1,251 @@
+"""Kernels compile ahead of time for GPUs that are not there, and fit them.
+
+`make test` compiles for sm_90 what an H100 runs most. `DPFLASH_FULL=1` compiles everything for
+every architecture; `make test-all` does so under the oldest and the newest Triton.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpflash.kernels import attention_configs, grad_configs
+from dpflash.kernels.block_reference import BLOCK
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+full = pytest.mark.skipif(not FULL, reason="DPFLASH_FULL=1 compiles it")
+OLDEST_TRITON = importlib.metadata.version("triton").startswith("3.6.")
+HERE = Path(__file__).parent
+
+# The most that a thread may hold, and that a block may share (163, 227, 227 and 64 KiB).
+REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+TENSOR_MEMORY = 512
+ARCHITECTURES = list(SHARED)
+COMPILED = ARCHITECTURES if FULL else ["sm_90"]
+
+ATTENTION = [
+    attention_configs.entry(kernel, head_dim, dtype)
+    for kernel in ("forward", "dq", "dkdv")
+    for head_dim in attention_configs.HEAD_DIMS
+    for dtype in (torch.bfloat16, torch.float32)
+]
+GRADS = [
+    grad_configs.entry(kernel, dtype)
+    for kernel in grad_configs.KERNELS
+    for dtype in (torch.bfloat16, torch.float32)
+]
+REDUCTIONS = (
+    "clip_reduce/16",
+    "block_clip_reduce/16",
+    "tile_factors/16",
+    "token_sums/16",
+    "embedding_grad_norm/16",
+    "embedding_clipped_grad/16",
+)
+EXACT = ("exact_clip_reduce", "exact_block_clip_reduce")
+NOISY = ("noisy_clip_reduce", "offset_clip_reduce", "philox_clip_reduce")
+NOISE = [
+    f"{generator}/{dtype}/{place}"
+    for generator in ("chacha20", "philox")
+    for dtype in ("fp32", "fp64")
+    for place in ("aligned", "offset")
+]
+# Registers of sums that wait for memory: 24 warps of a multiprocessor, or 12 where noise is made
+# as well, whose quantiles in fp64 are eight at a time, to hide their latency.
+REGISTERS_OF_SUMS = {**dict.fromkeys(EXACT, 80), **dict.fromkeys(NOISY, 168)}
+REGISTERS_OF_NOISE = 168
+SHARED_OF_NOISE = 8192
+# Bytes that a thread may spill under Triton 3.6 and under later releases, where not 0. Three TF32
+# products keep two halves of every operand in registers, so in float32 no tile of head dim 256
+# fits, and a clipping group is one size on every device.
+SPILLED = {
+    ("sm_80", "dq/64/16"): (40, 0),
+    ("sm_80", "dq/128/16"): (48, 0),
+    ("sm_80", "dkdv/64/16"): (40, 0),
+    ("sm_80", "gram/32"): (32, 0),
+    ("sm_80", "block_clipped_grad/32"): (272, 264),
+    # Outside the loops over chunks only.
+    ("sm_90", "dq/256/16"): (0, 128),
+    ("sm_90", "dq/128/32"): (24, 0),
+    ("sm_90", "forward/256/32"): (32, 64),
+    ("sm_90", "dq/256/32"): (64, 160),
+    ("sm_90", "dkdv/256/32"): (184, 256),
+    ("sm_90", "block_clipped_grad/32"): (56, 64),
+    ("sm_100", "gram/32"): (72, 0),
+    ("sm_100", "dkdv/64/16"): (48, 0),
+    ("sm_100", "dkdv/128/16"): (16, 0),
+    ("gfx942", "dkdv/128/16"): (32, 0),
+}
+# With every optional feature switched on, at head dim 80 = 64 + 16.
+SPILLED_BY_FEATURES = {
+    ("sm_80", "dq/128/16"): (16, 0),
+    ("sm_80", "dkdv/128/16"): (32, 0),
+    ("sm_90", "dq/128/16"): (48, 64),
+    ("sm_100", "dq/128/16"): (32, 0),
+    ("sm_100", "dkdv/128/16"): (40, 0),
+    ("sm_100", "delta/128/16"): (8, 0),
+}
+
+
+def compiled(script, arch, entries, *options):
+    """What the kernels need; a process of its own, since the tests' one may interpret Triton."""
+    command = [sys.executable, str(HERE / f"compile_{script}.py"), arch, *entries, *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line["entry"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert list(lines) == list(entries)
+    return lines
+
+
+def misfits(arch, lines, spilled=SPILLED, *, registers=None, shared=None):
+    """What does not fit or is slower than it looks, one line of text for each."""
+    found = []
+    for name, line in lines.items():
+        of_sums = REGISTERS_OF_SUMS.get(name.partition("/")[0], REGISTERS[arch])
+        budgets = {
+            "registers": registers or of_sums,
+            "spilled": spilled.get((arch, name), (0, 0))[0 if OLDEST_TRITON else 1],
+            "shared": shared or SHARED[arch],
+            "tensor_memory": TENSOR_MEMORY,
+        }
+        found += [
+            f"{name} {line.get('sizes')}: {line[what]} {what}, at most {most}"
+            for what, most in budgets.items()
+            if line[what] > most
+        ]
+        found += [f"{name} {line.get('sizes')}: {loss}" for loss in line["lost"]]
+    return found
+
+
+def attention(*kernels):
+    """Entries in 16 bit; without DPFLASH_FULL of head dims 64 and 128."""
+    names = [name for name in ATTENTION if name.endswith("/16") and name.startswith(kernels)]
+    return names if FULL else [n for n in names if n.endswith(("/64/16", "/128/16"))]
+
+
+@pytest.mark.parametrize(
+    "table, entries", [(attention_configs.table, ATTENTION), (grad_configs.table, GRADS)]
+)
+def test_table_names_every_kernel_for_every_architecture_and_nothing_else(table, entries):
+    assert sorted(table()) == sorted(ARCHITECTURES)
+    for arch, rows in table().items():
+        assert sorted(rows) == sorted(entries), arch
+
+
+def test_table_keeps_the_clipping_groups_and_square_token_tiles():
+    for arch, rows in grad_configs.table().items():
+        for bits in (16, 32):
+            clipped, gram = rows[f"block_clipped_grad/{bits}"], rows[f"gram/{bits}"]
+            assert (clipped.block_m, clipped.block_n) == BLOCK, arch
+            assert gram.block_m == gram.block_n, arch
+
+
+def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_and_head_dim_256():
+    assert {name for _, name in SPILLED} <= {*ATTENTION, *GRADS}
+    for (arch, name), (oldest, later) in SPILLED.items():
+        if name.endswith("/16"):
+            assert later == 0 or name == "dq/256/16"
+            assert oldest == 0 or arch != "sm_90"
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_16_bit_attention_fits_its_architecture(arch):
+    entries = attention("forward", "dq", "dkdv")
+    assert not misfits(arch, compiled("attention", arch, entries))
+
+
+@full
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_float32_attention_fits_its_architecture(arch):
+    entries = [name for name in ATTENTION if name.endswith("/32")]
+    assert not misfits(arch, compiled("attention", arch, entries))
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_split_head_dim_with_every_feature_fits_its_architecture(arch):
+    entries = [f"{kernel}/128/16" for kernel in ("forward", "dq", "dkdv", "delta")]
+    lines = compiled("attention", arch, entries, "--head-dim", "80", "--all-features")
+    assert all(line["flags"] for line in lines.values())
+    assert not misfits(arch, lines, SPILLED_BY_FEATURES)
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_16_bit_backward_with_squares_fits_its_architecture(arch):
+    lines = compiled("attention", arch, attention("dq", "dkdv"), "--flags", "SQUARES")
+    assert all(line["flags"] == ["SQUARES"] for line in lines.values())
+    assert not misfits(arch, lines)
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_gradients_fit_their_architecture(arch):
+    entries = GRADS if FULL else [name for name in GRADS if name.endswith("/16")]
+    assert not misfits(arch, compiled("grads", arch, entries))
+
+
+@full
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_reductions_fit_their_architecture(arch):
+    assert not misfits(arch, compiled("grads", arch, REDUCTIONS))
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_exact_sums_and_their_noise_fit_their_architecture(arch):
+    names = (*EXACT, *NOISY) if FULL else (EXACT[0], *NOISY[:2])
+    assert not misfits(arch, compiled("grads", arch, [f"{name}/16" for name in names]))
+
+
+@full
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_exact_sums_of_odd_widths_fit_their_architecture(arch):
+    entries = [f"{name}/32" for name in (*EXACT, "offset_clip_reduce")]
+    assert not misfits(arch, compiled("grads", arch, entries, "--odd"))
+
+
+def test_widths_that_are_no_multiples_of_16_compile():
+    lines = compiled("grads", "sm_90", ["block_clipped_grad/16"], "--odd", "--half", "fp16")
+    assert not misfits("sm_90", lines)
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_noise_fits_its_architecture(arch):
+    lines = compiled("noise", arch, NOISE if FULL else NOISE[:2])
+    budgets = {"registers": REGISTERS_OF_NOISE, "shared": SHARED_OF_NOISE}
+    assert not misfits(arch, lines, **budgets)
+
+
+def test_no_kernel_compiles_anew_for_another_batch_or_address():
+    program = """
+from dpflash.kernels import attention_triton, grad_triton, noise_triton
+for module in (attention_triton, grad_triton, noise_triton):
+    for name, kernel in vars(module).items():
+        if name.endswith("_kernel"):
+            print(name, *(p.name for p in kernel.params if not p.is_constexpr
+                          and not p.name.endswith("_ptr") and not p.do_not_specialize))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # Widths, strides and what follows from the widths: fixed by the model.
+    fixed = {"num_inputs", "num_outputs", "width", "size", "num_elements"}
+    fixed |= {"tiles_i", "num_tiles", "num_blocks"}
+    fixed |= {"heads", "heads_per_group", "heads_per_program", "scale", "scale_log2"}
+    # What lengths decide, of attention alone: 1, a multiple of 16, or another number.
+    lengths = {"num_queries", "num_keys", "num_rows", "num_runs"}
+    for line in done.stdout.splitlines():
+        name, *specialised = line.split()
+        left = {p for p in specialised if not p.startswith("stride_")} - fixed
+        left -= lengths if name.startswith("_attention_") else set()
+        assert not left, name
+    assert len(done.stdout.splitlines()) == 13
