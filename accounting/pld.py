@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import erf
 
 from .accountant import Accountant
@@ -157,6 +156,9 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         if low == 0:
             return 0.0
         high, low, step = low, max(0.0, low - step), 2 * step
+    # Half of the time that importing this package takes.
+    from scipy.optimize import brentq
+
     root = float(brentq(excess, low, high, xtol=1e-10 * high, rtol=1e-12))
     step = 1e-10 * high
     while low <= root <= high:

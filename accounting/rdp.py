@@ -194,7 +194,7 @@ def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
     strip = min(0.9 * math.pi * sigma**2, sigma * math.sqrt(2 * _DIGITS))
     step = 2 * math.pi * strip / (_DIGITS + strip**2 / (2 * sigma**2))
     last = max(2.0, float(orders.max())) + _REACH * sigma
-    x = np.arange(-_REACH * sigma, last + step, step)
+    x: _Array = np.arange(-_REACH * sigma, last + step, step, dtype=np.float64)
     log_weights = math.log(step / (sigma * math.sqrt(2 * math.pi))) - (x / sigma) ** 2 / 2
     blocks = max(1, len(x) * len(orders) // _BLOCK)
     log_excess = [

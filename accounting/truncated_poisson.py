@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from scipy.stats import binom
+from scipy.special import betainc
 
 from . import _validate
 from .interval import Interval
@@ -35,7 +35,10 @@ def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> fl
     """
     _validate.whole(1, num_samples=num_samples, cap=cap)
     _validate.rate(sample_rate=sample_rate)
-    return float(binom.sf(cap - 1, num_samples, sample_rate))
+    if cap > num_samples:
+        return 0.0
+    # P[Binomial(n, p) >= k] = I_p(k, n - k + 1).
+    return float(betainc(cap, num_samples - cap + 1, sample_rate))
 
 
 def with_failure(

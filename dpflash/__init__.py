@@ -1,12 +1,18 @@
 """dpflash: differentially private training of long-context transformers."""
 
-from . import accounting, distributed, losses, nn, patterns, sampling
-from .boundary import Boundary, private_boundary
-from .budget import BudgetSpent, PrivacyBudget
-from .engine import PrivacyEngine
-from .functional import attention
-from .optimizer import PrivateOptimizer
-from .recommend import recommend
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import accounting, distributed, losses, nn, patterns, sampling
+    from .boundary import Boundary, private_boundary
+    from .budget import BudgetSpent, PrivacyBudget
+    from .engine import PrivacyEngine
+    from .functional import attention
+    from .optimizer import PrivateOptimizer
+    from .recommender import recommend
 
 __version__ = "0.1.0"
 
@@ -27,3 +33,34 @@ __all__ = [
     "recommend",
     "sampling",
 ]
+
+# The module that has a name. It is imported when the name is first used, so that commands which
+# need no torch start without it.
+_MODULES = {
+    "Boundary": "boundary",
+    "BudgetSpent": "budget",
+    "PrivacyBudget": "budget",
+    "PrivacyEngine": "engine",
+    "PrivateOptimizer": "optimizer",
+    "attention": "functional",
+    "private_boundary": "boundary",
+    "recommend": "recommender",
+}
+_SUBMODULES = {
+    *("accounting", "distributed", "integrations", "kernels"),
+    *("losses", "nn", "patterns", "sampling"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

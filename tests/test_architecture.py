@@ -57,7 +57,7 @@ FLOORS = {
     "connectivity": 2,
     "measured": 2,
     "recommendation": 3,
-    "recommend": 4,
+    "recommender": 4,
     "spending": 3,
     "training_config": 2,
     "explain": 4,
@@ -251,6 +251,7 @@ def _in_a_fresh_process(code: str, cwd: Path) -> str:
 def test_importing_dpflash_loads_no_optional_library(tmp_path: Path) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import dpflash, dpflash.cli\n"
+        "[getattr(dpflash, name) for name in dpflash.__all__]\n"
         f"print(*(m for m in {NEVER_AT_THE_TOP!r} if m in set(sys.modules) - before))"
     )
     assert _in_a_fresh_process(code, tmp_path) == ""
@@ -259,6 +260,39 @@ def test_importing_dpflash_loads_no_optional_library(tmp_path: Path) -> None:
 def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({NEVER_AT_THE_TOP!r}))\n"
-        "import dpflash, dpflash.kernels, dpflash.accounting, dpflash.nn; print('imported')"
+        "import dpflash, dpflash.kernels, dpflash.accounting, dpflash.nn\n"
+        "[getattr(dpflash, name) for name in dpflash.__all__]; print('imported')"
     )
     assert _in_a_fresh_process(code, tmp_path) == "imported"
+
+
+def test_no_module_takes_the_place_of_a_public_name(tmp_path: Path) -> None:
+    """Importing a submodule makes it an attribute of the package."""
+    modules = sorted(f"dpflash.{path.stem}" for path in (ROOT / "dpflash").glob("[a-z]*.py"))
+    code = (
+        "import importlib, types, dpflash\n"
+        f"for module in {modules!r}: importlib.import_module(module)\n"
+        "public = {n: getattr(dpflash, n) for n in dpflash.__all__}\n"
+        "print(*(n for n, x in public.items() if isinstance(x, types.ModuleType)))"
+    )
+    modules_of_users = "accounting distributed losses nn patterns sampling"
+    assert _in_a_fresh_process(code, tmp_path) == modules_of_users
+
+
+def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_path: Path) -> None:
+    run = "'--sample-rate', '0.01', '--steps', '9', '--delta', '1e-5'"
+    code = (
+        "import contextlib, io, sys\n"
+        "from dpflash.accounting import PoissonGaussian\n"
+        "from dpflash.cli import main\n"
+        "from dpflash.ledger import Ledger\n"
+        "step = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01)\n"
+        "Ledger('ledger').append(run='first', event=step, accountant='contour')\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    main(['epsilon', '--noise-multiplier', '1', {run}])\n"
+        f"    main(['calibrate', '--target-epsilon', '3', {run}])\n"
+        "    main(['budget', 'ledger', '--delta', '1e-5'])\n"
+        "    with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "print(*(m for m in ('torch', 'scipy.stats', 'scipy.optimize') if m in sys.modules))"
+    )
+    assert _in_a_fresh_process(code, tmp_path) == ""

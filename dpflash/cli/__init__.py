@@ -1,36 +1,40 @@
 """The command line: one program, one subcommand per file of this package."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from dpflash import __version__
+
+from ._parser import Names, Parser
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+# The file of this package that has a subcommand, and its line in `dpflash --help`.
+_COMMANDS = {
+    "train": ("train", "train a language model on your files, privately"),
+    "epsilon": ("privacy", "compute the epsilon of a run from its noise"),
+    "calibrate": ("privacy", "compute the noise, steps or sample rate for an epsilon"),
+    "budget": ("budget", "compute what the runs in a ledger have spent together"),
+    "check": ("check", "find what couples the samples of a batch or cannot be trained privately"),
+    "doctor": ("doctor", "report what this machine has and which kernels run on it"),
+    "bench": ("bench", "measure on this machine"),
+}
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    from .bench import add_bench_parser
-    from .budget import add_budget_parser
-    from .check import add_check_parser
-    from .doctor import add_doctor_parser
-    from .privacy import add_calibrate_parser, add_epsilon_parser
-    from .train import add_train_parser
-
-    parser = argparse.ArgumentParser(
+def _build_parser(command: str | None) -> Parser:
+    """The parser of `dpflash`; of its subcommands only `command` is imported and has arguments."""
+    parser = Parser(
         prog="dpflash", description="Differentially private training of long-context transformers."
     )
     parser.add_argument("--version", action="version", version=f"dpflash {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add_train_parser(subparsers)
-    add_epsilon_parser(subparsers)
-    add_calibrate_parser(subparsers)
-    add_budget_parser(subparsers)
-    add_check_parser(subparsers)
-    add_doctor_parser(subparsers)
-    add_bench_parser(subparsers)
+    names = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, action=Names)
+    for name, (file, about) in _COMMANDS.items():
+        subparser = names.add_parser(name, help=about)
+        if name == command:
+            module = import_module(f"{__name__}.{file}")
+            getattr(module, f"add_{name}_arguments")(subparser)
     return parser
 
 
@@ -43,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: the subcommand's own, 2 for a refused argument or file, 130 after Ctrl-C.
     """
-    args = _build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = _build_parser(argv[0] if argv else None).parse_args(argv)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from ._parser import Names
 
 if TYPE_CHECKING:
     from dpflash.bench.scaling import Request
 
-__all__ = ["add_bench_parser"]
+__all__ = ["add_bench_arguments"]
 
 _COMPARED = (
     "Exit status: 0 where nothing regressed, or nothing could be decided; 1 where a row is "
@@ -21,37 +21,15 @@ _COMPARED = (
 )
 
 
-class _Names(argparse._SubParsersAction):
-    """The benchmarks' names, which asks back what an unknown one meant."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        name, known = (values or ("",))[0], self._name_parser_map
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            parser.error(f"NAME={name!r}: expected one of {', '.join(known)}{meant}")
-        super().__call__(parser, namespace, values, option_string)
-
-
-def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the subcommands of `dpflash`."""
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash bench`."""
     from dpflash.bench.suites import SUITES
 
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure on this machine",
-        description="Measure on this machine, print what the figures come to, and write them to "
-        "DIR/NAME.json, .md (tables, what their columns say) and .png.",
+    parser.description = (
+        "Measure on this machine, print what the figures come to, and write them to "
+        "DIR/NAME.json, .md (tables, what their columns say) and .png."
     )
-    names = parser.add_subparsers(dest="name", metavar="NAME", required=True, action=_Names)
-    # `_Names` refuses an unknown one.
-    names.choices = None  # type: ignore[assignment]
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True, action=Names)
     for name, about in SUITES.items():
         _add_suites(names, name, f"{about[0].upper()}{about[1:]}.", about, [name])
     everything = f"run {', '.join(SUITES)}, one after the other"

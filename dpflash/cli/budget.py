@@ -27,7 +27,7 @@ from ._tables import (
     upper_end,
 )
 
-__all__ = ["add_budget_parser"]
+__all__ = ["add_budget_arguments"]
 
 _COLUMNS = {
     "run": "run",
@@ -41,15 +41,11 @@ _MECHANISM = "Gaussian noise on sums of clipped gradients (DP-SGD)"
 _MOST_POINTS = 200
 
 
-def add_budget_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `budget` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "budget",
-        help="say what the runs in a ledger have spent together",
-        description=(
-            "Say what the runs in a ledger have spent together, accounted for by the samplers "
-            "that they used and for a neighboring relation that holds for all of them."
-        ),
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash budget`."""
+    parser.description = (
+        "Compute what the runs in a ledger have spent together, by the samplers that they used "
+        "and under a neighboring relation that holds for all of them."
     )
     parser.add_argument(
         "ledger", metavar="LEDGER", help="file that PrivacyEngine(ledger=...) or train wrote"

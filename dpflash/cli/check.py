@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["add_check_parser"]
+__all__ = ["add_check_arguments"]
 
 _SHAPE = (
     "expected package.module:function or path/file.py:function, where function() returns "
@@ -23,15 +23,13 @@ _SHAPE = (
 )
 
 
-def add_check_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `check` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "check",
-        help="find what couples the samples of a batch or cannot be trained privately",
-        description="Find what couples the samples of a batch (batch statistics, a loss divided "
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash check`."""
+    parser.description = (
+        "Find what couples the samples of a batch (batch statistics, a loss divided "
         "by the batch's tokens), layers that cannot be trained privately and parameters without "
         "a gradient, each with its remedy. It is a test on one batch, not a proof. Exit status: "
-        "0 without errors, 1 with, 2 where nothing could be checked.",
+        "0 without errors, 1 with, 2 where nothing could be checked."
     )
     parser.add_argument(
         "target",

@@ -16,20 +16,16 @@ from typing import Any
 from dpflash import __version__
 from dpflash.ceilings import cache_path, ceilings_for, cpu_model, device_name, save_measured
 
-__all__ = ["add_doctor_parser", "machine_report"]
+__all__ = ["add_doctor_arguments", "machine_report"]
 
 _OLDEST_TORCH = (2, 9)
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
 _GIB = 1024**3
 
 
-def add_doctor_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="say what this machine has and which paths will run on it",
-        description="Say what this machine has and which paths dpflash takes on it.",
-    )
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash doctor`."""
+    parser.description = "Report what this machine has and which kernels dpflash runs on it."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
         "--measure",

@@ -29,7 +29,7 @@ from ._tables import (
     upper_end,
 )
 
-__all__ = ["add_calibrate_parser", "add_epsilon_parser"]
+__all__ = ["add_calibrate_arguments", "add_epsilon_arguments"]
 
 _ASSUMPTIONS = (
     "It holds for Poisson sampling (each sample enters each batch independently) and for data "
@@ -38,13 +38,9 @@ _ASSUMPTIONS = (
 )
 
 
-def add_epsilon_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `epsilon` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "epsilon",
-        help="say what epsilon a run with this noise has",
-        description=f"Say what epsilon a run with this noise has. {_ASSUMPTIONS}",
-    )
+def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash epsilon`."""
+    parser.description = f"Compute the epsilon of a run from its noise. {_ASSUMPTIONS}"
     parser.add_argument(
         "--noise-multiplier",
         type=float,
@@ -57,16 +53,12 @@ def add_epsilon_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.set_defaults(run=_run_epsilon)
 
 
-def add_calibrate_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `calibrate` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "calibrate",
-        help="find the noise, the steps or the sample rate that keep a run within an epsilon",
-        description=(
-            "Find what keeps a run within an epsilon: the least noise, the most steps or the "
-            "greatest sample rate, whichever of --noise-multiplier, --steps and --sample-rate is "
-            f"left out. {_ASSUMPTIONS}"
-        ),
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash calibrate`."""
+    parser.description = (
+        "Compute what keeps a run within an epsilon: the least noise, the most steps or the "
+        "greatest sample rate, whichever of --noise-multiplier, --steps and --sample-rate is "
+        f"left out. {_ASSUMPTIONS}"
     )
     parser.add_argument(
         "--target-epsilon",

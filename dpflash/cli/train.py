@@ -21,7 +21,7 @@ from typing import Any
 
 from dpflash.training_config import Parallelism, TrainingConfig
 
-__all__ = ["add_train_parser"]
+__all__ = ["add_train_arguments"]
 
 _DEFAULT_OUT = Path("runs/train")
 _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
@@ -80,19 +80,15 @@ _SHARED: dict[str, tuple[str, type, str]] = {
 }
 
 
-def add_train_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `train` to the subcommands of `dpflash`."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a language model on a folder of text, privately",
-        description=(
-            "Train a byte-level language model with differential privacy; one file is one unit of "
-            "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from. Several "
-            "workers train one model together: torchrun --nproc-per-node N -m dpflash train ..."
-        ),
-        # What was given and what was not must be told apart when a run is resumed.
-        argument_default=argparse.SUPPRESS,
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The description and the arguments of `dpflash train`."""
+    parser.description = (
+        "Train a byte-level language model with differential privacy; one file is one unit of "
+        "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from. Several "
+        "workers train one model together: torchrun --nproc-per-node N -m dpflash train ..."
     )
+    # What was given and what was not must be told apart when a run is resumed.
+    parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--data",
         metavar="DIR",

@@ -658,3 +658,21 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_half_written(
     assert list(tmp_path.iterdir()) == [picture]
     assert main([*NOISY, *RUN, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (["epsilom"], "COMMAND='epsilom': expected one of train, epsilon"),
+        (["epsilom"], "did you mean epsilon?"),
+        (["budget", "ledger", "--delta", "1e-5", "--jsn"], "did you mean --json?"),
+        (
+            ["epsilon", *"--noise-multiplier 1 --delta 1e-5 --sample-rat 0.1".split()],
+            "--sample-rate?",
+        ),
+    ],
+)
+def test_a_misspelt_or_shortened_word_is_refused_with_what_was_meant(words, hint, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(words)
+    assert refused.value.code == 2 and hint in capsys.readouterr().err

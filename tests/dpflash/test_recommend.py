@@ -17,7 +17,7 @@ from dpflash.bench.quality import contestants
 from dpflash.bench.result_files import recommendation_data
 from dpflash.ceilings import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
-from dpflash.recommend import Recommendation
+from dpflash.recommender import Recommendation
 
 HERE = f"CPU {cpu_model()}"
 DENSE, WINDOW = Dense(causal=True), SlidingWindow(window=256, causal=True)
