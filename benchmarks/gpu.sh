@@ -9,8 +9,8 @@
 # out of time does not stop the others; one that needs what is not installed is skipped, by name.
 # The exit status is 0 only if no part failed.
 # Environment:
-#   OUT      where results go (runs/gpu): results.tar.xz, written again after each part, and the
-#            table that is printed last
+#   OUT      where results go (runs/gpu): STAGE.tar.xz, written again after each part, and the
+#            table that is printed last, STAGE.txt
 #   PYTHON   the interpreter (.venv/bin/python where there is one, else python3)
 #   WHEELS   a folder of wheels to take missing packages from (.whl)
 #   CACHE    an archive of an earlier run, whose compiled kernels are taken
@@ -37,10 +37,35 @@ if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=$here/.venv/bin/python
 fi
+if ! "$PYTHON" -c ''; then
+  echo "PYTHON=$PYTHON does not run" >&2
+  exit 2
+fi
+if ! [[ $LIMIT_S =~ ^[0-9]+$ ]]; then
+  echo "LIMIT_S=$LIMIT_S: expected whole seconds" >&2
+  exit 2
+fi
+case $stage in
+  right) known="versions noise gradients attention shards steps train memcheck racecheck" ;;
+  time) known="ceilings gradients attention flex steps ncu" ;;
+  tune) known="tune long" ;;
+esac
+# Any white space separates names.
+PARTS=$(echo ${PARTS:-})
+for name in $PARTS; do
+  case " $known " in
+    *" $name "*) ;;
+    *)
+      echo "PARTS=$name: $stage has $known" >&2
+      exit 2
+      ;;
+  esac
+done
 cores=$(nproc)
 JOBS=${JOBS:-$((cores < 12 ? cores : 12))}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
+rm -f "$OUT/$stage.tar.xz" "$OUT/$stage.txt"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 results=$work/$stage
@@ -56,7 +81,7 @@ export PYTHONPATH=$work/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 export XDG_CACHE_HOME=$work/cache
 [ "$DEVICE" = cuda ] && export TRITON_INTERPRET=0
-export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$work/triton}
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_CACHE_DIR=$work/triton
 if [ -n "${CACHE:-}" ]; then
   tar -xJf "$CACHE" -C "$work" triton || echo "$CACHE: no compiled kernels taken" >&2
 fi
@@ -68,8 +93,8 @@ archive() {
     (cd "$work" && tar -cf - "$stage") | xz -T0 -3 >"$work/all.xz"
     smallest=" (without compiled kernels, which take too much)"
   fi
-  mv "$work/all.xz" "$OUT/results.tar.xz"
-  echo "results: $OUT/results.tar.xz$smallest" >"$work/said"
+  mv "$work/all.xz" "$OUT/$stage.tar.xz"
+  echo "results: $OUT/$stage.tar.xz$smallest" >"$work/said"
 }
 
 table=
@@ -98,7 +123,8 @@ part() {
     "$(grep . "$log" | tail -n 1 | cut -c1-110)")$'\n'
 }
 
-# needing WHAT NAME SECONDS COMMAND...: a part, skipped where a package or a tool is missing.
+# needing WHAT NAME SECONDS COMMAND...: a part, skipped where a package or a tool is missing;
+# that fails where the part was asked for.
 needing() {
   local what=$1 name=$2
   shift
@@ -106,13 +132,14 @@ needing() {
     part "$@"
   elif [ -z "${PARTS:-}" ] || [[ " $PARTS " == *" $name "* ]]; then
     table+=$(printf '%-14s %-8s %4d s  %s' "$name" skipped 0 "$what is not installed")$'\n'
+    [ -z "${PARTS:-}" ] || failed=1
   fi
 }
 
 tests() {
   local name=$1 limit=$2
   shift 2
-  part "$name" "$limit" "$PYTHON" -m pytest -q -n "$JOBS" -p no:cacheprovider --tb=short \
+  needing xdist "$name" "$limit" "$PYTHON" -m pytest -q -n "$JOBS" -p no:cacheprovider --tb=short \
     --maxfail=60 "$@"
 }
 
@@ -160,14 +187,6 @@ tune() {
   measure 240 long
 }
 
-known="versions noise gradients attention shards steps train memcheck racecheck"
-known+=" ceilings flex ncu tune long"
-for name in ${PARTS:-}; do
-  case " $known " in
-    *" $name "*) ;;
-    *) echo "PARTS=$name: expected some of $known" >&2; exit 2 ;;
-  esac
-done
 case $stage in
   right) right ;;
   time) time_parts ;;

@@ -452,7 +452,8 @@ class PrivacyEngine:
         queue = private_optimizer._step_skip_queue
         tracker.unstepped = lambda: len(queue)
         tracker.fetched_ahead = loader.num_workers > 0
-        tracker.has_sums = lambda: bool(backward.sums)
+        # A backward that failed may leave a release without sums.
+        tracker.has_sums = lambda: bool(backward.sums) or backward.release is not None
         tracker.abandon = abandon
         tracker.on_batch = backward.begin_batch
         if budget is not None and budget.when_spent == "stop":

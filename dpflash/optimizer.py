@@ -375,6 +375,8 @@ def _total(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tens
 
 def _scale(grad: Tensor, total: Tensor) -> float | None:
     """The number above 1 by which a sum was divided to give a gradient; None if there is none."""
+    if grad.layout != torch.strided or grad.shape != total.shape or not grad.numel():
+        return None
     largest, divided = float(total.abs().max()), float(grad.abs().max())
     # GradScaler's are powers of two.
     scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
@@ -382,16 +384,16 @@ def _scale(grad: Tensor, total: Tensor) -> float | None:
 
 
 def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
-    """Whether `.grad` is not the parameter's sum; on a GPU not waited for."""
+    """Whether `.grad` is not the parameter's sum; a tensor is not waited for."""
     grad = parameter.grad
     assert grad is not None
+    if grad.layout != torch.strided:
+        return True
     if is_sharded(parameter):
-        return total is not None or bool(grad.any())
+        return total is not None or grad.any()
     if total is None:
         return grad.any()
-    if not grad.is_cuda or grad.shape != total.shape:
-        return not _same(grad, total)
-    return (grad != total.to(grad.dtype)).any()
+    return grad.shape != total.shape or (grad != total.to(grad.dtype)).any()
 
 
 def _same(grad: Tensor, total: Tensor) -> bool:

@@ -79,6 +79,7 @@ class Release:
         Returns:
             Whether there was some.
         """
-        unsettled = list(self._unsettled)
+        found = settle_noise(self._unsettled)
+        # Only now: a step that failed here can be tried again.
         self._unsettled.clear()
-        return settle_noise(unsettled)
+        return found

@@ -210,7 +210,7 @@ def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
     order = sorted(range(task.batch), key=exact.__getitem__)
     raised = [math.nan] * task.batch
     for i, norm in zip(order, sorted(norms.tolist()), strict=True):
-        raised[i] = norm / exact[i] if exact[i] else math.inf
+        raised[i] = norm / exact[i] if exact[i] else math.inf if norm else 1.0
     # The loop's own gradients, and 16-bit ones, are rounded too.
     rounding = TOLERANCES[task.dtype]
     highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]

@@ -132,7 +132,7 @@ def test_a_part_of_the_gpu_script_fails_alone(tmp_path, stage, fails, files):
     for name in files:
         (line,) = [line for line in table.splitlines() if name in line]
         assert line.split()[1] == "0"
-    with tarfile.open(tmp_path / "results.tar.xz") as archive:
+    with tarfile.open(tmp_path / f"{stage}.tar.xz") as archive:
         names = archive.getnames()
     assert f"{stage}/logs/{broken.split()[0]}.txt" in names
 

@@ -836,8 +836,10 @@ def test_invariant_9_a_parameter_used_outside_of_its_module_is_refused_at_the_st
         lambda p: setattr(p, "grad", p.grad * 100),
         lambda p: p.grad.add_(1e-3),
         lambda p: p.grad.fill_(math.nan),
+        lambda p: p.grad.resize_(0),
+        lambda p: setattr(p, "grad", p.grad.to_sparse()),
     ],
-    ids=["scaled in place", "replaced", "shifted", "nan"],
+    ids=["scaled in place", "replaced", "shifted", "nan", "resized", "sparse"],
 )
 def test_invariant_9_a_gradient_changed_between_backward_and_step_is_refused(tamper, private):
     engine, model, optimizer, _ = private(nn.Linear(3, 2))
@@ -845,6 +847,25 @@ def test_invariant_9_a_gradient_changed_between_backward_and_step_is_refused(tam
     tamper(model.weight)
     with pytest.raises(RuntimeError, match=r"'weight' is not the clipped sum"):
         optimizer.step()
+    assert not engine._backward.sums and model.bias.grad is None
+
+
+def test_invariant_9_a_gradient_of_a_parameter_that_no_gate_reached_is_refused(private):
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    engine, model, optimizer, _ = private(model)
+    engine.backward(model["used"](torch.randn(4, 3)).square().mean(1))
+    model["unused"].weight.grad = torch.full((2, 3), 0.5)
+    with pytest.raises(RuntimeError, match=r"'unused\.weight' is not the clipped sum"):
+        optimizer.step()
+
+
+def test_diagnostics_count_clipped_samples_and_removed_ones_apart(private):
+    engine, model, *_ = private(nn.Linear(1, 1, bias=False))
+    x = torch.tensor([[0.5], [2.0], [math.nan], [3.0], [0.1]])
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        engine.backward(model(x).sum(1))
+    found = engine.diagnostics()
+    assert (found["clip_fraction"], found["nonfinite_samples"]) == (2 / 5, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine
+from dpflash import PrivacyEngine, gate
 from dpflash import release as release_module
 from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
 
@@ -140,6 +140,59 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
     assert optimizer.releases == 1
+
+
+def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw(
+    private, monkeypatch
+):
+    """Its noise would stand in the first of several batches, and exact sums would follow it."""
+    engine, model, optimizer, loader = private(
+        build(), data(), noise_multiplier=2.0, physical_batch_size=8, loss_reduction="sum",
+        way="stored",
+    )  # fmt: skip
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    batches = iter(loader)
+    (x,) = next(batches)
+    while not loader.is_last or engine._backward.sums:
+        losses_of(model, x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (x,) = next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "clip_reduce", fails)
+        with pytest.raises(MemoryError):
+            losses_of(model, x).sum().backward()
+    assert engine._backward.release is not None and not engine._backward.sums
+    with pytest.raises(RuntimeError, match="before optimizer.step"):
+        next(batches)
+
+
+def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
+    private, kernels_of_a_gpu, monkeypatch
+):
+    kernels_of_a_gpu()
+    engine, model, optimizer, loader = private(
+        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        loss_reduction="sum",
+    )  # fmt: skip
+
+    def fails(*_):
+        raise MemoryError
+
+    (x,) = next(iter(loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._backward, "settled", fails)
+        with pytest.raises(MemoryError):
+            losses_of(model, x).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(release_module, "settle_noise", fails)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @every_kind

@@ -1,6 +1,9 @@
 """Ways around the guarantees that a review found, each refused or paid for."""
 
+import os
 import resource
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -231,6 +234,28 @@ def test_a_convolution_without_a_channel_dimension_is_refused_as_in_the_plain_la
     _, model, _, _ = make(nn.Conv1d(1, 4, 2))
     with pytest.raises(ValueError, match="channels first"):
         model(torch.randn(4, 3))
+
+
+def test_a_convolution_in_16_bit_takes_transposed_inputs_of_length_1_on_older_cpus():
+    program = """
+import torch, dpflash
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Conv1d(6, 4, 3, padding=1).bfloat16()
+engine = dpflash.PrivacyEngine()
+optimizer = torch.optim.SGD(model.parameters())
+loader = DataLoader(TensorDataset(torch.zeros(9, 1)), batch_size=3)
+engine.make_private(
+    module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1, max_grad_norm=1
+)
+x = torch.randn(3, 1, 6).bfloat16()
+engine.backward(torch.tanh(model(x.transpose(1, 2))).float().square().mean((1, 2)))
+"""
+    # oneDNN without arithmetic in bfloat16.
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_and_one_with_a_scheduler_is_not(tmp_path):

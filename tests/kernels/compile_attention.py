@@ -71,11 +71,11 @@ def jit_function(kernel):
     return getattr(kernels, f"_attention_{kernel}_kernel")
 
 
-def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False):
+def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False, aligned=True):
     """Compiles one kernel as the launcher would for sizes that are neither 1 nor multiples of 16.
 
-    Base addresses and the strides of heads and tokens are multiples of 16, as they are wherever
-    the head dim is. `small_tensors` (HIP only): every tensor is smaller than 2 GiB.
+    `aligned`: base addresses and the strides of heads and tokens are multiples of 16, as they are
+    wherever the head dim is. `small_tensors` (HIP only): every tensor is smaller than 2 GiB.
     """
     function = jit_function(kernel)
     target = TARGETS[arch]
@@ -83,7 +83,7 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
     if kernel == "delta":
         constants |= {"D": head_dim, "BLOCK_D": 1 << (head_dim - 1).bit_length(), "BLOCK_M": 64}
     else:
-        constants |= launch._head_dims(head_dim, aligned=True)
+        constants |= launch._head_dims(head_dim, aligned=aligned)
         constants |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "UPCAST": False}
         constants["PRECISION"] = launch.precision(hip=target.backend == "hip")
     signature, constexprs, attributes = {}, {}, {}
@@ -97,14 +97,14 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
             constexprs[name] = None
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            attributes[(position,)] = [["tt.divisibility", 16]] if aligned else []
             if small_tensors:
                 attributes[(position,)].append(["tt.pointer_range", 32])
         elif name.startswith("scale"):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if name.startswith("stride_") and name != "stride_variant_b":
+            if aligned and name.startswith("stride_") and name != "stride_variant_b":
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
     options = {"num_warps": sizes[2], "num_stages": sizes[3], "enable_fp_fusion": True}
@@ -148,11 +148,11 @@ def hip_resources(compiled):
     return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
 
 
-def measure(kernel, arch, head_dim, dtype, sizes, flags, small_tensors):
+def measure(kernel, arch, head_dim, dtype, sizes, flags, small_tensors, aligned):
     """One line of the output, without the entry's name."""
     present = [name for name in flags if name in jit_function(kernel).arg_names]
     start = time.perf_counter()
-    needed = compile_one(kernel, arch, head_dim, dtype, sizes, present, small_tensors)
+    needed = compile_one(kernel, arch, head_dim, dtype, sizes, present, small_tensors, aligned)
     seconds = round(time.perf_counter() - start, 1)
     described = {"sizes": list(sizes), "dtype": dtype, "head_dim": head_dim, "flags": present}
     return {**described, **needed, "seconds": seconds}
@@ -167,6 +167,7 @@ def parse():
     parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
     parser.add_argument("--flags", nargs="*", choices=FLAGS, default=[], help="optional features")
     parser.add_argument("--all-features", action="store_true", help="all of them")
+    parser.add_argument("--unaligned", action="store_true", help="rows begin anywhere in memory")
     parser.add_argument("--small-tensors", action="store_true", help="HIP: tensors below 2 GiB")
     return parser.parse_args()
 
@@ -181,9 +182,8 @@ def main():
         dtype = "fp32" if bits == "32" else arguments.half
         # The launcher leaves the options of the delta kernel at Triton's defaults.
         sizes = arguments.sizes or ((64, 0, 4, 3) if kernel == "delta" else rows[entry])
-        line = measure(
-            kernel, arguments.arch, head_dim, dtype, sizes, flags, arguments.small_tensors
-        )
+        where = (arguments.small_tensors, not arguments.unaligned)
+        line = measure(kernel, arguments.arch, head_dim, dtype, sizes, flags, *where)
         print(json.dumps({"arch": arguments.arch, "entry": entry, **line}), flush=True)
 
 

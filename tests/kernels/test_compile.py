@@ -179,6 +179,15 @@ def test_split_head_dim_with_every_feature_fits_its_architecture(arch):
     assert not misfits(arch, lines, SPILLED_BY_FEATURES)
 
 
+@full
+@pytest.mark.parametrize("bits", [16, 32])
+def test_unaligned_rows_fit_in_shared_memory(bits):
+    """They spill, since each element has an address of its own; models' rows are aligned."""
+    entries = [f"{kernel}/128/{bits}" for kernel in ("forward", "dq", "dkdv")]
+    lines = compiled("attention", "sm_90", entries, "--head-dim", "80", "--unaligned")
+    assert not misfits("sm_90", lines, {("sm_90", name): (832, 832) for name in entries})
+
+
 @pytest.mark.parametrize("arch", COMPILED)
 def test_16_bit_backward_with_squares_fits_its_architecture(arch):
     lines = compiled("attention", arch, attention("dq", "dkdv"), "--flags", "SQUARES")
