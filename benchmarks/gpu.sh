@@ -41,6 +41,10 @@ if ! "$PYTHON" -c ''; then
   echo "PYTHON=$PYTHON does not run" >&2
   exit 2
 fi
+if [ "$DEVICE" = cuda ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "DEVICE=cuda: $PYTHON has a torch that sees no GPU, or none; DEVICE=cpu is a dry run" >&2
+  exit 2
+fi
 if ! [[ $LIMIT_S =~ ^[0-9]+$ ]]; then
   echo "LIMIT_S=$LIMIT_S: expected whole seconds" >&2
   exit 2

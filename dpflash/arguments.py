@@ -30,6 +30,11 @@ _REFUSED = {
     "grad_sample_mode": "clipping happens inside backward(); choose clipping= and way= instead",
     "wrap_model": "the model is never wrapped; it comes back as the same object",
     "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
+    "clip": "the bound of a sample's gradient is max_grad_norm=",
+    "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
+    "accountant": "PrivacyEngine(accountant=...) takes it",
+    "steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
+    "total_steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
 }
 
 

@@ -351,16 +351,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 )
             if stale:
                 raise RuntimeError(
-                    "optimizer.zero_grad() was not called after the last step: .grad still held "
-                    f"what was released then, for instance of parameter '{name}', so nothing was "
-                    "released. Call zero_grad() once after each step(); the batch is dropped"
+                    "optimizer.zero_grad() was not called after the last step, or step() was "
+                    "called twice: .grad still held what was released then, for instance of "
+                    f"parameter '{name}', so nothing was released. Call zero_grad() once after "
+                    "each step(); the batch is dropped"
                 )
             raise RuntimeError(
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "
                 "layer made, so nothing was released. Either the parameter is used outside of its "
                 "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
-                "was changed between backward and step, as a DistributedDataParallel does that "
-                "was put around the model after make_private (wrap it before)"
+                "was changed between backward and step: by clip_grad_norm_ (leave it out, samples "
+                "are clipped already), or by a DistributedDataParallel that was put around the "
+                "model after make_private (wrap it before)"
             )
 
 

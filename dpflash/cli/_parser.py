@@ -12,8 +12,8 @@ __all__ = ["Names", "Parser"]
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean ...?", or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(name, list(known), n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -668,7 +668,7 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_half_written(
         (["budget", "ledger", "--delta", "1e-5", "--jsn"], "did you mean --json?"),
         (
             ["epsilon", *"--noise-multiplier 1 --delta 1e-5 --sample-rat 0.1".split()],
-            "--sample-rate?",
+            "did you mean --sample-rate",
         ),
     ],
 )
