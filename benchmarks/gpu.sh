@@ -69,7 +69,6 @@ cores=$(nproc)
 JOBS=${JOBS:-$((cores < 12 ? cores : 12))}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-rm -f "$OUT/$stage.tar.xz" "$OUT/$stage.txt"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 results=$work/$stage
@@ -89,6 +88,8 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_CACHE_DIR=$work/triton
 if [ -n "${CACHE:-}" ]; then
   tar -xJf "$CACHE" -C "$work" triton || echo "$CACHE: no compiled kernels taken" >&2
 fi
+# Only now: an earlier archive may be the one to take kernels from.
+rm -f "$OUT/$stage.tar.xz" "$OUT/$stage.txt"
 
 archive() {
   local smallest=
