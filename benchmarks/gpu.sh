@@ -76,6 +76,7 @@ mkdir -p "$results/logs" "$work/site/dpflash"
 
 # The package's folders lie beside each other in the checkout; pyproject.toml maps them.
 ln -s "$here"/dpflash/* "$here/kernels" "$here/accounting" "$work/site/dpflash/"
+ln -s "$here/benchmarks" "$work/site/dpflash/bench"
 if compgen -G "$WHEELS/*.whl" >/dev/null; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" \
     "$WHEELS"/*.whl || echo "$WHEELS: not all wheels could be installed" >&2
@@ -149,19 +150,19 @@ tests() {
 }
 
 right() {
-  part versions 60 "$PYTHON" benchmarks/gpu_versions.py "$DEVICE"
+  part versions 60 "$PYTHON" benchmarks/scripts/gpu_versions.py "$DEVICE"
   tests noise 100 tests/kernels/test_noise_triton.py tests/kernels/test_grads_noise.py \
     tests/kernels/test_capture.py
   tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_block_clipped_grad.py
   tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
   tests shards 90 tests/kernels/test_tile_shard.py
-  needing cryptography steps 130 "$PYTHON" benchmarks/private_steps_on_gpu.py --jobs "$JOBS" \
+  needing cryptography steps 130 "$PYTHON" benchmarks/scripts/private_steps_on_gpu.py --jobs "$JOBS" \
     --device "$DEVICE" --json "$results/gpu-private-steps.json"
   needing cryptography train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 \
     --out "$results/train"
   for tool in memcheck racecheck; do
     needing compute-sanitizer "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool $tool --error-exitcode 1 "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
+      compute-sanitizer --tool $tool --error-exitcode 1 "$PYTHON" benchmarks/scripts/gpu_tiny_calls.py "$DEVICE"
   done
 }
 
@@ -173,7 +174,7 @@ measure() {
     run=part
     # Private steps make noise.
     [[ $name == steps || $name == long ]] && run="needing cryptography"
-    $run "$name" "$limit" "$PYTHON" benchmarks/gpu_time.py "$name" --device "$DEVICE" \
+    $run "$name" "$limit" "$PYTHON" benchmarks/scripts/gpu_time.py "$name" --device "$DEVICE" \
       --json "$results/gpu-time.json"
   done
 }
@@ -182,11 +183,11 @@ time_parts() {
   measure 100 ceilings gradients attention flex
   measure 240 steps
   needing ncu ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
-    "$PYTHON" benchmarks/gpu_tiny_calls.py "$DEVICE"
+    "$PYTHON" benchmarks/scripts/gpu_tiny_calls.py "$DEVICE"
 }
 
 tune() {
-  part tune 300 env DEVICE="$DEVICE" "$PYTHON" benchmarks/tune_attention.py --jobs "$JOBS" \
+  part tune 300 env DEVICE="$DEVICE" "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$JOBS" \
     --head-dims 64 128 --bits 16 --stages 2 3 --rounds 10 --try-seconds 180 \
     --json "$results/tune-attention.json" --write "$results/attention_configs.json"
   measure 240 long

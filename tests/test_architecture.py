@@ -110,8 +110,9 @@ def _ids(path: Path) -> str:
 
 def _package_of(path: Path) -> list[str]:
     """The package from which a file's relative imports start; kernels/ is dpflash.kernels."""
-    parts = list(path.relative_to(ROOT).parent.parts)
-    return parts if parts[0] == "dpflash" else ["dpflash", *parts]
+    first, *rest = path.relative_to(ROOT).parent.parts
+    inside = {"dpflash": [], "benchmarks": ["bench"]}.get(first, [first])
+    return ["dpflash", *inside, *rest]
 
 
 def _imports(path: Path, tree: ast.AST | None = None) -> Iterator[tuple[str, str | None]]:

@@ -16,7 +16,12 @@ from dpflash.kernels import native
 tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from 3.11 on")
 
 ROOT = Path(__file__).resolve().parent.parent
-HOUSES = {"dpflash": "dpflash", "kernels": "dpflash.kernels", "accounting": "dpflash.accounting"}
+HOUSES = {
+    "dpflash": "dpflash",
+    "kernels": "dpflash.kernels",
+    "accounting": "dpflash.accounting",
+    "benchmarks": "dpflash.bench",
+}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -48,8 +53,8 @@ def test_console_script_points_at_something_callable() -> None:
 
 
 def test_type_checkers_find_both_houses_through_the_links() -> None:
-    for folder in ("kernels", "accounting"):
-        link = ROOT / "tests" / "typing" / "dpflash" / folder
+    for folder in ("kernels", "accounting", "benchmarks"):
+        link = ROOT / "tests" / "typing" / HOUSES[folder].replace(".", "/")
         assert link.resolve() == ROOT / folder
 
 
@@ -81,8 +86,9 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> 
         "/".join([*package.split("."), *path.relative_to(source / folder).parts])
         for folder, package in HOUSES.items()
         for path in (source / folder).rglob("*.py")
-        if "build" not in path.parts
+        if not {"build", "scripts"} & set(path.parts)
     }
     assert {n for n in inside if n.endswith(".py")} == expected
     sources = {f"dpflash/kernels/{name}" for name in native._SOURCES}
     assert {n for n in inside if n.endswith((".cpp", ".h"))} == sources
+    assert not [n for n in inside if n.startswith("dpflash/bench/") and not n.endswith(".py")]

@@ -90,7 +90,7 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
 def _run_suites(args: argparse.Namespace) -> int:
     from dpflash.bench.document import bullets, key_insights
     from dpflash.bench.isolated import brief
-    from dpflash.bench.results import make_folder, require_drawing
+    from dpflash.bench.output import make_folder, require_drawing
     from dpflash.bench.suite import Request, has_figures, run_suite, wrong_peers, wrong_rows
     from dpflash.bench.suites import suite_named
 
@@ -253,7 +253,7 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_scaling(args: argparse.Namespace) -> int:
-    from dpflash.bench.results import make_folder
+    from dpflash.bench.output import make_folder
     from dpflash.bench.scaling import run_scaling
     from dpflash.bench.suite import wrong_rows
     from dpflash.bench.workers import TaskError

@@ -13,7 +13,7 @@ import pytest
 from dpflash.bench.comparable import Unusable
 from dpflash.bench.compare import compare
 from dpflash.bench.compare_files import run_compare
-from dpflash.bench.results import row
+from dpflash.bench.output import row
 from dpflash.bench.timing import summarize
 from dpflash.cli import main
 

@@ -4,7 +4,7 @@ import pytest
 
 from dpflash import patterns
 from dpflash.bench import batch, heads, sequence
-from dpflash.bench.results import row
+from dpflash.bench.output import row
 from dpflash.bench.suite import Comparison, Request
 
 SUITES = {module.SUITE.name: module.SUITE for module in (batch, heads, sequence)}

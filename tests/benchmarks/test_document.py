@@ -1,7 +1,7 @@
 """What a page says of rows made up here."""
 
 from dpflash.bench.document import key_insights
-from dpflash.bench.results import row
+from dpflash.bench.output import row
 
 
 def timed(pattern, tokens, ms, **given):

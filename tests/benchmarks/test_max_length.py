@@ -5,7 +5,8 @@ import math
 import pytest
 
 import dpflash
-from dpflash.bench import max_length, results
+from dpflash.bench import max_length
+from dpflash.bench import output as results
 from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
 from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Taken, make_call, search
 from dpflash.bench.reported import reported_rows

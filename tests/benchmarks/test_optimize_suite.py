@@ -8,7 +8,7 @@ import torch
 from dpflash import leveled, optimization
 from dpflash.bench import optimize
 from dpflash.bench.legend import LEGEND
-from dpflash.bench.results import row
+from dpflash.bench.output import row
 from dpflash.bench.suite import Comparison, Request
 from dpflash.planner import LEVELS
 

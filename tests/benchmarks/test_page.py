@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dpflash
-from dpflash.bench import results as bench_results
+from dpflash.bench import output as bench_results
 from dpflash.bench.page import render
 from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
 from dpflash.bench.result_files import device_names, recommendation_data
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _make_results() -> Any:
-    path = ROOT / "benchmarks" / "make_results.py"
+    path = ROOT / "benchmarks" / "scripts" / "make_results.py"
     spec = importlib.util.spec_from_file_location("make_results", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from dpflash.bench.document import Chart, Table, column, config
+from dpflash.bench.output import row
 from dpflash.bench.picture import draw
-from dpflash.bench.results import row
 from dpflash.bench.suite import Suite
 
 HELD = {"device": "CPU of a test", "threads": 1, "date": "2026-11-22", "quick": False}

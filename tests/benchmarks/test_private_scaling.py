@@ -4,6 +4,7 @@ import pytest
 
 from dpflash.bench import private_scaling
 from dpflash.bench.document import markdown
+from dpflash.bench.output import row
 from dpflash.bench.private_scaling import (
     BATCH_TABLES,
     BATCHES,
@@ -16,7 +17,6 @@ from dpflash.bench.private_scaling import (
     optimal_batch,
     sequence_plan,
 )
-from dpflash.bench.results import row
 from dpflash.bench.suite import Comparison, Request, Suite
 
 LIMIT = 1000.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpflash.bench import private, private_parts, private_step
+from dpflash.bench.output import row
 from dpflash.bench.private_parts import (
     ALONE,
     epsilon_subject,
@@ -14,7 +15,6 @@ from dpflash.bench.private_parts import (
     noise_subject,
 )
 from dpflash.bench.private_step import ABSENT, AUTO, EPSILONS, SUITE
-from dpflash.bench.results import row
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort, speedup, summarize
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpflash.bench import quality, results
+from dpflash.bench import output as results
+from dpflash.bench import quality
 from dpflash.bench.quality import Contestant, Size, Sizes, contestants
 from dpflash.bench.quality_table import QUALITY_TABLE
 from dpflash.bench.suite import Request

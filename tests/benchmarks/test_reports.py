@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpflash.bench import results
+from dpflash.bench import output as results
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
 from dpflash.bench.quality import contestants

@@ -15,13 +15,11 @@ QUICK_ONES = ("attention/dense/T1024", "accounting/contour")
 FEW = {"launches": 2, "rounds": 2, "has_progress": False}
 
 
-def copy_checkout(folder, *, without_bench=False):
+def copy_checkout(folder):
     """The sources, as a user's checkout of some commit has them."""
     for house in ("dpflash", "kernels", "accounting"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / house, folder / house, ignore=ignored)
-    if without_bench:
-        shutil.rmtree(folder / "dpflash" / "bench")
     return folder
 
 
@@ -52,7 +50,7 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
 @pytest.mark.slow
 def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
     # The old one has no benchmarks and no dilated pattern, the new one a wrong accountant.
-    old = copy_checkout(tmp_path / "old", without_bench=True)
+    old = copy_checkout(tmp_path / "old")
     with (old / "dpflash/patterns/__init__.py").open("a") as source:
         source.write("\ndel Dilated\n")
     for user in (old / "dpflash").rglob("*.py"):

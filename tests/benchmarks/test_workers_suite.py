@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpflash.bench import results, scaling_tasks, workers_suite
+from dpflash.bench import output as results
+from dpflash.bench import scaling_tasks, workers_suite
 from dpflash.bench.document import key_insights
 from dpflash.bench.reported import reported_rows
 from dpflash.bench.reports import DP_FLASH_ATTENTION, TORCHBRIDGE

@@ -1,8 +1,8 @@
 """Whether one release tells that a sample was in the batch, beyond what its Gaussian noise allows.
 
-A slice of `benchmarks/attacks.py`; `DPFLASH_FULL=1` makes it 400 trials of each attack on every
-view at five sigmas. Seeds are fixed. With other seeds honest noise would exceed the limit, four
-standard deviations above the mean, with probability 3e-5 for each attack.
+A slice of `benchmarks/scripts/attacks.py`; `DPFLASH_FULL=1` makes it 400 trials of each attack on
+every view at five sigmas. Seeds are fixed. With other seeds honest noise would exceed the limit,
+four standard deviations above the mean, with probability 3e-5 for each attack.
 """
 
 import importlib
@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.special import ndtri
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dpflash import _validate
 from dpflash.distributed import edges_per_rank
 
-from . import results
+from . import output as results
 from .environment import environment, usable_cores
 from .reports_scaling import RING_DILATED_TABLE, claimed_rows
 from .scaling_model import ASSUMPTIONS, FLOPS_OF_AN_EDGE, Link, link_of, load_of, step_time

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .output import environment_table, markdown_table
 from .reports_scaling import CONTEXT_PARALLEL, RING_DILATED, RING_DILATED_TABLE, Source
-from .results import environment_table, markdown_table
 
 SCHEMES = {
     "replicated": "data parallel, replicated",

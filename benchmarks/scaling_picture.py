@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .output import BLUE, GREY
 from .reports_scaling import RING_DILATED_TABLE
-from .results import BLUE, GREY
 from .scaling_document import MIB, SCHEMES, Row, rows_of
 
 _COLORS = (BLUE, "#c4521b", "#2b8a4b", "#7b4aa0", "#a08a1b")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import results
+from . import output as results
 from .document import Chart, Table, markdown
 from .environment import environment
 from .measuring import Bench, refuse

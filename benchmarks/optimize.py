@@ -18,9 +18,9 @@ from dpflash.engine import PrivacyEngine
 from dpflash.planner import LEVELS
 
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
+from .output import row
 from .private import TOLERANCES, GradientKeeper, clipped_sums, endless
 from .private_tasks import Task, make_task
-from .results import row
 from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs, worst
 from .work import count_work
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .results import GREY
+from .output import GREY
 
 if TYPE_CHECKING:
     from .document import Chart

@@ -27,12 +27,12 @@ from .comparable import (
     turns_of,
     unlike_loads,
 )
-from .results import markdown_table
+from .output import markdown_table
 from .significance import FEWEST_TRIALS, Test, holm, of_intervals, of_pairs, of_two_samples
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
-# Trials in turns of one code differed by up to 2.4% (`benchmarks/check_compare.py`, 60 rows).
+# Trials in turns of one code differed by up to 2.4% (`scripts/check_compare.py`, 60 rows).
 LEAST_TOLD = 0.03
 _REGRESSIONS = ("slower", "more memory", "fails", "lost")
 _OTHERS = ("undecided", "faster", "still right", "new", "not comparable")

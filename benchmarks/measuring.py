@@ -15,7 +15,7 @@ import torch
 
 from dpflash.ceilings import Ceilings
 
-from . import results
+from . import output as results
 from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated, tell
 from .memory import device_memory, peak_growth
 from .plan import Build, Comparison, Measurement, Request, Row, Subject, Unsupported

@@ -13,7 +13,7 @@ import torch
 
 from dpflash.patterns import Dilated
 
-from . import results
+from . import output as results
 from .attention import (
     DIRECTIONS,
     SHAPE,

@@ -5,7 +5,7 @@ flagged. In an A/B trial the second one is slowed: attention on the CPU, epsilon
 private step (the model's forward pass, `engine.backward`, the optimizer's step) keep the processor
 busy for another tenth of the time that they just took; every row must be flagged as slower.
 
-    python benchmarks/check_compare.py --json benchmarks/results/DEVICE/compare_check.json
+    python benchmarks/scripts/check_compare.py --json benchmarks/results/DEVICE/compare_check.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from dpflash.bench.environment import environment
 from dpflash.bench.versus import run_versus
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SLOWDOWN = 0.10
 NAMES = ("attention/dense/T1024", "private step/flat", "accounting/contour")
 # A file of the slowed copy, the class of the function if it is a method, and the function.

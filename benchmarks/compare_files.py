@@ -12,7 +12,7 @@ from typing import Any
 
 from .comparable import MAKE_IT, Unusable
 from .compare import Report, compare
-from .results import write_text
+from .output import write_text
 
 # Of the names of two files, without their suffix.
 _NEAR = 0.75

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import results
+from . import output as results
 from .document import FIGURES, LEAST_SIZES, ROOFS, Chart, Table, column, config
 from .exponents import exponent_table, fitted_row
 from .memory import device_memory

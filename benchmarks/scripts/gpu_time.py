@@ -1,6 +1,6 @@
 """Where the time goes on this GPU: ceilings, attention beside others, gradient kernels, steps.
 
-    python benchmarks/gpu_time.py attention --json runs/gpu-time.json
+    python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
 Each measurement is the median of CUDA events around calls, which take turns with what they are
 compared with; the JSON is written again after each. With --device cpu everything is tiny and runs

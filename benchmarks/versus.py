@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from dpflash import _validate
 
-from . import results
+from . import output as results
 from .compare_files import run_compare
 from .environment import commit, environment
 from .timing import summarize

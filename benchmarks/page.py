@@ -11,19 +11,19 @@ from pathlib import Path
 
 from .document import bullets
 from .legend import legend
+from .output import markdown_table
 from .report_tables import LEGEND, has_figures, report_parts
 from .reported import Report, reported_rows
 from .result_files import Files, ResultFile, device_names, load
-from .results import markdown_table
 from .suites import SUITES, suite_named
 
 _TITLE = "# Results"
 _INTRO = (
-    "Made by `python benchmarks/make_results.py` from the JSON files named here; nothing in it is "
-    "typed by hand. Ours are medians with their 95% interval, of what was right when it was "
-    "checked in the same run. Theirs are what the reports say, of their own machines: no ratio is "
-    "taken between theirs and ours. A row that is not measured yet names the command that does it "
-    "(DIR is `benchmarks/results/DEVICE`)."
+    "Made by `python benchmarks/scripts/make_results.py` from the JSON files named here; nothing "
+    "in it is typed by hand. Ours are medians with their 95% interval, of what was right when it "
+    "was checked in the same run. Theirs are what the reports say, of their own machines: no "
+    "ratio is taken between theirs and ours. A row that is not measured yet names the command "
+    "that does it (DIR is `benchmarks/results/DEVICE`)."
 )
 _REPORTS = (
     "S0 to S4 are benchmark reports of attention libraries that others published, and S0.1 and so "
@@ -116,7 +116,7 @@ def _link(path: Path, page: Path) -> str:
 
 
 def _state(file: ResultFile) -> str:
-    # Of benchmarks/check_compare.py.
+    # Of benchmarks/scripts/check_compare.py.
     if "made" in file.held:
         made, right = file.held["made"], file.held["right"]
         slower = file.environment["slowdown"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import results
+from . import output as results
 from .accounting_providers import (
     DELTA,
     PEERS,
@@ -47,7 +47,7 @@ from .suite import (
     needs,
 )
 
-TRUTH = Path(__file__).resolve().parents[2] / "tests" / "accounting" / "truth.json"
+TRUTH = Path(__file__).resolve().parents[1] / "tests" / "accounting" / "truth.json"
 
 NOISE = 1.0
 

@@ -5,7 +5,7 @@ so that padding rows, microbatches of random number and the loaders count. Epoch
 figure is the processor time of an epoch over the samples that it trained on, and a ratio is the
 median over the rounds.
 
-    python benchmarks/poisson_epochs.py --json benchmarks/results/DEVICE/poisson-epochs.json
+    python benchmarks/scripts/poisson_epochs.py --json runs/poisson-epochs.json
 """
 
 from __future__ import annotations

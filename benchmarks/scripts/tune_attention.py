@@ -8,7 +8,7 @@ sizes that the table has, on dense causal attention with T = 4096 and on a causa
 T = 16384; the one with the least geometric mean replaces the old one if it is faster by more
 than --margin. Of a backward kernel the whole backward is timed, the other kernel held fixed.
 
-    python benchmarks/tune_attention.py --json runs/tune_attention.json
+    python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
 DEVICE=cpu in the environment is a dry run of the script itself: Triton interprets the kernels,
 sizes are tiny, and what it chooses means nothing.

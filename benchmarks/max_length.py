@@ -16,7 +16,7 @@ import torch
 
 from dpflash.patterns import Dilated, Pattern, SlidingWindow
 
-from . import results
+from . import output as results
 from .attention import DIRECTIONS
 from .attention_cases import TOLERANCES, Case, check, reference
 from .document import Chart, Table, column, config, wrong

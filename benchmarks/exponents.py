@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import results
+from . import output as results
 from .document import Table, column
 from .suite import Row, needs
 from .timing import exponent

@@ -1,6 +1,6 @@
 """Makes the page of results and the figures of `dpflash.recommend` from the committed JSON files.
 
-python benchmarks/make_results.py [--check]
+python benchmarks/scripts/make_results.py [--check]
 """
 
 import argparse
@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
+from dpflash.bench.output import write_text
 from dpflash.bench.page import render
 from dpflash.bench.reports import REPORTS
 from dpflash.bench.result_files import recommendation_data
-from dpflash.bench.results import write_text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(root: Path) -> dict[Path, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import results
+from . import output as results
 from .document import Chart, Column, Table, column, config, milliseconds
 from .environment import usable_cores
 from .private_scaling import insight

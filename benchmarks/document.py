@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .legend import legend
-from .results import environment_table, markdown_table
+from .output import environment_table, markdown_table
 
 if TYPE_CHECKING:
     from .suite import Suite

@@ -11,7 +11,7 @@ from typing import Any
 
 import scipy.stats
 
-from . import results
+from . import output as results
 from .attention import DIRECTIONS, is_small
 from .dilated import (
     DILATED_COLUMNS,

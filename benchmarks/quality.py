@@ -30,7 +30,7 @@ from dpflash.patterns import (
     SlidingWindow,
 )
 
-from . import results
+from . import output as results
 from .attention_cases import TOLERANCES, Case, check, reference
 from .named_variants import sparse_pattern
 from .peers import build_run

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .document import bullets, milliseconds, ratio
+from .output import markdown_table, shown
 from .reported import Answer, Figure, Report, Reported, ReportTable
 from .result_files import Files, Row
-from .results import markdown_table, shown
 
 _OURS = ("ours", "ms", "peak MiB", "tokens/s", "right", "more")
 _WRONG = "what is wrong with theirs"
