@@ -9,7 +9,6 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,50 +78,10 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
             f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass what "
             "engine.save_checkpoint was given"
         )
+    if "unamplified" in state:
+        # Written by an earlier version.
+        state["spending"]["has_foreign_batches"] = state.pop("unamplified")
     return state
-
-
-@dataclass
-class _Claim:
-    """The releases that one engine of this process made in one run."""
-
-    steps: range
-    restored: bool
-
-
-# Run and incarnation -> engine -> what it released.
-_claims: dict[tuple[str, int], dict[int, _Claim]] = {}
-
-
-def claim(run: str, incarnation: int, step: int, engine: int, *, restored: bool) -> bool:
-    """Note that an engine makes a release, before it does.
-
-    Args:
-        run: the run's own name, which its checkpoints hand on.
-        incarnation: which of the run's noise keys.
-        step: number of the release.
-        engine: a number of the engine's own.
-        restored: whether the engine went on from a checkpoint.
-
-    Returns:
-        Whether the engine that wrote the checkpoint and one restored from it both make this
-        release.
-
-    Raises:
-        RuntimeError: another restored engine of this process made it.
-    """
-    claims = _claims.setdefault((run, incarnation), {})
-    others = [c for other, c in claims.items() if other != engine and step in c.steps]
-    if restored and any(other.restored for other in others):
-        raise RuntimeError(
-            "another engine of this process was restored from the same checkpoint and has "
-            "released steps since: the epsilon of neither covers both, and under a seed both have "
-            "the same noise, so that their difference shows the data. Go on from the other's "
-            "newest checkpoint, or use PrivacyEngine(ledger=...) from the start, which counts both"
-        )
-    own = claims.setdefault(engine, _Claim(range(step, step), restored))
-    own.steps, own.restored = range(own.steps.start, step + 1), restored
-    return bool(others)
 
 
 def check_fits(

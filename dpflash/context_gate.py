@@ -28,8 +28,9 @@ from dpflash.kernels import (
 from dpflash.kernels.block_reference import BLOCK
 
 from . import workers
-from .gate import Gate, refuse_mixed
+from .gate import Gate
 from .kept import TiledUse
+from .step import refuse_mixed
 
 
 class ContextGate(Gate):
@@ -91,7 +92,7 @@ class ContextGate(Gate):
             self._add_share(position, share)
             return
         if mode == "sum":
-            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.owner.grid)
+            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.step.grid)
             if not self.owner.norms_again:
                 return
         squares = squared_norm(share)
@@ -132,12 +133,12 @@ class ContextGate(Gate):
     ) -> Tensor | None:
         total, share = self._sums.get(position), self._shares.get(position)
         if share is not None:
-            own = clip_reduce(share, factors, grid=self.owner.grid)
+            own = clip_reduce(share, factors, grid=self.step.grid)
             total = own if total is None else total + own
         # `_settle` left no parameter out.
         assert total is not None
-        self.owner.held_for(parameter)
-        return self.owner.deposit(parameter, self._whole(position, total))
+        self.step.sum_to_extend(parameter)
+        return self.step.add(parameter, self._whole(position, total))
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         owner = self.owner
@@ -146,19 +147,19 @@ class ContextGate(Gate):
         share = self._shares[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        own = owner.rows.only(share) * scale
+        own = self.step.rows.only(share) * scale
         matrix = own.view(self.batch_size, share.shape[1] // width, width)
-        dtype = share.dtype if owner.grid is None else torch.float64
+        dtype = share.dtype if self.step.grid is None else torch.float64
         total, factors = share.new_zeros(0, dtype=dtype), share.new_ones(self.batch_size, 0)
         if matrix.shape[1]:
             total, factors = block_clip_reduce(
-                matrix, self._tile_bound(matrix.shape[1]), grid=owner.grid, return_factors=True
+                matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True
             )
         owner.note(None, self._least(factors))
         whole = self._whole(0, total.flatten())
         self.reset()
-        owner.held_for(parameter)
-        return [owner.deposit(parameter, whole)]
+        self.step.sum_to_extend(parameter)
+        return [self.step.add(parameter, whole)]
 
     def _tile_bound(self, rows: int) -> float:
         """The part of the bound that so many rows of the tiled parameter have."""
@@ -186,7 +187,7 @@ class ContextGate(Gate):
         if batch == 0:
             return grad.new_zeros((0, end - begin), dtype=dtype)
         # One more number tells whether the others' gradients are of the same parameter.
-        mark = self.owner.mark_of(parameter)
+        mark = self.step.mark_of(parameter)
         sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
         sent[:, -1] = mark
         for worker, row in enumerate(sent):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
-import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
-from dpflash.accounting import Accountant, Event, Gaussian, Interval
+from dpflash.accounting import Accountant, Interval
 
 from . import checkpoint, sharded_checkpoint
 from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
@@ -33,7 +31,7 @@ from .arguments import (
     trained_parameters,
 )
 from .attach import attach, check_model, detach
-from .budget import BudgetSpent, PrivacyBudget
+from .budget import PrivacyBudget
 from .check import CheckReport, run_check
 from .clipping import Group
 from .collating import refuse_mixing
@@ -60,15 +58,14 @@ from .public_facts import PublicFacts
 from .relations import DEFAULT_ACCOUNTANT
 from .sampling import PrivateDataLoader
 from .spending import Spending
-from .streams import derive_key, master_key
-from .tracker import BatchTracker
+from .step import PrivateStep
+from .streams import RunKeys
 from .unchanged import Unchanged, check_allowed
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
 _log = logging.getLogger(__name__)
-_numbers = itertools.count()
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
 
@@ -76,7 +73,9 @@ def _after_fork() -> None:
     for engine in _engines:
         # A child that was forked is none of the workers.
         engine._workers = Workers()
-        engine._leave_noise()
+        engine._keys.leave_ranks()
+        if engine._step is not None:
+            engine._step.leave_ranks()
         if engine._leveled is not None:
             engine._leveled.leave_compiler("the process was forked")
 
@@ -141,30 +140,24 @@ class PrivacyEngine:
             ledger=open_ledger(ledger, self._workers),
         )
         self._ledger = self._spending.ledger
-        self.seed = seed
         self._workers.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        self._key = self._workers.from_first(master_key(seed), "the engine's key")
-        self._incarnation = 0
-        # Where nothing else tells two processes apart that go on from one state.
-        self._branch = ""
-        self._run = self._new_token()
-        self._number = next(_numbers)
-        self._restored = False
-        self._twin_warned = False
-        self._unamplified = False
-        # The last pass of a shuffled loader that was paid for, and with which noise.
-        self._paid = (0, math.inf)
+        self._keys = RunKeys(seed, self._workers)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
         self._leveled: LeveledForward | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
-        self._tracker = BatchTracker()
+        self._step: PrivateStep | None = None
         _engines.add(self)
+
+    @property
+    def seed(self) -> int | None:
+        """The number that all private randomness derives from; None for secret keys."""
+        return self._keys.seed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -352,7 +345,6 @@ class PrivacyEngine:
             positive_int(memory_budget=memory_budget)
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
-        tracker = BatchTracker()
 
         def checked() -> tuple[
             list[nn.Parameter], PrivateDataLoader, list[Group], list[str], int, Optimization
@@ -362,9 +354,8 @@ class PrivacyEngine:
             self._check_joint(sampling, way)
             loader = PrivateDataLoader(
                 data_loader,
-                tracker,
                 sampling=sampling,
-                key=self._sampling_key(),
+                key=self._keys.sampling,
                 physical_batch_size=physical_batch_size,
                 max_batch_size=max_batch_size,
                 share=(self._workers.data_rank, self._workers.data_size),
@@ -374,7 +365,9 @@ class PrivacyEngine:
             check_slots(loader.expected_batch_size, max_grad_norm)
             refuse_mixing(data_loader, may_sort=loader.slots is None)
             trained = trained_parameters(module, optimizer)
-            entries = digests_of(loader.dataset, self._key) if self._workers.everyone else []
+            entries = []
+            if self._workers.everyone is not None:
+                entries = digests_of(loader.dataset, self._keys.master)
             expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
             planned = physical_batch_size or expected
             budget_bytes = memory_budget or default_memory_budget(trained[0].device)
@@ -391,20 +384,7 @@ class PrivacyEngine:
         trained, loader, groups, entries, planned, optimization = self._workers.on_all(
             "make_private", checked
         )
-        backward = PrivateBackward(
-            groups,
-            names={p: n for n, p in module.named_parameters()},
-            way="stored" if optimize == "none" or exact is True else way,
-            memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
-            public_batch_size=planned,
-            loss_reduction=loss_reduction,
-            clip_function=clip_function,
-            flat=clipping == "flat",
-            workers=self._workers,
-            gate_type=Gate if self._workers.context is None else ContextGate,
-            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
-            exact=exact is not False,
-        )
+        names = {p: n for n, p in module.named_parameters()}
         self._workers.agree(
             "make_private",
             {
@@ -422,42 +402,26 @@ class PrivacyEngine:
                 "budget": budget,
                 "verify_first_batch": verify_first_batch,
                 "allow_buffers": sorted(allow_buffers),
-                "parameters": [(backward.names[p], tuple(p.shape), p.dtype) for p in trained],
+                "parameters": [(names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
         require_same_data(entries, self._workers)
         self._spending.begin(loader.event(float(noise_multiplier)), budget)
         join(module, self._workers)
-        private_optimizer = PrivateOptimizer(
+        step = PrivateStep(
             optimizer,
-            backward=backward,
-            tracker=tracker,
-            noise_multiplier=float(noise_multiplier),
-            max_grad_norm=float(max_grad_norm),
-            expected_batch_size=loader.expected_batch_size,
-            parameter_ids={p: i for i, p in enumerate(trained)},
-            noise_key=self._noise_key(),
-            charge=self._charge,
+            trained,
+            names=names,
+            tracker=loader.tracker,
+            sampler=loader,
+            spending=self._spending,
+            keys=self._keys,
+            ranks=self._workers,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            divisor=1.0 if loss_reduction == "sum" else loader.expected_batch_size,
+            exact=exact is not False,
         )
-        backward.bound_source = lambda: private_optimizer.max_grad_norm
-        backward.before_backward = tracker.before_backward
-        backward.begin_release = private_optimizer.begin_release
-        backward.place = tracker.place
-        backward.rows.source = tracker.real_rows
-
-        def abandon() -> None:
-            private_optimizer.forget_signals()
-            backward.discard()
-
-        queue = private_optimizer._step_skip_queue
-        tracker.unstepped = lambda: len(queue)
-        tracker.fetched_ahead = loader.num_workers > 0
-        # A backward that failed may leave a release without sums.
-        tracker.has_sums = lambda: bool(backward.sums) or backward.release is not None
-        tracker.abandon = abandon
-        tracker.on_batch = backward.begin_batch
-        if budget is not None and budget.when_spent == "stop":
-            tracker.may_begin = self._may_begin
         if max_batch_size is not None and max_batch_size < loader.expected_batch_size:
             warnings.warn(
                 f"max_batch_size={max_batch_size!r} is below the expected batch size, so most "
@@ -467,31 +431,50 @@ class PrivacyEngine:
         for parameter in trained:
             parameter.grad = None
         unchanged = Unchanged(module, trained, allow_buffers)
-        backward.changed = unchanged.before_backward
-        backward.proof = Proof(
+        ranks = self._workers
+        proof = Proof(
             module.modules(),
             device=trained[0].device,
-            group=backward.meeting,
-            context=self._workers.context,
+            group=ranks.everyone if step.is_sharded else ranks.context,
+            context=ranks.context,
             is_on=verify_first_batch,
         )
         if verify_first_batch:
             allow_second_backwards()
+        backward = PrivateBackward(
+            groups,
+            step,
+            way="stored" if optimize == "none" or exact is True else way,
+            memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
+            public_batch_size=planned,
+            loss_reduction=loss_reduction,
+            clip_function=clip_function,
+            flat=clipping == "flat",
+            gate_type=Gate if ranks.context is None else ContextGate,
+            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
+            proof=proof,
+            refusal=unchanged.before_backward,
+        )
         attach(module, backward)
 
         def place() -> tuple[object, ...]:
-            return (private_optimizer.releases, tracker.place(), self._workers.data_rank)
+            return (step.releases, step.tracker.place(), ranks.data_rank)
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
-        masks = SecretMasks(devices, self._noise_key, place)
+        masks = SecretMasks(devices, lambda: self._keys.noise, place)
         self._leveled = LeveledForward(
             module, backward, optimization, unchanged, masks, loader.order
         )
         self._leveled.put()
         _log.info("%s", optimization.summary)
-        self._model, self._backward, self._tracker = module, backward, tracker
+        private_optimizer = PrivateOptimizer(
+            optimizer,
+            step,
+            expected_batch_size=loader.expected_batch_size,
+            loss_reduction=loss_reduction,
+        )
+        self._model, self._backward, self._step = module, backward, step
         self._clipping = clipping
-        self._paid = (0, math.inf)
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
 
@@ -550,7 +533,6 @@ class PrivacyEngine:
         sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
         drawn = PrivateDataLoader(
             data_loader,
-            BatchTracker(),
             sampling=sampling,
             key=bytes(32),
             max_batch_size=max_batch_size,
@@ -639,7 +621,7 @@ class PrivacyEngine:
             )
         if losses.ndim == 1 and losses.shape[0] == 0 and self._workers.everyone is None:
             # Beside other workers an empty batch has its part in what they exchange.
-            self._tracker.before_backward(0)
+            backward.step.tracker.before_backward(0)
             return
         if not losses.requires_grad:
             raise RuntimeError(
@@ -647,14 +629,14 @@ class PrivacyEngine:
                 "the model's output outside of torch.no_grad() and without detach()"
             )
         if losses.ndim == 1:
-            self._tracker.before_backward(losses.shape[0])
+            backward.step.tracker.before_backward(losses.shape[0])
         nonfinite = backward.nonfinite_samples
         try:
             with without_autocast(losses.device.type):
                 backward.backward(losses)
         except BaseException:
             # Its sums are dropped, so the batch may be tried again.
-            self._tracker.dropped()
+            backward.step.tracker.dropped()
             raise
         if backward.nonfinite_samples > nonfinite:
             warnings.warn(
@@ -686,17 +668,7 @@ class PrivacyEngine:
         For a shuffled loader, what is left of a pass that is paid for counts, and then whole
         passes.
         """
-        if self._spending.budget is None:
-            return None
-        assert self._optimizer is not None and self._loader is not None
-        noise_multiplier = self._optimizer.noise_multiplier
-        fit = self._spending.remaining(self._loader.event(noise_multiplier))
-        if self._loader.sampler_name != "shuffled":
-            return fit
-        left, whole = self._tracker.left_of_pass, self._loader.steps_per_epoch
-        if self._coming(noise_multiplier) is None:
-            return left + fit * whole
-        return left + (fit - 1) * whole if fit and left else fit * whole
+        return None if self._step is None else self._step.remaining_steps()
 
     @property
     def accountant(self) -> Accountant:
@@ -711,7 +683,9 @@ class PrivacyEngine:
     def sampler(self) -> str:
         """How the batches of the releases were drawn, as accounted for."""
         name = "none" if self._loader is None else self._loader.sampler_name
-        return f"{name}, some batches not from its loader" if self._unamplified else name
+        if self._spending.has_foreign_batches:
+            return f"{name}, some batches not from its loader"
+        return name
 
     @property
     def neighboring_relation(self) -> str:
@@ -822,7 +796,7 @@ class PrivacyEngine:
         assert self._loader is not None
         return PublicFacts(
             slots=self._loader.slots,
-            others=self._unamplified or self._tracker.signalled,
+            others=self._spending.has_foreign_batches or self._loader.tracker.signalled,
             lengths=str(self._loader.lengths),
             dataset_size=self._loader.dataset_size,
             is_declared=self._loader.has_public_size,
@@ -839,7 +813,7 @@ class PrivacyEngine:
             ValueError: no model is private.
         """
         backward, _ = self._require_private("rounded_sums")
-        return tuple(sorted(backward.rounded))
+        return tuple(sorted(backward.step.rounded))
 
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
         if self._backward is None or self._optimizer is None:
@@ -868,8 +842,7 @@ class PrivacyEngine:
         assert self._optimizer is not None
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
-        self._key = derive_key(self._key, "next model")
-        self._run = self._new_token()
+        self._keys.begin_model()
         self._spending.budget = None
         self._model = self._backward = self._leveled = None
         return model
@@ -917,10 +890,7 @@ class PrivacyEngine:
         checkpoint.check_extra(extra)
         return {
             "spending": self._spending.state_dict(),
-            "key": self._key,
-            "incarnation": self._incarnation,
-            "run": self._run,
-            "branch": self._branch,
+            **self._keys.state_dict(),
             "releases": self._optimizer.releases,
             "ledger_releases": None if self._ledger is None else self._ledger.releases,
             "ledger_digest": None if self._ledger is None else self._ledger.digest(),
@@ -930,8 +900,6 @@ class PrivacyEngine:
             "sampling": self._sampling(),
             "clipping": self._clipping,
             "clip_function": self._attached().clip_function,
-            "unamplified": self._unamplified,
-            "seed": self.seed,
             "extra": extra or {},
         }
 
@@ -979,7 +947,8 @@ class PrivacyEngine:
             workers=self._workers,
             check=check,
         )
-        here = (self._key, self._incarnation, self._optimizer.releases)
+        assert self._step is not None
+        here = (self._keys.master, self._keys.incarnation, self._step.releases)
         there = (state["key"], state["incarnation"], state["releases"])
         spent = not self._spending.is_empty or self._optimizer.releases
         if self._ledger is None and spent and here != there:
@@ -999,26 +968,15 @@ class PrivacyEngine:
         )
         sharded_checkpoint.put(self._model, state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._key = state["key"]
-        self._incarnation = state["incarnation"]
-        self._run = state["run"]
-        self._optimizer.releases = state["releases"]
-        self._optimizer.noise_multiplier = state["noise_multiplier"]
-        self._optimizer.max_grad_norm = state["max_grad_norm"]
-        self._unamplified |= state["unamplified"]
-        self.seed = state["seed"]
-        self._branch = state["branch"]
-        if self._ledger is None:
-            self._restored = True
-            self._leave_noise()
-        elif self._ledger.releases != state["ledger_releases"]:
-            # The accountant already holds the whole ledger.
-            # Each release has lengthened it, so no other branch of this key has its number.
-            self._incarnation = self._ledger.releases
-        self._optimizer._noise_key = self._noise_key()
-        self._loader.set_key(self._sampling_key())
+        releases = None if self._ledger is None else self._ledger.releases
+        self._keys.load_state_dict(state, ledger_releases=releases)
+        self._loader.set_key(self._keys.sampling)
         self._loader.load_state_dict(state["loader"])
-        self._attached().discard()
+        self._step.resume(
+            releases=state["releases"],
+            noise_multiplier=state["noise_multiplier"],
+            max_grad_norm=state["max_grad_norm"],
+        )
         return dict(state["extra"])
 
     def diagnostics(self) -> dict[str, Any]:
@@ -1042,19 +1000,6 @@ class PrivacyEngine:
             raise RuntimeError("no model is private yet; call engine.make_private first")
         return self._backward
 
-    def _noise_key(self) -> bytes:
-        return derive_key(self._key, f"noise-{self._incarnation}{self._branch}")
-
-    def _leave_noise(self) -> None:
-        """Noise of its own from now on, whoever else holds the key. A seed's noise stays."""
-        if self.seed is None:
-            self._branch = f"-{self._new_token()}"
-        if self._optimizer is not None:
-            self._optimizer._noise_key = self._noise_key()
-
-    def _sampling_key(self) -> bytes:
-        return derive_key(self._key, f"sampling-{self._incarnation}")
-
     def _sampling(self) -> dict[str, Any]:
         assert self._loader is not None
         return self._sampling_of(self._loader)
@@ -1067,10 +1012,6 @@ class PrivacyEngine:
             "expected_batch_size": loader.expected_batch_size,
             "max_batch_size": loader.max_batch_size,
         }
-
-    def _new_token(self) -> str:
-        """A name that no other run has, the same for all workers."""
-        return self._workers.from_first(secrets.token_bytes(32), "a run's name").hex()
 
     def _common(self, number: int) -> int:
         """The first worker's number."""
@@ -1088,110 +1029,3 @@ class PrivacyEngine:
                 "way='book_keeping' with a context dimension: norms need the sum over a sample's "
                 "shards, so gradients are made; use way='auto', 'stored' or 'two_pass'"
             )
-
-    def _coming(self, noise_multiplier: float, *, new_pass: bool = False) -> Event | None:
-        """What the next release of the loader's batches costs; None where it is paid for."""
-        assert self._loader is not None
-        event = self._loader.event(noise_multiplier)
-        if self._loader.sampler_name == "shuffled" and not new_pass:
-            # Batches of a pass are disjoint, so the step with the least noise pays for all.
-            number, least = self._paid
-            if number == self._tracker.passes and noise_multiplier >= least:
-                return None
-        return event
-
-    def _may_begin(self, new_pass: bool) -> bool:
-        """Whether the budget allows the release of a logical batch that is not drawn yet."""
-        assert self._optimizer is not None
-        coming = self._coming(self._optimizer.noise_multiplier, new_pass=new_pass)
-        return self._spending.fits(coming)
-
-    def _charge(self, noise_multiplier: float, signalled: bool, bound: float) -> None:
-        """Pay for a release before it is made."""
-        assert self._optimizer is not None
-        noise_multiplier = float(noise_multiplier)
-        drawn = self._tracker.came_from_loader(signalled)
-        self._meet(noise_multiplier, bound, drawn)
-        # A batch of unknown origin: no amplification can be claimed for it.
-        event = (
-            self._coming(noise_multiplier)
-            if drawn
-            else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
-        )
-        try:
-            self._spending.admit(event)
-        except (BudgetSpent, ValueError):
-            self._attached().discard()
-            self._tracker.refused()
-            raise
-        if self._ledger is None and noise_multiplier > 0:
-            self._claim(self._optimizer.releases)
-        if not drawn and not self._unamplified and noise_multiplier > 0:
-            warnings.warn(
-                "a step was made on a batch that did not come from the private loader; it is "
-                "accounted for without amplification by sampling, and epsilon is for zero_out "
-                "from now on. Iterate over the loader that make_private returned",
-                stacklevel=4,
-            )
-        self._unamplified |= not drawn
-        self._pay(event)
-        if drawn and event is not None:
-            self._paid = (self._tracker.passes, noise_multiplier)
-
-    def _meet(self, noise_multiplier: float, bound: float, drawn: bool) -> None:
-        """Make sure that all workers are about to make the same release.
-
-        Raises:
-            ValueError: on all of them, naming what differs; the batch is dropped.
-            RuntimeError: the batch is none of the private loader's.
-        """
-        if self._workers.everyone is None:
-            return
-        assert self._optimizer is not None
-        current, backward = self._tracker.current, self._attached()
-        try:
-            self._workers.agree(
-                "optimizer.step()",
-                {
-                    "release": self._optimizer.releases,
-                    "draw": None if current is None else current.draw,
-                    "noise_multiplier": noise_multiplier,
-                    "max_grad_norm": bound,
-                    "batch of the private loader": drawn,
-                    "trained parameters": [backward.names[p] for p in self._optimizer.params],
-                },
-            )
-            if not drawn:
-                raise RuntimeError(
-                    "a step on a batch that did not come from the private loader, with a mesh: "
-                    "workers may hold the same samples, or different ones in one row, and nothing "
-                    "bounds that. Iterate over the loader that make_private returned"
-                )
-        except (ValueError, RuntimeError):
-            backward.discard()
-            self._tracker.refused()
-            raise
-
-    def _pay(self, event: Event | None) -> None:
-        """Charge a release on all workers, and on the first, which keeps the ledger, before."""
-
-        def charge() -> bytes:
-            self._spending.charge(event, run=self._run)
-            return b""
-
-        self._workers.first_does("the payment of a release", charge)
-        if not self._workers.is_first:
-            charge()
-
-    def _claim(self, step: int) -> None:
-        """Without a ledger only this process can tell whether noise is used twice."""
-        place = (self._run, self._incarnation, step, self._number)
-        if checkpoint.claim(*place, restored=self._restored) and not self._twin_warned:
-            self._twin_warned = True
-            if self.seed is None:
-                warnings.warn(
-                    "the engine that wrote this run's checkpoint and one restored from it both go "
-                    "on in this process: the epsilon of neither covers the other's steps. Release "
-                    "the results of one of them, or use PrivacyEngine(ledger=...)",
-                    stacklevel=4,
-                )

@@ -174,7 +174,7 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
                 if tiled
                 else _explain(name, of_parameter, way, planned.ceilings, asked)
             )
-            uses.append(replace(use, exact=backward.exact and (tiled or way == "stored")))
+            uses.append(replace(use, exact=backward.step.exact and (tiled or way == "stored")))
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),

@@ -12,7 +12,6 @@ gate instead (see `planner`), and autograd still tells when the last use is thro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,22 +22,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels import (
-    NoiseStream,
     block_clip_reduce,
     clip_reduce,
     embedding_per_sample_grad,
-    exact_slots,
-    grid_of,
     per_sample_grad,
     squared_norm,
 )
 from dpflash.kernels.reference import rounded_down
 
-from ._validate import positive
 from .ceilings import ceilings_for
 from .clipping import Group, clip_factors
 from .kept import KeptUses, TiledUse
-from .mesh import Workers
 from .planner import LinearShape, Plan, plan
 from .precision import (
     coarse_products,
@@ -47,11 +41,10 @@ from .precision import (
     refuse_coarse_products,
     without_autocast,
 )
-from .proof import OFF
+from .proof import OFF, Proof
 from .rehearsal import ForwardRows
-from .release import Release
-from .sharding import is_sharded, reduce_to_part
-from .slots import RealRows
+from .sharding import is_sharded
+from .step import ClippedSums
 from .twice import BackwardsDiffer, First, Second
 from .watch import Watch, refuse_together
 from .workers import agree, gather_rows
@@ -93,17 +86,7 @@ class _ClipGate(torch.autograd.Function):
         # `loss.backward()` may stand in the user's own autocast region.
         with without_autocast(gate.device.type):
             sums = gate.finish(grads)
-            return (None, *gate.owner.settled(gate.group.parameters, sums))
-
-
-def refuse_mixed(mixed: Sequence[Tensor]) -> None:
-    """Raise where workers' gradients of different parameters met in one exchange of several."""
-    if mixed and bool(torch.stack(list(mixed)).any()):
-        raise RuntimeError(
-            "workers had gradients of different parameters at a time, so nothing was released: "
-            "each of them must run the same layers in the same order, and use their outputs in "
-            "its losses (with weight 0 where it has nothing to add)"
-        )
+            return (None, *gate.step.settled(gate.group.parameters, sums))
 
 
 def _recomputing() -> bool:
@@ -124,6 +107,7 @@ class Gate:
 
     def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
         self.owner = owner
+        self.step = owner.step
         self.group = group
         self.batch_size = batch_size
         self.generation = generation
@@ -214,7 +198,7 @@ class Gate:
     @property
     def bound(self) -> float:
         """What one sample may move this group's sums by."""
-        return self.group.share * self.owner.bound
+        return self.group.share * self.step.bound
 
     def plan(self) -> Plan:
         """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
@@ -287,14 +271,6 @@ class Gate:
         self.reset()
         return results
 
-    def _deposit_nothing(self, parameter: nn.Parameter) -> None:
-        """A sharded parameter without a gradient here may have one on another worker."""
-        sharded: bool = is_sharded(parameter)
-        if sharded:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            nothing = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
-            self.owner.deposit(parameter, nothing)
-
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """What each sample's gradients are multiplied by, `[B]`."""
         owner = self.owner
@@ -302,63 +278,54 @@ class Gate:
             return owner.factors
         scale = self.batch_size if owner.loss_reduction == "mean" else 1
         squares = self.finish_norms(grads) * scale**2
-        factors = owner.rows.only(clip_factors(squares, self.bound, owner.clip_function))
+        factors = self.step.rows.only(clip_factors(squares, self.bound, owner.clip_function))
         owner.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
-        """The clipped sum of one parameter, handed to its owner."""
-        owner = self.owner
+        """Add the clipped sum of one parameter; returns what autograd adds to `.grad`."""
+        step = self.step
         total, kept = self._sums.get(position), self._kept.get(position)
         if kept is not None:
             own = kept.clipped(factors, self.bound)
             total = own if total is None else total + own
         if grad is None and total is None:
-            self._deposit_nothing(parameter)
+            step.add_zero(parameter)
             return None
-        into = owner.held_for(parameter)
-        if total is not None or owner.grid is None:
-            owner.rounded.add(owner.names[parameter])
-        if grad is None:
-            assert total is not None
-            return owner.deposit(parameter, total)
-        if total is not None:
-            return owner.deposit(parameter, total + clip_reduce(grad, factors, grid=owner.grid))
-        noise = owner.noise_to_fuse(parameter)
-        if noise is not None:
-            total = clip_reduce(grad, factors, grid=owner.grid, noise=noise)
-            return owner.deposit(parameter, total, noised=True)
-        total = clip_reduce(grad, factors, grid=owner.grid, into=into)
-        return owner.deposit(parameter, total)
+        if total is None:
+            assert grad is not None
+            return step.add_clipped(parameter, grad, factors)
+        step.sum_to_extend(parameter)
+        if grad is not None:
+            total = total + clip_reduce(grad, factors, grid=step.grid)
+        return step.add(parameter, total, is_exact=False)
 
     def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
         """`finish` for the one parameter of a group that is clipped tile by tile."""
-        owner = self.owner
+        owner, step = self.owner, self.step
         (parameter,) = self.group.parameters
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         kept = self._kept.get(0)
         if kept is None and grad is None or not parameter.numel():
-            self._deposit_nothing(parameter)
+            step.add_zero(parameter)
             self.reset()
             return [None]
-        into = owner.held_for(parameter)
-        if owner.grid is None:
-            owner.rounded.add(owner.names[parameter])
+        into = step.sum_to_extend(parameter)
         if kept is not None and grad is None:
             # Factors are made tile by tile, so padding rows lose their gradients instead.
-            kept.linear = [(x, owner.rows.only(dy)) for x, dy in kept.linear]
-            total, factors = kept.block_clipped(self.bound, owner.grid, into, scale=scale)
+            kept.linear = [(x, step.rows.only(dy)) for x, dy in kept.linear]
+            total, factors = kept.block_clipped(self.bound, step.grid, into, scale=scale)
         else:
             assert grad is not None
-            dense = owner.rows.only(grad if kept is None else grad + kept.dense())
+            dense = step.rows.only(grad if kept is None else grad + kept.dense())
             total, factors = block_clip_reduce(
-                dense * scale, self.bound, grid=owner.grid, into=into, return_factors=True
+                dense * scale, self.bound, grid=step.grid, into=into, return_factors=True
             )
         owner.note(None, factors.amin(1))
         self.reset()
-        return [owner.deposit(parameter, total)]
+        return [step.add(parameter, total)]
 
     def reset(self) -> None:
         self._kept = {}
@@ -385,29 +352,14 @@ class PrivateBackward:
     Attributes:
         groups: the clipping groups.
         names: dotted name of each parameter.
-        sums: for each parameter the clipped sum of the logical batch so far, over the samples of
-            this worker; of a sharded parameter this worker's rows, over those of all. fp64, exact
-            multiples of the grid, where per-sample gradients were at hand, else rounded, fp32 or
-            wider; with noise fp32. Only gates write here and only this is ever released, so that
-            an ordinary gradient which reached `parameter.grad` by another road cannot be.
-        rounded: names of the parameters of which some sum was rounded.
-        grid: what exact sums are multiples of; None where sums are rounded.
-        workers: this process and its peers.
-        is_sharded: whether of some parameter this worker holds a part only.
+        step: the logical batch that clipped sums are added to.
         public_batch_size: samples of a physical batch for which memory_budget shall last; never
             the drawn number, so that nobody's presence decides how the others are clipped.
-        bound: max_grad_norm of the current logical batch.
-        begin_release: pays for the release that the backward under way ends with; None where that
-            is not known before the optimizer's step.
-        release: the release under way, from its payment to the end of the optimizer's step.
-        batch_hint: size of the physical batch last drawn, None when batches are not ours.
-        place: (draw, part) of the physical batch at hand, None when it is not ours.
-        rows: which rows of that batch are samples; the others are given the factor 0.
+        batch_hint: rows of the microbatch drawn last; None where batches are not ours.
         convolves: whether the model has modules that convolve, for which cudnn rounds by default.
         proof: whether the model keeps samples apart, as far as it is proven.
         watches: what sees the uses of the backward under way.
         forward_rows: what notes the layers' inputs in the forward under way; None for nothing.
-        changed: why nothing may be released, where something else than sums is not as it was.
         norms_again: whether a pass that sums also norms.
         compiled: whether the forward goes through this library's own torch.compile.
     """
@@ -415,23 +367,24 @@ class PrivateBackward:
     def __init__(
         self,
         groups: Sequence[Group],
+        step: ClippedSums,
         *,
-        names: dict[nn.Parameter, str],
         way: str,
         memory_budget: int,
         public_batch_size: int,
         loss_reduction: str | None,
         clip_function: str,
         flat: bool,
-        workers: Workers | None = None,
         gate_type: type[Gate] = Gate,
         convolves: bool = False,
-        exact: bool = True,
+        proof: Proof = OFF,
+        refusal: Callable[[], str | None] = lambda: None,
     ):
         self.groups = list(groups)
-        self.workers = workers or Workers()
+        self.step = step
+        self.workers = step.ranks
+        self.names = step.names
         self._gate_type = gate_type
-        self.names = names
         self.way = way
         self.memory_budget = memory_budget
         self.public_batch_size = public_batch_size
@@ -443,23 +396,13 @@ class PrivateBackward:
             id(p): (g, i) for g, group in enumerate(groups) for i, p in enumerate(group.parameters)
         }
         self.mode = "clip"
-        self.proof = OFF
+        self.proof = proof
+        self._refusal = refusal
         self.watches: tuple[Watch, ...] = ()
         self.forward_rows: ForwardRows | None = None
-        self.changed: Callable[[], str | None] = lambda: None
         self.norms_again = False
         self.compiled = False
-        self.sums: dict[nn.Parameter, Tensor] = {}
-        self._mixed: list[Tensor] = []
-        self.bound_source: Callable[[], float] = lambda: float("inf")
-        self.bound = float("nan")
-        self.exact = exact
-        self.rounded: set[str] = set()
         self.batch_hint: int | None = None
-        self.before_backward: Callable[[int], None] = lambda batch_size: None
-        self.begin_release: Callable[[], Release | None] = lambda: None
-        self.release: Release | None = None
-        self._asked = False
         self._squares: tuple[Tensor | None, Tensor | None] = (None, None)
         self._counted = [0, 0]
         self._counts: list[Tensor] = []
@@ -472,9 +415,6 @@ class PrivateBackward:
         self._used: dict[str, int] = {}
         self._shared: set[str] = set()
         self._call: _Call | None = None
-        self.place: Callable[[], tuple[int, int] | None] = lambda: None
-        self.rows = RealRows()
-        self.is_sharded = any(is_sharded(p) for group in groups for p in group.parameters)
         self._generation = 0
         self._batch_size: int | None = None
         self._stale = True
@@ -486,6 +426,7 @@ class PrivateBackward:
         self.factors = torch.empty(0)
         self._removed: Tensor | None = None
         self._summing: Gate | None = None
+        step.attach(self)
 
     # Forward
 
@@ -678,7 +619,7 @@ class PrivateBackward:
     @property
     def meeting(self) -> ProcessGroup | None:
         """The workers whose gradients meet in the backward; None where none do."""
-        return self.workers.everyone if self.is_sharded else self.workers.context
+        return self.workers.everyone if self.step.is_sharded else self.workers.context
 
     def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
         """Make sure that workers whose gradients meet are about to do the same.
@@ -696,7 +637,7 @@ class PrivateBackward:
         """
         workers, group = self.workers, self.meeting
         try:
-            refuse_together(self.changed(), group, "engine.backward")
+            refuse_together(self._refusal(), group, "engine.backward")
         except RuntimeError:
             self.discard()
             raise
@@ -705,8 +646,8 @@ class PrivateBackward:
         what = "engine.backward"
         # Other modules, or another order, and gradients of one would be added to another's.
         same = {
-            "(draw, part) of the batch": self.place(),
-            "max_grad_norm": self.bound,
+            "(draw, part) of the batch": self.step.tracker.place(),
+            "max_grad_norm": self.step.bound,
             "modules that ran, and how often": list(self._used.items()),
         }
         size = {"number of samples": self._batch_size}
@@ -738,7 +679,7 @@ class PrivateBackward:
                 self._refuse_size(gate.batch_size, losses.shape[0])
             allowed = first.allowed(squares)
             factors = clip_factors(allowed, gate.bound, self.clip_function)
-            self.factors = self.rows.only(factors)
+            self.factors = self.step.rows.only(factors)
             self.note(squares, self.factors)
         del grads
         self._summing = gate
@@ -769,7 +710,7 @@ class PrivateBackward:
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
         """A backward that only looks; the ordinary one is compared with it as it runs."""
-        watch = self.proof.prove(self, outputs, seeds, size, self.rows.source(size))
+        watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
             self.watches = (watch,)
 
@@ -825,13 +766,8 @@ class PrivateBackward:
         self._arrived = set()
         self._arrived_generation = None
         self._removed = None
-        self._asked = False
         self._task = -1
-        if math.isnan(self.bound):
-            bound = self.bound_source()
-            positive(max_grad_norm=bound)
-            # numpy's narrower numbers would round a group's share of it, maybe up.
-            self.bound = float(bound)
+        self.step.begin_backward()
 
     def arrived(self, gate: Gate) -> None:
         """Called by each gate as its backward runs; refuses what would break the sensitivity."""
@@ -847,9 +783,9 @@ class PrivateBackward:
                 self._begin()
                 self._meet()
                 self._task = task
-                self.before_backward(gate.batch_size)
+                self.step.tracker.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:
-            self.before_backward(gate.batch_size)
+            self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:
             self._refuse_size(gate.batch_size, self._expected_size)
         if id(gate) in self._arrived:
@@ -864,21 +800,10 @@ class PrivateBackward:
                 "one; call engine.backward after each forward pass, and give every layer inputs "
                 f"whose first dimension is the batch. {_SHARED}"
             )
-        self._refuse_inexact(gate.batch_size)
+        self.step.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
         self._stale = True
-
-    def _refuse_inexact(self, size: int) -> None:
-        # The private loader's own batches were checked before; others may have any size.
-        if self.grid is None:
-            return
-        most = exact_slots(self.grid, self.bound) // self.workers.data_size
-        if size > most:
-            raise ValueError(
-                f"a batch of {size} samples: expected at most {most}, whose sums are exact in "
-                "float64; use smaller batches, or make_private(..., exact=False)"
-            )
 
     @staticmethod
     def _refuse_size(gate_size: int, loss_size: int) -> None:
@@ -893,7 +818,7 @@ class PrivateBackward:
 
         Numbers stay on their device until they are asked for.
         """
-        real = self.rows.of(factors)
+        real = self.step.rows.of(factors)
         self._squares = (None if squares is None else squares.detach(), real)
         removed, clipped = factors == 0, factors < 1
         if real is not None:
@@ -906,7 +831,7 @@ class PrivateBackward:
             self._counts[-1] = self._counts[-1] + counts
         else:
             self._counts.append(counts)
-        self.seen_samples += self.rows.count(len(factors))
+        self.seen_samples += self.step.rows.count(len(factors))
 
     def _count(self) -> list[int]:
         """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
@@ -933,112 +858,6 @@ class PrivateBackward:
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]
 
-    @property
-    def grid(self) -> float | None:
-        if not self.exact or not math.isfinite(self.bound):
-            return None
-        return grid_of(self.bound)
-
-    def noise_for(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """What the parameter's sum lacks; None where the optimizer's step will add it."""
-        if not self._asked:
-            self._asked = True
-            if self.release is None:
-                self.release = self.begin_release()
-        return None if self.release is None else self.release.noise_for(parameter)
-
-    def noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """Noise for the kernel that makes a parameter's whole sum, exact and of this process."""
-        alone = self.grid is not None and parameter not in self.sums
-        return self.noise_for(parameter) if alone and not is_sharded(parameter) else None
-
-    def held_for(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of earlier microbatches, where a kernel may add to it in place."""
-        held = self.sums.get(parameter)
-        if held is None or is_sharded(parameter):
-            return None
-        grad = parameter.grad
-        if grad is not None and torch.equal(grad, held.to(grad.dtype)):
-            # `.grad` gets the whole sum, which is not the sum of rounded ones. What else reached
-            # it stays, and is found when the batch is released.
-            parameter.grad = None
-        return held if self.grid is not None and held.dtype == torch.float64 else None
-
-    def deposit(
-        self, parameter: nn.Parameter, total: Tensor, *, noised: bool = False
-    ) -> Tensor | None:
-        """Add to a parameter's sum, and then its noise, if it is due.
-
-        Args:
-            parameter: whose sum it is.
-            total: of this microbatch, or of all so far in place, see `held_for`.
-            noised: whether `noise_to_fuse` is in it.
-
-        Returns:
-            What autograd adds to `.grad`.
-        """
-        held = self.sums.get(parameter)
-        if is_sharded(parameter):
-            self._deposit_rows(parameter, total)  # type: ignore[arg-type]
-            return None
-        if held is not None and total is not held:
-            total = held + total
-        if not noised:
-            noise = self.noise_for(parameter)
-            if noise is not None:
-                total = noise.add_to_(total.contiguous())
-                noised = True
-        if noised:
-            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
-        self.sums[parameter] = total
-        # Last: what fails before leaves a sum that still lacks its noise, never one without.
-        if noised:
-            assert self.release is not None
-            self.release.holds(parameter, total)
-            self.release.noised(parameter)
-        return total.to(parameter.dtype)
-
-    def settled(
-        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients that a gate returns, after noise that a GPU left undecided is written."""
-        try:
-            if self.release is None or not self.release.settle():
-                return tuple(grads)
-        except BaseException:
-            self.discard()
-            raise
-        pairs = zip(parameters, grads, strict=True)
-        return tuple(None if grad is None else self.sums[p].to(p.dtype) for p, grad in pairs)
-
-    def _deposit_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """`deposit` for this worker's rows of a sharded parameter; the step adds the noise."""
-        rows = parameter
-        assert is_sharded(rows)
-        # Workers add up in one dtype, whichever way each has taken.
-        total = total if self.grid is None else total.double()
-        own, mixed = reduce_to_part(total, rows, self.workers.data, self.mark_of(parameter))
-        self._mixed.append(mixed)
-        held = self.sums.get(parameter)
-        self.sums[parameter] = own if held is None else held + own
-
-    def mark_of(self, parameter: Tensor) -> int:
-        """What travels with a parameter's gradient, to tell it from those of the others."""
-        group, position = self.slots[id(parameter)]
-        return 1 + (61 * group + position) % 4093
-
-    def check_sums(self) -> None:
-        """Drop sums in which gradients of different parameters met.
-
-        Raises:
-            RuntimeError: there were some.
-        """
-        try:
-            refuse_mixed(self._mixed)
-        except RuntimeError:
-            self.discard()
-            raise
-
     def note_shapes(self, gate: Gate) -> None:
         """Keep what `engine.plan` explains: the uses of the last forward pass, by group."""
         if gate.generation != self._shapes_generation:
@@ -1047,28 +866,18 @@ class PrivateBackward:
         self.last_shapes[self._index[id(gate.group)]] = gate.shapes
 
     def discard(self) -> None:
-        """Forget the clipped sums of an unreleased logical batch, and their gradients."""
-        for group in self.groups:
-            for parameter in group.parameters:
-                parameter.grad = None
-        self.clear()
+        """Drop the logical batch; see `ClippedSums.discard`."""
+        self.step.discard()
 
-    def released(self) -> None:
-        """The logical batch was released, and its parameters are about to change."""
-        self.clear()
-        self.batch_hint = None
-        # They are views of the parameters as they were.
-        self._prepared = []
-
-    def clear(self) -> None:
-        """Ready for the next logical batch."""
-        self.sums = {}
-        self._mixed = []
-        self.bound = float("nan")
-        self.release = None
+    def end_batch(self, *, released: bool) -> None:
+        """The logical batch was released, and parameters are about to change, or was dropped."""
         self.watches = self.proof.resting
         self._release_gates()
         self._stale = True
+        if released:
+            self.batch_hint = None
+            # They are views of the parameters as they were.
+            self._prepared = []
 
     def _release_gates(self) -> None:
         # A gate, its handles and their autograd node refer to each other; nothing else frees them.

@@ -135,7 +135,7 @@ class LeveledForward:
             backward.discard()
             raise RuntimeError(refusal)
         second, layers = ForwardRows(), list(backward.used)
-        real = backward.rows.source(size)
+        real = backward.step.rows.mask_of(size)
         replacement = Replacement.drawn(copies, size, real, first, proof.draw)
         others, changed = replacement.applied(copies)
         if alone and not changed:

@@ -40,7 +40,7 @@ from .lengths import Lengths, PadTo
 from .row_order import RowOrder
 from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .streams import uniform_words
-from .tracker import EARLIER_PASS, BatchMark, BatchTracker
+from .tracker import EARLIER_EPOCH, BatchMark, BatchTracker
 
 __all__ = [
     "SAMPLINGS",
@@ -333,13 +333,13 @@ class _PassBatchSampler(BatchSampler):
         tracker = self._tracker
         if not tracker.may_begin(True):
             return
-        tracker.begin_pass()
+        tracker.begin_epoch()
         self._passes += 1
         own = self._passes
         try:
             for number, batch in enumerate(super().__iter__()):
                 if own != self._passes:
-                    raise RuntimeError(EARLIER_PASS)
+                    raise RuntimeError(EARLIER_EPOCH)
                 if number and not tracker.may_begin(False):
                     return
                 tracker.emitted.append(len(batch))
@@ -410,12 +410,12 @@ class PrivateDataLoader(DataLoader):
             the loader's own sizes.
         lengths: what is known of the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
+        tracker: follows the loop over its batches.
     """
 
     def __init__(
         self,
         loader: DataLoader,
-        tracker: BatchTracker,
         *,
         sampling: str,
         key: bytes,
@@ -432,9 +432,9 @@ class PrivateDataLoader(DataLoader):
             rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
         else:
             self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
-        self._tracker = tracker
-        # Draws at rate 1 are too, but each of them is the whole data set.
-        tracker.equal_sizes = sampling != "poisson"
+        self.tracker = tracker = BatchTracker(
+            fetched_ahead=loader.num_workers > 0, equal_sizes=sampling != "poisson"
+        )
         self.sample_rate = rate if sampling == "poisson" else None
         self.expected_batch_size = float(batch_size)
         self.max_batch_size = max_batch_size
@@ -474,9 +474,9 @@ class PrivateDataLoader(DataLoader):
                     **drawn,
                 )
             self._draws.share = share
-            self._draws.on_pass = tracker.begin_pass
+            self._draws.on_pass = tracker.begin_epoch
             self._draws.on_draw = tracker.emitted.append
-            self._draws.may_begin = lambda new_pass: tracker.may_begin(new_pass)
+            self._draws.may_begin = tracker.may_begin
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         options: dict[str, Any] = {
@@ -538,7 +538,7 @@ class PrivateDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # The samplers ask too, but workers fetch batches before those at hand are released.
-        if not self._tracker.may_begin(True):
+        if not self.tracker.may_begin(True):
             return
         marked = self._marked_pass() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
@@ -546,7 +546,7 @@ class PrivateDataLoader(DataLoader):
             self.lengths.observe(batch)
             self.order.observe(batch, mark)
             yield batch
-            if mark.last and not self._tracker.may_begin(False):
+            if mark.last and not self.tracker.may_begin(False):
                 return
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
@@ -554,9 +554,9 @@ class PrivateDataLoader(DataLoader):
         marks = None
         for batch in self._padded:
             if marks is None:
-                marks, own = self._rows.marks, self._tracker.passes
+                marks, own = self._rows.marks, self.tracker.epochs
             mark = marks.popleft()
-            self._tracker.begin_batch(mark, own)
+            self.tracker.begin_batch(mark, own)
             yield batch, mark
 
     def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
@@ -566,10 +566,10 @@ class PrivateDataLoader(DataLoader):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
             if not number:
-                own = self._tracker.passes
+                own = self.tracker.epochs
             mark = BatchMark(number, size, True)
-            self._tracker.begin_batch(mark, own)
-            self._tracker.still_to_come(self.steps_per_epoch - number - 1)
+            self.tracker.begin_batch(mark, own)
+            self.tracker.still_to_come(self.steps_per_epoch - number - 1)
             yield batch, mark
 
     def set_key(self, key: bytes) -> None:
@@ -581,14 +581,14 @@ class PrivateDataLoader(DataLoader):
     def state_dict(self) -> dict[str, int]:
         """The position among the draws; a draw that was not released is drawn again."""
         # Under another loader's signals nothing tells which draw is in the loop's hands.
-        if self._tracker.signalled and self._draws is not None:
+        if self.tracker.signalled and self._draws is not None:
             return {"next_draw": self._draws.position}
-        return {"next_draw": self._tracker.next_draw}
+        return {"next_draw": self.tracker.next_draw}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._tracker.next_draw = int(state["next_draw"])
+        self.tracker.next_draw = int(state["next_draw"])
         if self._draws is not None:
-            self._draws.resume(self._tracker.next_draw)
+            self._draws.resume(self.tracker.next_draw)
 
 
 def _length(dataset: Any) -> int:

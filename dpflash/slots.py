@@ -153,19 +153,19 @@ class SlotSampler:
 
 
 class RealRows:
-    """Which rows of the batch at hand are samples, for the gates; they ignore padding rows.
+    """Which rows of the current microbatch are samples; padding rows count for nothing.
 
-    Attributes:
-        source: gives `[B]`, bool, on the CPU, of a batch of B rows; None where none is padding.
+    Args:
+        mask_of: the mask `[B]`, bool, on the CPU, of a microbatch of B rows; None without padding.
     """
 
-    def __init__(self) -> None:
-        self.source: Callable[[int], Tensor | None] = lambda rows: None
+    def __init__(self, mask_of: Callable[[int], Tensor | None]) -> None:
+        self.mask_of = mask_of
         self._held: tuple[Tensor, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor | None:
-        """The mask for the rows of x, copied to its device once for each batch."""
-        mask = self.source(x.shape[0])
+        """The mask for the rows of x, copied to its device once for each microbatch."""
+        mask = self.mask_of(x.shape[0])
         if mask is None:
             return None
         if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
@@ -173,8 +173,8 @@ class RealRows:
         return self._held[1]
 
     def count(self, rows: int) -> int:
-        """How many of a batch's rows are samples."""
-        mask = self.source(rows)
+        """How many of a microbatch's rows are samples."""
+        mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
     def only(self, x: Tensor) -> Tensor:

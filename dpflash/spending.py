@@ -54,6 +54,7 @@ class Spending:
         budget: the limit, or None.
         delta: at which ledger lines tell epsilon; None for nowhere.
         noiseless: whether something was released without noise.
+        has_foreign_batches: whether some releases were of batches that no private loader drew.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Spending:
         self.budget: PrivacyBudget | None = None
         self.delta: float | None = None
         self.noiseless = False
+        self.has_foreign_batches = False
         self._relation = ADD_REMOVE if relation is None else relation
         self._room: _Room | None = None
         self._last: Event | None = None
@@ -156,8 +158,9 @@ class Spending:
             # One of Opacus loses its history where it refuses a step.
             self._compose(self._meter(), event, 1)
 
-    def charge(self, event: Event | None, *, run: str) -> None:
+    def charge(self, event: Event | None, *, run: str, is_foreign: bool = False) -> None:
         """Pay for one admitted release before it is made; None for one that was paid for."""
+        self.has_foreign_batches |= is_foreign
         if event is not None:
             event = self.adopt(event)
         if self.ledger is not None:
@@ -262,6 +265,7 @@ class Spending:
             "accountant": self.accountant.state_dict(),
             "relation": self.relation,
             "noiseless": self.noiseless,
+            "has_foreign_batches": self.has_foreign_batches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,6 +279,7 @@ class Spending:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
             self._relation = common_relation((self._relation, state["relation"]))
         self.noiseless |= state["noiseless"]
+        self.has_foreign_batches |= state["has_foreign_batches"]
 
     # Inside
 

@@ -1,28 +1,30 @@
-"""What is known about the batch that is being trained on."""
+"""BatchTracker: which microbatch of which logical batch the training loop holds."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-EARLIER_PASS = (
-    "an earlier pass over the loader goes on beside a newer one, so a sample could be released "
-    "twice for one payment; finish or leave a pass first"
+EARLIER_EPOCH = (
+    "an earlier epoch of the loader goes on beside a newer one, so a sample could be released "
+    "twice for one payment; finish or leave an epoch before the next begins"
 )
 
 
 @dataclass(frozen=True)
 class BatchMark:
-    """What travels with a physical batch: the draw it is part of, its rows, whether it ends it.
+    """Travels with a microbatch and says which logical batch it is part of.
 
     Attributes:
-        size: its rows, padding rows included.
-        part: its number among the physical batches of the draw.
-        real: `[size]`, bool: which rows are samples of the draw. None where all of them are.
+        draw: number of the logical batch.
+        size: rows of the microbatch, padding rows included.
+        last: whether it is the last microbatch of the logical batch.
+        part: its number among the microbatches of the logical batch.
+        real: `[size]`, bool: which rows are samples; None where all rows are.
     """
 
     draw: int
@@ -33,104 +35,165 @@ class BatchMark:
 
     @property
     def count(self) -> int:
-        """How many rows are samples of the draw."""
+        """How many rows are samples."""
         return self.size if self.real is None else int(self.real.sum())
 
 
+class LogicalBatch(Protocol):
+    """What the microbatches add up to, as the tracker sees it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something of a logical batch waits for its release."""
+
+    def begin_batch(self, rows: int) -> None:
+        """The loader yields a microbatch of so many rows."""
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the loader may draw one more logical batch."""
+
+    def abandon(self) -> None:
+        """Drop the logical batch: the loop began another epoch."""
+
+
 class BatchTracker:
-    """The batch in the training loop's hands.
+    """Follows the training loop from microbatch to microbatch, and refuses what breaks the bound.
+
+    Args:
+        fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
+        equal_sizes: whether all logical batches are of one size.
 
     Attributes:
-        current: its mark; None when the batch did not come from a private loader.
-        backward_done: whether its gradients were taken.
-        passes: how many passes over the data were begun.
+        current: mark of the microbatch that the loop holds; None where it did not come from a
+            private loader.
+        backward_done: whether it had its backward.
+        epochs: how many epochs were begun.
         next_draw: the draw at which a resumed run goes on.
-        emitted: sizes of the logical batches that the private sampler drew in this pass and that
-            no signalled release has used.
-        unstepped: how many signals of another loader no step has taken yet.
-        fetched_ahead: whether signals may be of batches that the loop does not have yet.
-        equal_sizes: whether the private sampler's logical batches are all of one size.
-        signalled: whether a release was told by the signal of another loader, such as that of
-            Opacus' BatchMemoryManager, which calls step() for each physical batch.
-        may_begin: whether a further logical batch may be drawn, told whether it begins a pass.
+        emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
+        signalled: whether a release was signalled by another loader, such as that of Opacus'
+            BatchMemoryManager, which calls step() for each microbatch.
+        signalled_now: whether the step under way was.
+        skipped_last_step: whether the last step ended a microbatch only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fetched_ahead: bool = False, equal_sizes: bool = False) -> None:
         self.current: BatchMark | None = None
         self.backward_done = False
-        self.passes = 0
+        self.epochs = 0
         self.next_draw = 0
         self.emitted: deque[int] = deque()
         self.signalled = False
+        self.signalled_now = False
+        self.skipped_last_step = False
+        self._fetched_ahead = fetched_ahead
+        self._equal_sizes = equal_sizes
+        self._batch: LogicalBatch | None = None
+        self._signals: deque[bool] = deque()
         self._seen = 0
         self._still_to_come = 0
-        # Also after its release: its rows may come back.
+        # Kept after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
-        self.unstepped: Callable[[], int] = lambda: 0
-        self.fetched_ahead = False
-        self.equal_sizes = False
-        self.has_sums: Callable[[], bool] = lambda: False
-        self.abandon: Callable[[], None] = lambda: None
-        self.on_batch: Callable[[int], None] = lambda size: None
-        self.may_begin: Callable[[bool], bool] = lambda new_pass: True
 
-    def begin_pass(self) -> None:
-        """A new pass over the data drops what an unreleased logical batch left."""
-        if self.has_sums():
+    def attach(self, batch: LogicalBatch) -> None:
+        """Pass on to `batch` what the loader does."""
+        self._batch = batch
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the loader may draw one more logical batch, which may begin an epoch."""
+        return self._batch is None or self._batch.may_begin(new_epoch)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._batch is not None and self._batch.is_open
+
+    # Signals of another loader: Opacus' BatchMemoryManager
+
+    def signal(self, do_skip: bool) -> None:
+        """The next step ends a microbatch only (True), or a logical batch."""
+        self._signals.append(do_skip)
+
+    @property
+    def waiting_signals(self) -> int:
+        """How many signals no step has used yet."""
+        return len(self._signals)
+
+    def forget_signals(self) -> None:
+        """Drop signals for batches that will not come."""
+        self._signals.clear()
+        self.skipped_last_step = False
+
+    def step_ends_microbatch(self) -> bool:
+        """Whether the step under way ends a microbatch only; uses up its signal."""
+        self.signalled_now = bool(self._signals)
+        if self.signalled_now:
+            skip = self._signals.popleft()
+            if skip and self.current is None:
+                self.backward_done = False
+        else:
+            skip = self.current is not None and not self.current.last
+        self.skipped_last_step = skip
+        return skip
+
+    # Epochs and microbatches of the private loader
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; drops a logical batch that was not released."""
+        if self._is_open:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
                 "gradients are dropped",
                 stacklevel=3,
             )
-        self.abandon()
+        if self._batch is not None:
+            self._batch.abandon()
         self.current = self._last_yielded = None
         self.dropped()
         self.emitted.clear()
-        self.passes += 1
+        self.epochs += 1
 
     def dropped(self) -> None:
-        """The gradients of the logical batch under way were thrown away."""
+        """The gradients of the logical batch were dropped."""
         self.backward_done = False
         self._seen = 0
 
     def refused(self) -> None:
-        """The batch at hand may not be released; that it is not is no mistake of the loop."""
+        """Drop the current batch without warning about the missing step."""
         self.dropped()
         self._refused = self.current
 
     def place(self) -> tuple[int, int] | None:
-        """(draw, part) of the batch at hand; None where it is not of the private loader."""
+        """(draw, part) of the current microbatch; None where it is not of the private loader."""
         return None if self.current is None else (self.current.draw, self.current.part)
 
     def real_rows(self, rows: int) -> Tensor | None:
-        """`[rows]`: which rows of the batch at hand are samples; None where all of them are.
+        """`[rows]`: which rows of the current microbatch are samples; None where all rows are.
 
-        A batch of as many rows as the one that was just released may be that one again, whose
-        padding rows would count a sample twice.
+        A batch with as many rows as the one released last may be that batch again, whose padding
+        rows would count a sample twice.
         """
         mark = self.current or self._last_yielded
         return None if mark is None or mark.size != rows else mark.real
 
     def still_to_come(self, batches: int) -> None:
-        """How many batches follow in a pass of the loader's own, the one at hand left out."""
+        """Set how many batches of a shuffled epoch follow the current one."""
         self._still_to_come = batches
 
     @property
-    def left_of_pass(self) -> int:
-        """Batches of the loader's own pass to be released still, the one at hand included."""
-        by_signal = self.signalled or self.unstepped() > 0
+    def left_of_epoch(self) -> int:
+        """Batches of a shuffled epoch that wait for their release, the current one included."""
+        by_signal = self.signalled or self.waiting_signals > 0
         at_hand = len(self.emitted) if by_signal else int(self.current is not None)
         return self._still_to_come + at_hand
 
-    def begin_batch(self, mark: BatchMark, number_of_pass: int) -> None:
-        """The loop gets a batch of the pass that was begun as the so-manieth."""
-        if number_of_pass != self.passes:
-            # Workers may have fetched the older pass to its end, so its sampler cannot tell.
-            raise RuntimeError(EARLIER_PASS)
+    def begin_batch(self, mark: BatchMark, epoch: int) -> None:
+        """The loop received a microbatch of epoch number `epoch`."""
+        if epoch != self.epochs:
+            # DataLoader workers may have fetched the older epoch to its end before.
+            raise RuntimeError(EARLIER_EPOCH)
         previous = self.current
         if previous is not None and previous.draw != mark.draw:
-            if self.has_sums():
+            if self._is_open:
                 self._refuse_unreleased()
             if previous is not self._refused:
                 warnings.warn(
@@ -141,7 +204,8 @@ class BatchTracker:
         self.current = self._last_yielded = mark
         self.backward_done = False
         self.next_draw = mark.draw
-        self.on_batch(mark.size)
+        if self._batch is not None:
+            self._batch.begin_batch(mark.size)
 
     def before_backward(self, batch_size: int) -> None:
         """Refuse to take the same samples into one release twice."""
@@ -151,14 +215,14 @@ class BatchTracker:
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
                 "give one loss for each row, padding rows included, in the loader's order"
             )
-        signals = self.unstepped() if mark is None else 0
+        signals = self.waiting_signals if mark is None else 0
         if signals and self._hides_repeats:
             raise RuntimeError(
                 "BatchMemoryManager over a loader with workers whose batches are all of one size: "
                 "a second step on one batch could not be told from a step on the next, so nothing "
                 "was released. Use num_workers=0, or physical_batch_size= without the manager"
             )
-        if signals > 1 and not self.fetched_ahead:
+        if signals > 1 and not self._fetched_ahead:
             raise RuntimeError(
                 f"{signals} batches were drawn and not stepped: optimizer.step() must "
                 "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
@@ -188,7 +252,7 @@ class BatchTracker:
         self._seen += batch_size if mark is None else mark.count
 
     def warn_of_missing_backward(self) -> None:
-        """Only an empty batch may be released without a backward."""
+        """Warn where a batch with samples is released without a backward."""
         mark = self.current
         if mark is not None and mark.count and not self.backward_done:
             warnings.warn(
@@ -197,16 +261,11 @@ class BatchTracker:
                 stacklevel=4,
             )
 
-    def signalled_step(self) -> None:
-        """A step that was told by a signal ends a physical batch of another loader."""
-        if self.current is None:
-            self.backward_done = False
-
     def came_from_loader(self, signalled: bool) -> bool:
-        """Whether the release's samples are a draw of the private sampler.
+        """Whether the samples of this release are a draw of the private sampler.
 
-        A signal proves nothing by itself: the samples seen since the last release must be as many
-        as the next drawn batch has.
+        A signal alone is no proof: as many samples must have been seen since the last release as
+        the next drawn batch has.
         """
         if not signalled:
             return self.current is not None
@@ -217,10 +276,11 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether sizes cannot tell the batch at hand from those that workers fetched ahead."""
-        return self.fetched_ahead and self.equal_sizes
+        """Whether batches that were fetched ahead have the size of the current one."""
+        return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:
+        """The logical batch was released."""
         self.dropped()
         if self.current is not None:
             self.next_draw = self.current.draw + 1

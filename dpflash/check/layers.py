@@ -15,6 +15,8 @@ from ..grad_rules import rule_for
 from ..grad_rules.generic import PrivateLeaf
 from ..leveled import LeveledForward
 from ..optimization import PLAIN
+from ..step import ClippedSums
+from ..tracker import BatchMark, BatchTracker
 from .batch import tensors
 from .report import ITSELF, LOSS_FN, Findings, parted, said
 from .subject import LossAndGrads, Trial
@@ -133,9 +135,13 @@ def check_private_backward(
         findings.not_checked.append(f"{what}: mend the errors first")
         return
     subject = trial.subject
+    trained = list(subject.trained.values())
+    sums = ClippedSums(
+        trained, names={p: n for n, p in subject.trained.items()}, tracker=BatchTracker()
+    )
     backward = PrivateBackward(
-        flat_groups(list(subject.trained.values())),
-        names={p: n for n, p in subject.trained.items()},
+        flat_groups(trained),
+        sums,
         way="stored",
         memory_budget=1,
         public_batch_size=trial.size,
@@ -148,7 +154,7 @@ def check_private_backward(
     attach(subject.model, backward)
     LeveledForward(subject.model, backward, PLAIN).put()
     try:
-        backward.begin_batch(trial.size)
+        sums.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))
     except Exception as error:
         named = re.search(r"'([^']+)'", str(error))
@@ -156,20 +162,20 @@ def check_private_backward(
         return
     findings.checked.append(what)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
-    _compare_sums(backward, subject.trained, tolerance, findings)
+    _compare_sums(sums.sums, subject.trained, tolerance, findings)
     if not (findings.errors() or trial.random or backward.squared_norms is None):
         norms = backward.squared_norms.sqrt().tolist()
         _compare_norms(trial, norms, reference, tolerance, findings)
 
 
 def _compare_sums(
-    backward: PrivateBackward,
+    sums: dict[nn.Parameter, Tensor],
     trained: dict[str, nn.Parameter],
     tolerance: float,
     findings: Findings,
 ) -> None:
     for name, parameter in trained.items():
-        ordinary, held = parameter.grad, backward.sums.get(parameter)
+        ordinary, held = parameter.grad, sums.get(parameter)
         if ordinary is None:
             continue
         held = torch.zeros_like(ordinary) if held is None else held

@@ -184,7 +184,7 @@ def clipped_sums(
     finally:
         if broken:
             mend_norms()
-    sums = engine._backward.sums
+    sums = engine._step.sums
     return torch.cat([sums[p].flatten() for p in model.parameters()]).numpy()
 
 
@@ -349,7 +349,7 @@ def differing_draws(group: object = None) -> str:
         max_grad_norm=1.0,
     )
     for x, y in loader:
-        if engine._tracker.current.draw == dist.get_rank():
+        if engine._step.tracker.current.draw == dist.get_rank():
             engine.backward(model(x, y))
             optimizer.step()
         optimizer.zero_grad()
@@ -373,7 +373,7 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
     )
     parts = []
     for (x,) in loader:
-        mark = engine._tracker.current
+        mark = engine._step.tracker.current
         own = x[loader.is_real].flatten()
         parts.append((mark.draw, mark.last, [int(i) for i in own]))
         optimizer.step()
@@ -398,7 +398,7 @@ def uneven_losses(group: object = None) -> str:
     if dist.get_rank() == 1:
         weights[2] = float("nan")
     engine.backward(model(x, y) * weights)
-    sums = engine._backward.sums
+    sums = engine._step.sums
     flat = torch.cat([sums[p].flatten() for p in model.parameters()])
     return f"{engine.diagnostics()['nonfinite_samples']} {bool(flat.isfinite().all())}"
 
@@ -613,7 +613,7 @@ def proven(
             engine.backward(made(x, y))
         except RuntimeError as error:
             refused = f"{type(error).__name__}: {error}"
-            assert engine._backward.sums == {}
+            assert engine._step.sums == {}
             break
         optimizer.step()
         optimizer.zero_grad()

@@ -120,7 +120,7 @@ def sums():
     """sums(engine, model): the clipped sums before noise, by parameter name, as they are kept."""
 
     def of(engine, model):
-        held = engine._backward.sums
+        held = engine._step.sums
         return {
             n: held[p].detach().clone() if p in held else torch.zeros_like(p)
             for n, p in model.named_parameters()

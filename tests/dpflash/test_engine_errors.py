@@ -531,12 +531,16 @@ def unchanged():
     def check(made, path, error, pattern):
         engine, model, optimizer, private_loader = made
         state = copy.deepcopy(model.state_dict())
-        before = (engine._key, engine._incarnation, private_loader.state_dict())
+        before = (engine._keys.state_dict(), private_loader.state_dict())
         with pytest.raises(error, match=pattern) as caught:
             engine.load_checkpoint(path)
         assert str(path) in str(caught.value)
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-        assert before == (engine._key, engine._incarnation, private_loader.state_dict())
+        assert before == (
+            engine._keys.master,
+            engine._keys.incarnation,
+            private_loader.state_dict(),
+        )
         assert engine.accountant.history == [] and optimizer.releases == 0
         train(*made)
         assert sum(steps for _, _, steps in engine.accountant.history) == optimizer.releases > 0

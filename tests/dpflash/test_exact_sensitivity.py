@@ -195,9 +195,9 @@ def clipped_sums(run, sums, absent=None):
     for rows in run.case.microbatches:
         present = torch.tensor([row != absent for row in rows])
         run.engine.backward(run.losses(rows) * torch.where(present, 1.0, math.nan))
-        run.engine._tracker.dropped()  # the next microbatch is no second backward
+        run.engine._step.tracker.dropped()  # the next microbatch is no second backward
     found = sums(run.engine, run.model)
-    run.engine._backward.discard()
+    run.engine._step.discard()
     return torch.cat([found[name].double().flatten() for name in sorted(found)]).numpy()
 
 

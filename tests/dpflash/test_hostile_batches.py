@@ -27,7 +27,7 @@ def linear(inputs=3, outputs=2):
 def released(engine, model, x, scales=None):
     losses = model(x).flatten(1).sum(1)
     engine.backward(losses if scales is None else losses * scales)
-    return torch.cat([s.double().flatten() for s in engine._backward.sums.values()])
+    return torch.cat([s.double().flatten() for s in engine._step.sums.values()])
 
 
 def cancelling(tokens, size=2.0**12, width=16):
@@ -68,7 +68,7 @@ class Weighted(nn.Module):
 def weighted_sum(private, x, dy, way):
     engine, model, _, _ = private(Weighted(x.shape[2], dy.shape[2]), batch_size=2, way=way)
     engine.backward(model(x, dy))
-    return engine._backward.sums[model.layer.weight].double()
+    return engine._step.sums[model.layer.weight].double()
 
 
 @pytest.mark.parametrize("way", ["auto", *WAYS])
@@ -105,7 +105,7 @@ def test_operands_near_the_end_of_fp32_are_clipped_to_the_bound(private, kind, b
     model.bias.requires_grad_(False)
     x = torch.tensor([[[1.98e38, 0.0, 0.0]]])
     engine.backward(model(x)[:, 0, 0] * 1e-7)
-    total = engine._backward.sums[model.weight].double().norm()
+    total = engine._step.sums[model.weight].double().norm()
     assert float(total) <= bound * (1 + 2.0**-20)
 
 
@@ -116,7 +116,7 @@ def test_a_sum_that_was_not_stored_does_not_count_as_noised(private):
     )  # fmt: skip
     backward = engine._backward
     for (x,) in loader:
-        last = engine._tracker.current.last
+        last = engine._step.tracker.current.last
         if not last or not backward.sums:
             model(x).square().sum().backward()
             optimizer.step()
@@ -163,19 +163,19 @@ def test_a_batch_that_a_managed_loop_skips_is_noticed(private):
 def test_a_failed_release_lets_no_further_samples_in(private, monkeypatch):
     engine, model, optimizer, manager = signalled(private)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError("no space left on device")
 
-    charge = optimizer._charge
+    charge = engine._spending.charge
     with manager as batches:
         with pytest.raises(RuntimeError, match="second backward|two draws"):
             for (x,) in batches:
                 engine.backward(model(x).square().mean(1))
-                optimizer._charge = full
+                engine._spending.charge = full
                 try:
                     optimizer.step()
                 except OSError:
-                    optimizer._charge = charge
+                    engine._spending.charge = charge
 
 
 def test_a_forked_process_has_noise_of_its_own(private):
@@ -191,10 +191,11 @@ def test_a_forked_process_has_noise_of_its_own(private):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, optimizer._noise_key)
+        os.write(writer, engine._keys.noise)
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reader, 32) != optimizer._noise_key == engine._noise_key()
+    own = engine._keys.noise
+    assert os.read(reader, 32) != own == engine._keys.noise
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
@@ -238,7 +239,7 @@ def test_an_empty_batch_of_tiles_with_a_declared_mean(private):
         linear(), batch_size=4, clipping="per_block", loss_reduction="mean"
     )
     model(torch.zeros(0, 3)).square().sum().backward()
-    assert all(not s.any() for s in engine._backward.sums.values())
+    assert all(not s.any() for s in engine._step.sums.values())
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (4, 2, 5, 3)])

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import PrivacyEngine
-from dpflash import release as release_module
+from dpflash import step as step_module
 from dpflash.accounting import Gaussian, ShuffledGaussian
 from dpflash.clipping import clip_factors
 
@@ -847,7 +847,7 @@ def test_invariant_9_a_gradient_changed_between_backward_and_step_is_refused(tam
     tamper(model.weight)
     with pytest.raises(RuntimeError, match=r"'weight' is not the clipped sum"):
         optimizer.step()
-    assert not engine._backward.sums and model.bias.grad is None
+    assert not engine._step.sums and model.bias.grad is None
 
 
 def test_invariant_9_a_gradient_of_a_parameter_that_no_gate_reached_is_refused(private):
@@ -1086,7 +1086,7 @@ def test_invariant_10_the_ledger_is_on_disk_before_the_noise_is_drawn(
         lines.extend(ledger.read_text().splitlines())
         raise MemoryError
 
-    monkeypatch.setattr(release_module, "NoiseStream", fail)
+    monkeypatch.setattr(step_module, "NoiseStream", fail)
     before = model.weight.detach().clone()
     for (x,) in loader:
         with pytest.raises(MemoryError):
@@ -1117,7 +1117,7 @@ def test_invariant_10_nothing_is_released_where_the_ledger_cannot_be_written(
             optimizer.step()
         break
     assert torch.equal(model.weight, before) and optimizer.releases == 0
-    assert model.weight.grad is None and not engine._backward.sums
+    assert model.weight.grad is None and not engine._step.sums
 
 
 @pytest.mark.usefixtures("one_batch_a_draw")

@@ -587,4 +587,4 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path
         train(*made, 99)
     assert engine.accountant.history == [(1.0, 0.25, 6)]
     assert [entry.first for entry in Ledger(path).lines] == [1, 2, 3, 4, 5, 6]
-    assert {entry.run for entry in Ledger(path).lines} == {engine._run}
+    assert {entry.run for entry in Ledger(path).lines} == {engine._keys.run}

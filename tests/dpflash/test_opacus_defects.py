@@ -465,7 +465,7 @@ def test_m05_every_declared_draw_is_yielded_and_counted_though_it_is_empty():
     sizes = Counter()
     for _ in range(3):
         for inputs, targets in loader:
-            sizes[engine._tracker.current.draw] += int(loader.is_real.sum())
+            sizes[engine._step.tracker.current.draw] += int(loader.is_real.sum())
             engine.backward(dpflash.losses.cross_entropy(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
@@ -704,7 +704,7 @@ def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, way):
             for parameter in model.parameters():
                 parameter.normal_(std=0.3)
         engine.backward(dpflash.losses.cross_entropy(model(x), y))
-        sums = engine._backward.sums.values()
+        sums = engine._step.sums.values()
         assert {s.dtype for s in sums} <= {torch.float32, torch.float64}
         worst = max(worst, torch.cat([s.flatten() for s in sums]).double().norm().item())
         optimizer.zero_grad()

@@ -240,7 +240,7 @@ def worst_change(private, sums, loss, *, model, seeds, **options):
             engine, private_model, *_ = private(copy.deepcopy(model), **options)
             loss(engine, private_model, batch)
             wide = {torch.float32, torch.float64}
-            assert {t.dtype for t in engine._backward.sums.values()} <= wide
+            assert {t.dtype for t in engine._step.sums.values()} <= wide
             return flat(sums(engine, private_model))
 
         whole = of(x)
@@ -332,7 +332,7 @@ def test_norms_sums_and_gradients_stay_float32(level, clipping, private, tiny_lm
     engine.backward(found)
     wide = (torch.float32, torch.float64)
     assert engine.diagnostics()["per_sample_norms"].dtype in wide
-    held = engine._backward.sums
+    held = engine._step.sums
     assert {held[p].dtype for p in model.parameters()} <= set(wide)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -435,7 +435,7 @@ def test_detach_gives_the_model_back_as_it_was(level, root, private, quick):
         outputs = tree_leaves(model(x))[0]
     torch.testing.assert_close(outputs, tree_leaves(expected)[0], rtol=2e-2, atol=2e-2)
     engine.backward(outputs.square().sum(1))
-    assert len(engine._backward.sums) == len(list(model.parameters()))
+    assert len(engine._step.sums) == len(list(model.parameters()))
     _, unchanged, *_ = private(ROOTS[root](), optimize="conservative")
     assert inspect.signature(model.forward) == inspect.signature(unchanged.forward)
     assert type(model).__name__ == type(unchanged).__name__

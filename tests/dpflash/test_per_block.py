@@ -88,7 +88,7 @@ def test_a_chunked_head_is_one_group(private):
     assert {g.name: g.tiles for g in engine.groups()}["lm_head.weight"] == 1
     engine.backward(model(tokens, tokens.roll(1, 1)))
     share = engine._backward.groups[0].share
-    assert share > 0 and all(torch.isfinite(x).all() for x in engine._backward.sums.values())
+    assert share > 0 and all(torch.isfinite(x).all() for x in engine._step.sums.values())
 
 
 def test_groups_tell_bounds_tiles_and_the_sensitivity(private):
@@ -129,7 +129,7 @@ def test_adding_one_sample_moves_the_per_block_sum_by_at_most_the_bound(data):
     totals = []
     for batch in (x, x[:3]):
         engine.backward(model(batch).square().sum((1, 2)))
-        totals.append({n: s.double() for n, s in engine._backward.sums.items()})
+        totals.append({n: s.double() for n, s in engine._step.sums.items()})
         optimizer.zero_grad()
     moved = math.sqrt(sum(float((totals[0][p] - totals[1][p]).square().sum()) for p in totals[0]))
     # Sums of four samples round by some 2^-24 of their size, at most 4 bounds.

@@ -68,7 +68,7 @@ def backward(engine, model, x, kind=None):
 
 
 def assert_nothing_is_left(engine, model):
-    assert engine._backward.sums == {}
+    assert engine._step.sums == {}
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -224,7 +224,7 @@ def test_a_refused_batch_has_left_nothing_even_where_noise_is_fused_in(kind, pri
 def test_without_the_proof_a_coupled_model_trains_and_the_engine_says_so(kind, private):
     engine, model, *_ = private(Between(flipped, flipped), verify_first_batch=False, **kind)
     backward(engine, model, data(), kind)
-    assert engine._backward.sums
+    assert engine._step.sums
     assert engine.verified is False
 
 

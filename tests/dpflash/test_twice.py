@@ -92,7 +92,7 @@ def test_two_backwards_that_differ_release_nothing(kind, verify, choice, private
             optimizer.zero_grad()
             model.calls = 0
     assert "second backward of way='two_pass'" in str(refused.value) or verify
-    assert engine._backward.sums == {}
+    assert engine._step.sums == {}
     assert all(p.grad is None for p in model.parameters())
 
 
