@@ -10,7 +10,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from .gate import PrivateBackward
+from .backward import PrivateBackward
 from .grad_rules import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .grad_rules.base import plain_class
 from .grad_rules.linear import PrivateConv1D, PrivateLinear

@@ -155,7 +155,7 @@ class ContextGate(Gate):
             total, factors = block_clip_reduce(
                 matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True
             )
-        owner.note(None, self._least(factors))
+        owner.statistics.note(None, self._least(factors))
         whole = self._whole(0, total.flatten())
         self.reset()
         self.step.sum_to_extend(parameter)

@@ -31,13 +31,15 @@ from .arguments import (
     trained_parameters,
 )
 from .attach import attach, check_model, detach
+from .backward import PrivateBackward
 from .budget import PrivacyBudget
+from .ceilings import ceilings_for
 from .check import CheckReport, run_check
 from .clipping import Group
 from .collating import refuse_mixing
 from .context_gate import ContextGate
 from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .gate import Gate, PrivateBackward
+from .gate import Gate
 from .joining import (
     check_module,
     digests_of,
@@ -51,7 +53,14 @@ from .masks import SecretMasks
 from .mesh import Workers
 from .optimization import Asked, Optimization, choose
 from .optimizer import PrivateOptimizer
-from .planner import DEFAULT_LEVEL, LEVELS, WAYS, clipping_for, default_memory_budget
+from .planner import (
+    DEFAULT_LEVEL,
+    LEVELS,
+    WAYS,
+    Planner,
+    clipping_for,
+    default_memory_budget,
+)
 from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
 from .proof import Proof, allow_second_backwards
 from .public_facts import PublicFacts
@@ -441,15 +450,21 @@ class PrivacyEngine:
         )
         if verify_first_batch:
             allow_second_backwards()
+        device = trained[0].device
+        planner = Planner(
+            way="stored" if optimize == "none" or exact is True else way,
+            memory_budget=self._common(memory_budget or default_memory_budget(device)),
+            batch_size=planned,
+            two_pass_allowed=loss_reduction is None and clipping == "flat",
+            book_keeping_allowed=ranks.context is None,
+            ceilings=ceilings_for(device),
+        )
         backward = PrivateBackward(
             groups,
             step,
-            way="stored" if optimize == "none" or exact is True else way,
-            memory_budget=self._common(memory_budget or default_memory_budget(trained[0].device)),
-            public_batch_size=planned,
+            planner,
             loss_reduction=loss_reduction,
             clip_function=clip_function,
-            flat=clipping == "flat",
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
@@ -630,7 +645,7 @@ class PrivacyEngine:
             )
         if losses.ndim == 1:
             backward.step.tracker.before_backward(losses.shape[0])
-        nonfinite = backward.nonfinite_samples
+        nonfinite = backward.statistics.nonfinite_samples
         try:
             with without_autocast(losses.device.type):
                 backward.backward(losses)
@@ -638,10 +653,11 @@ class PrivacyEngine:
             # Its sums are dropped, so the batch may be tried again.
             backward.step.tracker.dropped()
             raise
-        if backward.nonfinite_samples > nonfinite:
+        found = backward.statistics.nonfinite_samples - nonfinite
+        if found:
             warnings.warn(
-                f"{backward.nonfinite_samples - nonfinite} sample(s) of a batch had a NaN or Inf "
-                "gradient and contributed zero (their number is private: do not release it)",
+                f"{found} sample(s) of a batch had a NaN or Inf gradient and contributed "
+                "zero (their number is private: do not release it)",
                 stacklevel=2,
             )
 
@@ -823,7 +839,7 @@ class PrivacyEngine:
     def prepare(self, batch_size: int) -> None:
         """Get a torch.compile'd model ready for a batch that did not come from the loader."""
         positive_int(batch_size=batch_size)
-        self._attached().prepare(batch_size)
+        self._attached().forward.prepare(batch_size)
 
     def detach(self, model: nn.Module) -> nn.Module:
         """Give the plain model back; it keeps its parameters, the engine its spent privacy."""
@@ -987,12 +1003,12 @@ class PrivacyEngine:
             last group when per_layer);
             clip_fraction and nonfinite_samples: over all samples so far.
         """
-        backward = self._attached()
-        squares = backward.squared_norms
+        statistics = self._attached().statistics
+        squares = statistics.squared_norms
         return {
             "per_sample_norms": None if squares is None else squares.sqrt(),
-            "clip_fraction": backward.clipped_samples / max(backward.seen_samples, 1),
-            "nonfinite_samples": backward.nonfinite_samples,
+            "clip_fraction": statistics.clipped_samples / max(statistics.seen_samples, 1),
+            "nonfinite_samples": statistics.nonfinite_samples,
         }
 
     def _attached(self) -> PrivateBackward:

@@ -10,9 +10,9 @@ from torch import nn
 
 from dpflash.kernels import BLOCK
 
+from .backward import PrivateBackward
 from .ceilings import Ceilings
 from .clipping import Group
-from .gate import PrivateBackward
 from .planner import LinearShape, cost
 from .public_facts import PublicFacts
 
@@ -158,17 +158,17 @@ def _tiles(weight: nn.Parameter) -> int:
 
 def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
-    if not backward.last_shapes:
+    if not backward.forward.shapes:
         raise ValueError(
             "plan() before the private model has run: call the model on a batch first"
         )
     uses = []
-    for group, shapes in backward.last_shapes.items():
-        planned = backward.plan_for(shapes)
+    for group, shapes in backward.forward.shapes.items():
+        planned = backward.planner.plan(shapes)
         for (position, of_parameter), way in zip(shapes.items(), planned.ways, strict=True):
             name = backward.names[backward.groups[group].parameters[position]]
             tiled = backward.groups[group].tiled
-            asked = backward.way != "auto"
+            asked = backward.planner.way != "auto"
             use = (
                 _explain_tiles(name, of_parameter, planned.ceilings)
                 if tiled

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .gate import PrivateBackward
+from .backward import PrivateBackward
 from .grad_rules import PrivateModule
 from .masks import SecretMasks
 from .optimization import Optimization
@@ -134,7 +134,7 @@ class LeveledForward:
         if alone and refusal is not None:
             backward.discard()
             raise RuntimeError(refusal)
-        second, layers = ForwardRows(), list(backward.used)
+        second, layers = ForwardRows(), list(backward.forward.layers)
         real = backward.step.rows.mask_of(size)
         replacement = Replacement.drawn(copies, size, real, first, proof.draw)
         others, changed = replacement.applied(copies)
@@ -142,7 +142,7 @@ class LeveledForward:
             proof.forward_repeated(layers, 0)
             return outputs
         after = self._state()
-        with backward.aside():
+        with backward.forward.aside():
             try:
                 before.restore()
                 self._noted(second, lambda: self._again(module, *others))
@@ -169,11 +169,11 @@ class LeveledForward:
 
     def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
         """The outputs of a call whose layers' inputs are noted, and they too."""
-        self._backward.forward_rows = rows
+        self._backward.forward.record(rows)
         try:
             outputs = call()
         finally:
-            self._backward.forward_rows = None
+            self._backward.forward.record(None)
         rows.note_outputs(outputs)
         return outputs
 
@@ -203,13 +203,13 @@ class LeveledForward:
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
         """B of a call: that of the batch last drawn, if it is in the call, else of the first."""
-        drawn = self._backward.batch_hint
+        drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
 
     def _size_of_call(self, tensors: list[Tensor]) -> int:
         """B of a call that has been made."""
-        size = self._backward.known_batch_size()
+        size = self._backward.forward.known_batch_size()
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
@@ -267,17 +267,20 @@ class LeveledForward:
     def _through_compiler(
         self, size: int, batch: list[Tensor], dtype: torch.dtype | None, args: Any, kwargs: Any
     ) -> Any:
-        handles = self._backward._prepared
+        handles = self._backward.forward.prepared_handles
         if not handles or handles[0][0].shape[0] != size:
             # A batch that did not come from the private loader.
-            self._backward.prepare(size)
+            self._backward.forward.prepare(size)
         if size > 1:
-            for tensor in (*batch, *(h for own in self._backward._prepared for h in own)):
+            for tensor in (
+                *batch,
+                *(h for own in self._backward.forward.prepared_handles for h in own),
+            ):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         assert self._compiled is not None
         if self._backward.proof.is_on:
             allow_second_backwards()
-        self._backward.compiled = True
+        self._backward.forward.set_compiled()
         # Inside of the user's autocast the compiler would put the backward there too.
         try:
             with without_autocast(self._device):

@@ -16,7 +16,7 @@ Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -390,3 +390,61 @@ def _kernel_dtype(dtype: torch.dtype, gpu: bool) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+class Planner:
+    """Plans the matrix parameters of one model, see `plan`.
+
+    Args:
+        way: "auto", or one of WAYS for all parameters.
+        memory_budget: bytes that kept gradients or activations may take together.
+        batch_size: the public number of samples for which the budget shall last; never the drawn
+            number, so that nobody's presence decides how the others are clipped.
+        two_pass_allowed: whether per-sample losses are at hand, and clipping is flat.
+        book_keeping_allowed: whether norms may be taken without the gradients themselves.
+        ceilings: of the device that computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        way: str,
+        memory_budget: int,
+        batch_size: int,
+        two_pass_allowed: bool,
+        book_keeping_allowed: bool,
+        ceilings: Ceilings,
+    ):
+        self.way = way
+        self._memory_budget = memory_budget
+        self._batch_size = batch_size
+        self._two_pass_allowed = two_pass_allowed
+        self._book_keeping_allowed = book_keeping_allowed
+        self._ceilings = ceilings
+
+    def plan(self, shapes: Mapping[int, list[LinearShape]]) -> Plan:
+        """A way for each parameter, given the shapes of its uses."""
+        return plan(
+            list(shapes.values()),
+            way=self.way,
+            memory_budget=self._memory_budget,
+            batch_size=self._batch_size,
+            two_pass_allowed=self._two_pass_allowed,
+            book_keeping_allowed=self._book_keeping_allowed,
+            ceilings=self._ceilings,
+        )
+
+    def avoid_two_pass(self) -> None:
+        """Do not choose "two_pass" any more: two backwards of this model differ."""
+        self._two_pass_allowed = self._two_pass_allowed and self.way != "auto"
+
+
+# Keeps the gradients of all parameters.
+STORED = Planner(
+    way="stored",
+    memory_budget=1,
+    batch_size=1,
+    two_pass_allowed=False,
+    book_keeping_allowed=False,
+    ceilings=CPU_RULE,
+)

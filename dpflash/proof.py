@@ -133,13 +133,11 @@ class _Mode:
 
 
 class ProvableBackward(Protocol):
-    """A private backward, as the proof runs through it.
+    """A private backward, as the proof runs through it."""
 
-    Attributes:
-        compiled: whether the model went through torch.compile under `allow_second_backwards`.
-    """
-
-    compiled: bool
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model went through torch.compile under `allow_second_backwards`."""
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
         """((group, position), layer, whether the handle's own gradient counts, handle)."""
@@ -579,7 +577,7 @@ def _differentiate(
             hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
     if not handles:
         return False  # No loss reaches a private layer, which others refuse.
-    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.compiled else ():
+    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
         # The thread that runs the backward of a GPU has settings of its own.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..attach import attach, check_module, owners
+from ..backward import PrivateBackward
 from ..clipping import flat_groups
-from ..gate import PrivateBackward
 from ..grad_rules import rule_for
 from ..grad_rules.generic import PrivateLeaf
 from ..leveled import LeveledForward
 from ..optimization import PLAIN
+from ..planner import STORED
 from ..step import ClippedSums
 from ..tracker import BatchMark, BatchTracker
 from .batch import tensors
@@ -142,11 +143,8 @@ def check_private_backward(
     backward = PrivateBackward(
         flat_groups(trained),
         sums,
-        way="stored",
-        memory_budget=1,
-        public_batch_size=trial.size,
+        STORED,
         loss_reduction=trial.loss_reduction,
-        flat=True,
         clip_function="hard",
     )
     for parameter in subject.trained.values():
@@ -163,8 +161,8 @@ def check_private_backward(
     findings.checked.append(what)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
     _compare_sums(sums.sums, subject.trained, tolerance, findings)
-    if not (findings.errors() or trial.random or backward.squared_norms is None):
-        norms = backward.squared_norms.sqrt().tolist()
+    if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
+        norms = backward.statistics.squared_norms.sqrt().tolist()
         _compare_norms(trial, norms, reference, tolerance, findings)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..attach import attach
+from ..backward import PrivateBackward
 from ..clipping import flat_groups
-from ..gate import PrivateBackward
 from ..leveled import LeveledForward
 from ..optimization import PLAIN
+from ..planner import STORED
 from ..step import ClippedSums
 from ..tracker import BatchMark, BatchTracker
 from .batch import Place
@@ -86,11 +87,8 @@ def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]
     backward = PrivateBackward(
         flat_groups(trained),
         sums,
-        way="stored",
-        memory_budget=1,
-        public_batch_size=trial.size,
+        STORED,
         loss_reduction=trial.loss_reduction,
-        flat=True,
         clip_function="hard",
     )
     attach(subject.model, backward)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gate import Gate, PrivateBackward
+from ..backward import PrivateBackward
+from ..gate import Gate
 from ..planner import LinearShape
 from ..sharding import is_sharded
 
@@ -48,9 +49,9 @@ class ModuleContext:
             )
         if torch.compiler.is_compiling():
             return x
-        size = self.backward.batch_size_for(x, self.name)
-        if self.backward.forward_rows is not None:
-            self.backward.forward_rows.note(self.name, x)
+        size = self.backward.forward.batch_size_for(x, self.name)
+        if self.backward.forward.rows is not None:
+            self.backward.forward.rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
             return x.expand(size, *x.shape[1:])
         return x
@@ -69,7 +70,7 @@ class Handles:
 
     def _gate(self, group: int) -> Gate:
         context = self._context
-        return context.backward.gate(group, self._batch_size, context.name)
+        return context.backward.forward.gate(group, self._batch_size, context.name)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """The handle [B, ...] on a parameter, or None where it is not trained."""
@@ -88,7 +89,7 @@ class Handles:
             )
         self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:
-            return self._context.backward.prepared(group)[position]
+            return self._context.backward.forward.prepared(group)[position]
         return self._gate(group).handles[position]
 
     def dense(self, name: str) -> Tensor | None:

@@ -76,7 +76,7 @@ class PrivateEmbedding(PrivateModule):
         """[T] positions become [1, T]; where B = T only an earlier T can tell them from [B]."""
         context = self._dpflash
         length = indices.shape[0]
-        known = context.backward.known_batch_size()
+        known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
             if not torch.compiler.is_compiling():
                 context.has_positions = True

@@ -114,19 +114,19 @@ def test_a_sum_that_was_not_stored_does_not_count_as_noised(private):
         linear(), data(), batch_size=12, physical_batch_size=3, noise_multiplier=50.0,
         loss_reduction="sum", max_grad_norm=1.0,
     )  # fmt: skip
-    backward = engine._backward
+    step = engine._step
     for (x,) in loader:
         last = engine._step.tracker.current.last
-        if not last or not backward.sums:
+        if not last or not step.sums:
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             continue
-        before = {p: s.clone() for p, s in backward.sums.items()}
-        backward.sums = _Full(backward.sums)
+        before = {p: s.clone() for p, s in step.sums.items()}
+        step.sums = _Full(step.sums)
         with pytest.raises(MemoryError):
             model(x).square().sum().backward()
-        backward.sums = dict(backward.sums)
+        step.sums = dict(step.sums)
         optimizer.step()
         for parameter, clipped in before.items():
             assert float((parameter.grad - clipped).abs().max()) > 0.1

@@ -786,9 +786,9 @@ def test_forwards_without_a_gradient_are_not_repeated(private):
 def test_the_repeat_leaves_no_trace_in_what_the_engine_plans(private):
     engine, model, *_ = private(Between())
     model(data())
-    shapes = copy.deepcopy(engine._backward.last_shapes)
+    shapes = copy.deepcopy(engine._backward.forward.shapes)
     assert [len(uses) for uses in shapes[0].values()] == [1, 1, 1]
-    assert engine._backward.forward_rows is None
+    assert engine._backward.forward.rows is None
 
 
 def test_a_device_that_does_not_repeat_its_bits_is_allowed_to_round(private, monkeypatch):
