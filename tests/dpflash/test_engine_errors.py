@@ -537,8 +537,7 @@ def unchanged():
         assert str(path) in str(caught.value)
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         assert before == (
-            engine._keys.master,
-            engine._keys.incarnation,
+            engine._keys.state_dict(),
             private_loader.state_dict(),
         )
         assert engine.accountant.history == [] and optimizer.releases == 0

@@ -175,7 +175,7 @@ def test_an_older_pass_gives_nothing_beside_a_newer_one_also_from_workers(
     next(older)
     for (x,) in loader:
         step(engine, model, optimizer, x)
-    with pytest.raises(RuntimeError, match="an earlier pass"):
+    with pytest.raises(RuntimeError, match="an earlier epoch"):
         next(older)
     assert engine._step.tracker.current is None and optimizer.releases == 4
     # Nothing is stranded: the next pass is a pass.

@@ -483,7 +483,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import dpflash
-from dpflash import ledger, release
+from dpflash import ledger, step
 
 point, folder = sys.argv[1:]
 
@@ -504,7 +504,7 @@ def arm():
     elif point == "before_the_head":
         os.replace = die
     elif point == "after_the_line":
-        release.NoiseStream = die
+        step.NoiseStream = die
     elif point == "after_the_noise":
         optimizer.original_optimizer.step = die
 

@@ -406,7 +406,7 @@ def test_the_run_that_wrote_a_checkpoint_and_one_restored_from_it_are_told_apart
     # The same draw, but noise of its own: nobody has to prove that nothing else differed.
     pairs = zip(original[1].parameters(), restored[1].parameters(), strict=True)
     assert not any(torch.equal(a, b) for a, b in pairs)
-    assert original[0]._sampling_key() == restored[0]._sampling_key()
+    assert original[0]._keys.sampling == restored[0]._keys.sampling
 
 
 @pytest.mark.parametrize("extra", [{"a": Path("x")}, {"a": {"b": [object]}}, "text"])
