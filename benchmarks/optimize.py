@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpflash.clipping.planner import LEVELS
 from dpflash.engine import PrivacyEngine
-from dpflash.planner import LEVELS
 
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
 from .output import row

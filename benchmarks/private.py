@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash.arguments import make_groups
-from dpflash.clipping import Group
+from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 
 from .private_tasks import Task, make_task

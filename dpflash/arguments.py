@@ -13,10 +13,10 @@ from torch import nn
 from dpflash.kernels import exact_slots, grid_of
 
 from ._validate import one_of, positive, positive_int
-from .attach import owners, tileable
-from .clipping import Group, flat_groups, per_block_groups, per_layer_groups
+from .clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
+from .grad_rules.convert import owners, tileable
 from .optimizer import PrivateOptimizer
-from .sampling import SAMPLINGS, PublicSize
+from .sampling.loader import SAMPLINGS, PublicSize
 
 # Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14

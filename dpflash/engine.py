@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Interval
 
-from . import checkpoint, sharded_checkpoint
 from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .arguments import (
     check_exact,
@@ -30,30 +29,16 @@ from .arguments import (
     sampling_of,
     trained_parameters,
 )
-from .attach import attach, check_model, detach
-from .backward import PrivateBackward
-from .budget import PrivacyBudget
-from .ceilings import ceilings_for
 from .check import CheckReport, run_check
-from .clipping import Group
-from .collating import refuse_mixing
-from .context_gate import ContextGate
-from .explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .gate import Gate
-from .joining import (
-    check_module,
-    digests_of,
-    join,
-    open_ledger,
-    part,
-    require_same_data,
-)
-from .leveled import LeveledForward
-from .masks import SecretMasks
-from .mesh import Workers
-from .optimization import Asked, Optimization, choose
-from .optimizer import PrivateOptimizer
-from .planner import (
+from .checkpoint import sharded as sharded_checkpoint
+from .checkpoint import state as checkpoint
+from .clipping.backward import PrivateBackward
+from .clipping.context_gate import ContextGate
+from .clipping.device_speed import ceilings_for
+from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
+from .clipping.gate import Gate
+from .clipping.groups import Group
+from .clipping.planner import (
     DEFAULT_LEVEL,
     LEVELS,
     WAYS,
@@ -61,15 +46,31 @@ from .planner import (
     clipping_for,
     default_memory_budget,
 )
-from .precision import narrow_parameters, refuse_coarse_mean, without_autocast
-from .proof import Proof, allow_second_backwards
-from .public_facts import PublicFacts
-from .relations import DEFAULT_ACCOUNTANT
-from .sampling import PrivateDataLoader
-from .spending import Spending
+from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .distributed.mesh import Workers
+from .distributed.validate import (
+    check_module,
+    digests_of,
+    join,
+    open_ledger,
+    part,
+    require_same_data,
+)
+from .grad_rules.convert import attach, check_model, detach
+from .optimize.levels import Asked, Optimization, choose
+from .optimize.wrapper import LeveledForward
+from .optimizer import PrivateOptimizer
+from .privacy.budget import PrivacyBudget
+from .privacy.keys import RunKeys
+from .privacy.masks import SecretMasks
+from .privacy.public_facts import PublicFacts
+from .privacy.relations import DEFAULT_ACCOUNTANT
+from .privacy.spending import Spending
+from .sampling.collate import refuse_mixing
+from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
-from .streams import RunKeys
-from .unchanged import Unchanged, check_allowed
+from .verification.proof import Proof, allow_second_backwards
+from .verification.unchanged import Unchanged, check_allowed
 
 CLIPPINGS = ("flat", "per_layer", "per_block")
 CLIP_FUNCTIONS = ("hard", "automatic")
@@ -859,7 +860,7 @@ class PrivacyEngine:
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
-        self._spending.budget = None
+        self._spending.set_budget(None)
         self._model = self._backward = self._leveled = None
         return model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpflash.kernels import refuse_capture
 
-from .sharding import is_sharded
+from .distributed.fsdp import is_sharded
 from .step import CAPTURED, PrivateStep
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from . import _validate
-from .ceilings import cpu_model
+from .clipping.device_speed import cpu_model
 from .connectivity import reaches_all
 from .measured import (
     DIRECTIONS,

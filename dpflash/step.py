@@ -40,14 +40,14 @@ from dpflash.kernels import (
 )
 
 from ._validate import finite, noise_fits, non_negative, positive
-from .budget import BudgetSpent
-from .mesh import Workers
-from .sharding import as_grad, first_element, is_sharded, local_shape, reduce_to_part
-from .slots import RealRows
-from .spending import Spending
-from .streams import RunKeys
-from .tracker import BatchTracker
-from .workers import all_reduce_all_
+from .distributed.collectives import all_reduce_all_
+from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
+from .distributed.mesh import Workers
+from .privacy.budget import BudgetSpent
+from .privacy.keys import RunKeys
+from .privacy.spending import Spending
+from .sampling.slots import RealRows
+from .sampling.tracker import BatchTracker
 
 if TYPE_CHECKING:
     from dpflash.kernels.noise_triton import OpenList

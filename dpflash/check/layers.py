@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import attach, check_module, owners
-from ..backward import PrivateBackward
-from ..clipping import flat_groups
+from ..clipping.backward import PrivateBackward
+from ..clipping.groups import flat_groups
+from ..clipping.planner import STORED
 from ..grad_rules import rule_for
+from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
-from ..leveled import LeveledForward
-from ..optimization import PLAIN
-from ..planner import STORED
+from ..optimize.levels import PLAIN
+from ..optimize.wrapper import LeveledForward
+from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
-from ..tracker import BatchMark, BatchTracker
 from .batch import tensors
 from .report import ITSELF, LOSS_FN, Findings, parted, said
 from .subject import LossAndGrads, Trial

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import attach
-from ..backward import PrivateBackward
-from ..clipping import flat_groups
-from ..leveled import LeveledForward
-from ..optimization import PLAIN
-from ..planner import STORED
+from ..clipping.backward import PrivateBackward
+from ..clipping.groups import flat_groups
+from ..clipping.planner import STORED
+from ..grad_rules.convert import attach
+from ..optimize.levels import PLAIN
+from ..optimize.wrapper import LeveledForward
+from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
-from ..tracker import BatchMark, BatchTracker
 from .batch import Place
 from .coupling import locate
 from .report import ITSELF, LOSS_FN, Findings, said

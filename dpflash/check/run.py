@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .._validate import one_of
-from ..boundary import NoiseOff, without_noise
-from ..precision import (
+from ..attn.boundary import NoiseOff, without_noise
+from ..clipping.precision import (
     INSTEAD_OF_A_MEAN,
     OF_16_BIT,
     WHY_NO_COARSE_MEAN,

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..boundary import NoiseOff
+from ..attn.boundary import NoiseOff
 from .batch import mapped, pick, tensors
 from .report import ITSELF
 

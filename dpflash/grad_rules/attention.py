@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_bias_grad
 from dpflash.kernels.attention import attention_backward
 
-from ..attention_op import graph_of, key_range_of
-from ..functional import attention, resolve_pattern
+from ..attn.functional import attention, resolve_pattern
+from ..attn.ops import graph_of, key_range_of
+from ..attn.rotary import rotary_angles, rotate_
+from ..clipping.planner import LinearShape
 from ..patterns import Adaptive, Pattern
-from ..planner import LinearShape
-from ..rotary import rotary_angles, rotate_
 from .base import PrivateModule, Slot, autocast_dtype, plain_class
 from .linear import PrivateLinear
 

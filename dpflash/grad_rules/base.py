@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backward import PrivateBackward
-from ..gate import Gate
-from ..planner import LinearShape
-from ..sharding import is_sharded
+from ..clipping.backward import PrivateBackward
+from ..clipping.gate import Gate
+from ..clipping.planner import LinearShape
+from ..distributed.fsdp import is_sharded
 
 
 @dataclass(frozen=True)

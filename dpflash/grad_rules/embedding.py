@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import embedding_per_sample_grad
 
-from ..planner import EmbeddingShape
+from ..clipping.planner import EmbeddingShape
 from .base import PrivateModule, Slot
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
-from ..planner import LinearShape
+from ..clipping.planner import LinearShape
 from .base import PrivateModule, Slot, autocast_dtype
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_grad
 
-from ..planner import HeadShape
+from ..clipping.planner import HeadShape
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
 

@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import checkpoint, sharded_checkpoint, streams
+from dpflash.checkpoint import sharded as sharded_checkpoint
+from dpflash.checkpoint import state as checkpoint
 from dpflash.distributed import context_parallel, shard_sequence
 from dpflash.nn import LongContextLM
+from dpflash.privacy import keys as streams
 
 SAMPLES, BATCH, TOKENS, VOCAB = 24, 6, 8, 11
 

@@ -193,7 +193,8 @@ _held: list[Any] = []
 
 def break_norms() -> None:
     """Norms from each worker's own part: its squares are added, never its gradients."""
-    from dpflash import context_gate, workers
+    from dpflash.clipping import context_gate
+    from dpflash.distributed import collectives as workers
 
     _held.append(context_gate.ContextGate._share)
     parts: dict[int, Tensor] = {}
@@ -217,7 +218,7 @@ def break_norms() -> None:
 
 
 def mend_norms() -> None:
-    from dpflash import context_gate
+    from dpflash.clipping import context_gate
 
     context_gate.ContextGate._share, context_gate.ContextGate.finish_norms = _held
     _held.clear()

@@ -19,8 +19,8 @@ import torch
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.cli import train as command
-from dpflash.training import Interrupted, TrainingRun, checkpoint_of
-from dpflash.training_config import Corpus, TrainingConfig
+from dpflash.train.config import Corpus, TrainingConfig
+from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
 CASES = str(Path(__file__).with_name("train_cases.py"))
 STEPS = 6

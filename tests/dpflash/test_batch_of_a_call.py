@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpflash import leveled
+from dpflash.optimize import wrapper as leveled
 
 BOUND = 0.7
 SLACK = 1e-5

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import BudgetSpent, PrivacyBudget, PrivacyEngine
-from dpflash import spending as spending_module
 from dpflash.accounting import (
     FixedSizeGaussian,
     Gaussian,
@@ -22,7 +21,8 @@ from dpflash.accounting import (
     create_accountant,
 )
 from dpflash.accounting.calibration import ACCOUNTANTS
-from dpflash.ledger import Ledger
+from dpflash.privacy import spending as spending_module
+from dpflash.privacy.ledger import Ledger
 
 try:
     import opacus

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpflash import private_boundary
-from dpflash.boundary import Boundary, release_of
+from dpflash.attn.boundary import Boundary, release_of
 
 BATCH = torch.linspace(-1, 1, 12).view(4, 3)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import dpflash
 import dpflash.check.run
-from dpflash import boundary
+from dpflash.attn import boundary
 from dpflash.check import CheckReport, Problem
 from dpflash.patterns import Adaptive
 

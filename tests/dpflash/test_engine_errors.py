@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from dpflash import PrivacyEngine
 from dpflash.accounting import PoissonGaussian, RDPAccountant
-from dpflash.attach import check_model
-from dpflash.ledger import Ledger
+from dpflash.grad_rules.convert import check_model
+from dpflash.privacy.ledger import Ledger
 
 DATA = TensorDataset(torch.randn(16, 3))
 

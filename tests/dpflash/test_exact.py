@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dpflash import step as step_module
-from dpflash.clipping import per_block_groups, per_layer_groups
-from dpflash.kept import KeptUses
+from dpflash.clipping.deferred import KeptUses
+from dpflash.clipping.groups import per_block_groups, per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
 from dpflash.step import BatchNoise

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpflash.ceilings import CPU_RULE
-from dpflash.planner import LinearShape, cost
+from dpflash.clipping.device_speed import CPU_RULE
+from dpflash.clipping.planner import LinearShape, cost
 
 
 class Model(nn.Module):

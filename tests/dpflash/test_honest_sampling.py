@@ -14,7 +14,7 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
-from dpflash.relations import common_relation, converted
+from dpflash.privacy.relations import common_relation, converted
 
 try:
     import opacus

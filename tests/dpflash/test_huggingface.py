@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpflash
-from dpflash import huggingface
+from dpflash.integrations import transformers as huggingface
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ import dpflash
 from dpflash import PrivacyEngine
 from dpflash import step as step_module
 from dpflash.accounting import Gaussian, ShuffledGaussian
-from dpflash.clipping import clip_factors
+from dpflash.kernels import clip_factors
 
 try:
     import opacus

@@ -26,7 +26,7 @@ from dpflash.accounting import (
     TruncatedPoissonGaussian,
     create_accountant,
 )
-from dpflash.ledger import Ledger
+from dpflash.privacy.ledger import Ledger
 
 DELTA = 1e-5
 STEP = PoissonGaussian(relation="zero_out", noise_multiplier=1.0, sample_rate=0.25)

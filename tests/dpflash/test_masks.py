@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpflash import leveled
+from dpflash.optimize import wrapper as leveled
 
 
 class Dropping(nn.Module):

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.accounting import ShuffledGaussian, create_accountant, epochs_to_steps
+from dpflash.clipping.planner import WAYS
 from dpflash.engine import CLIPPINGS
-from dpflash.planner import WAYS
 from dpflash.sampling import PoissonBatchSampler
 
 try:

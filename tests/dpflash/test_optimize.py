@@ -18,13 +18,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import leveled, optimization, planner
 from dpflash.cli import main
+from dpflash.clipping import planner
+from dpflash.clipping.planner import LEVELS
+from dpflash.distributed.mesh import Workers
 from dpflash.grad_rules import PrivateModule
-from dpflash.mesh import Workers
 from dpflash.nn import LongContextLM
-from dpflash.planner import LEVELS
-from dpflash.training_config import TrainingConfig
+from dpflash.optimize import levels as optimization
+from dpflash.optimize import wrapper as leveled
+from dpflash.train.config import TrainingConfig
 
 WAYS = ["stored", "book_keeping", "two_pass"]
 KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}, {"clipping": "per_block"}]

@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpflash import kernels
-from dpflash.ceilings import CPU_RULE, Ceilings
-from dpflash.planner import (
-    WAYS,
-    EmbeddingShape,
-    HeadShape,
-    LinearShape,
-    Work,
-    cost,
-    plan,
-)
+from dpflash.clipping.device_speed import CPU_RULE, Ceilings
+from dpflash.clipping.planner import WAYS, EmbeddingShape, HeadShape, LinearShape, Work, cost, plan
 
 HUGE = 1 << 60
 GPU = Ceilings(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpflash import precision
+from dpflash.clipping import precision
 from dpflash.grad_rules import PrivateModule
 
 BOUND = 0.7

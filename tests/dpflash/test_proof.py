@@ -13,8 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
-from dpflash import digests, leveled, proof, rehearsal
 from dpflash.nn import LongContextLM, MultiheadAttention
+from dpflash.optimize import wrapper as leveled
+from dpflash.verification import digests, proof
+from dpflash.verification import forward_rows as rehearsal
 
 KINDS = {
     "stored": {"way": "stored"},

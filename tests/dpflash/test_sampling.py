@@ -15,13 +15,13 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
+from dpflash.privacy.keys import master_key
 from dpflash.sampling import (
     BatchMark,
     FixedSizeBatchSampler,
     PoissonBatchSampler,
     PrivateDataLoader,
 )
-from dpflash.streams import master_key
 
 KEY = master_key(0)
 

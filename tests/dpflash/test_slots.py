@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpflash
-from dpflash.boundary import NoiseOff
+from dpflash.attn.boundary import NoiseOff
 from dpflash.check.report import Findings
 from dpflash.check.rows import check_rows
 from dpflash.check.subject import Subject, Trial
+from dpflash.privacy.keys import uniform_words
 from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader
-from dpflash.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
-from dpflash.streams import uniform_words
+from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
 
 KEY = bytes(range(32))
 KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpflash import digests, twice
 from dpflash.nn import LongContextLM
+from dpflash.verification import digests
+from dpflash.verification import two_backwards as twice
 
 BOUND = 1.0
 

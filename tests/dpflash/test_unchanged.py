@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import unchanged
+from dpflash.verification import unchanged
 
 
 class Keeping(nn.Module):

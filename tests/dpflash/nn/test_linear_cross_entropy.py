@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
-from dpflash import digests
 from dpflash.grad_rules import linear_cross_entropy as rule
 from dpflash.nn import LinearCrossEntropy, LongContextLM
+from dpflash.verification import digests
 
 WAYS = ("stored", "book_keeping", "two_pass")
 KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}]
