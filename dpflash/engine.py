@@ -601,7 +601,7 @@ class PrivacyEngine:
             allow_buffers=allow_buffers,
         )
         if budget is None:
-            self._spending.delta = target_delta
+            self._spending.set_delta(target_delta)
         return made
 
     def backward(self, losses: Tensor) -> None:

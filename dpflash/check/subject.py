@@ -143,6 +143,18 @@ class Trial:
     boundaries: NoiseOff
     random: bool = False
 
+    def try_on(self, subject: Subject, batch: Any) -> None:
+        """Go on with another copy of the model, and with the batch in another dtype."""
+        self.subject, self.batch = subject, batch
+
+    def allow(self, tolerance: float) -> None:
+        """Take results for equal up to this relative difference."""
+        self.tolerance = tolerance
+
+    def set_random(self) -> None:
+        """The losses depend on the seed."""
+        self.random = True
+
     @property
     def indices(self) -> list[int]:
         """The samples that are looked at one by one."""

@@ -1,4 +1,4 @@
-"""What the uses of one matrix parameter leave with its gate instead of a per-sample gradient."""
+"""Deferred per-sample gradients: saved (activation, output gradient) pairs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from dpflash.kernels import (
     per_sample_grad,
     squared_norm,
 )
+
+from ..sampling.slots import RealRows
 
 # A product over all samples' tokens rounds by about 2^-24 of the sum of their magnitudes. Where a
 # sample's tokens cancel beyond this, or its factor is near the end of fp32, it has a product of
@@ -68,6 +70,10 @@ class KeptUses:
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     tiled: list[TiledUse] = field(default_factory=list)
     _magnitudes: Tensor | None = None
+
+    def drop_padding(self, rows: RealRows) -> None:
+        """Set the output gradients of linear uses to zero in padding rows."""
+        self.linear = [(x, rows.only(dy)) for x, dy in self.linear]
 
     def squared_norm(self, other: Tensor | None = None) -> Tensor:
         """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.

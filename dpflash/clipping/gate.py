@@ -294,7 +294,7 @@ class Gate:
         into = step.sum_to_extend(parameter)
         if kept is not None and grad is None:
             # Factors are made tile by tile, so padding rows lose their gradients instead.
-            kept.linear = [(x, step.rows.only(dy)) for x, dy in kept.linear]
+            kept.drop_padding(step.rows)
             total, factors = kept.block_clipped(self.bound, step.grid, into, scale=scale)
         else:
             assert grad is not None

@@ -188,6 +188,10 @@ class Spending:
         """Limit what may be spent from now on; None for no limit."""
         self.budget = budget
 
+    def set_delta(self, delta: float) -> None:
+        """Write epsilon at this delta into the ledger's lines."""
+        self.delta = delta
+
     def fits(self, event: Event | None) -> bool:
         """Whether the budget allows the event once more."""
         if self.budget is None or event is None:
