@@ -41,6 +41,10 @@ class ModuleContext:
     frozen: frozenset[str]
     has_positions: bool = False
 
+    def note_positions(self) -> None:
+        """The module was given indices [T] of another length than B."""
+        self.has_positions = True
+
     def check_batch(self, x: Tensor) -> Tensor:
         """Give x the batch dimension of the pass, refusing what has another first dimension."""
         if x.ndim == 0:

@@ -79,7 +79,7 @@ class PrivateEmbedding(PrivateModule):
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
             if not torch.compiler.is_compiling():
-                context.has_positions = True
+                context.note_positions()
             return indices.unsqueeze(0)
         if length == 1:
             return indices
