@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -19,16 +20,7 @@ from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Interval
 
-from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
-from .arguments import (
-    check_exact,
-    check_slots,
-    make_groups,
-    public_size_of,
-    refuse_keywords,
-    sampling_of,
-    trained_parameters,
-)
+from ._validate import finite, positive, positive_int, probability
 from .check import CheckReport, run_check
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
@@ -38,15 +30,16 @@ from .clipping.device_speed import ceilings_for
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .clipping.gate import Gate
 from .clipping.groups import Group
-from .clipping.planner import (
-    DEFAULT_LEVEL,
-    LEVELS,
-    WAYS,
-    Planner,
-    clipping_for,
-    default_memory_budget,
-)
+from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .config import (
+    UNSET,
+    PerformanceConfig,
+    PrivacyConfig,
+    configs_of,
+    refuse_keywords,
+    resolved,
+)
 from .distributed.mesh import Workers
 from .distributed.validate import (
     check_module,
@@ -56,10 +49,10 @@ from .distributed.validate import (
     part,
     require_same_data,
 )
-from .grad_rules.convert import attach, check_model, detach
+from .grad_rules.convert import attach, check_model, detach, make_groups
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import LeveledForward
-from .optimizer import PrivateOptimizer
+from .optimizer import PrivateOptimizer, trained_parameters
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
@@ -68,15 +61,22 @@ from .privacy.relations import DEFAULT_ACCOUNTANT
 from .privacy.spending import Spending
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
+from .sampling.slots import check_slots
 from .step import PrivateStep
 from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
 
-CLIPPINGS = ("flat", "per_layer", "per_block")
-CLIP_FUNCTIONS = ("hard", "automatic")
-
 _log = logging.getLogger(__name__)
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+
+
+_FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
+
+
+def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call that belong to a configuration, of the call's local names."""
+    names = _FIELDS | {"poisson_sampling", "unknown"}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _after_fork() -> None:
@@ -186,26 +186,28 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        clipping: str | None = None,
-        way: str = "auto",
-        clip_function: str = "hard",
-        poisson_sampling: bool = True,
-        sampling: str | None = None,
-        physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        dataset_size: int | None = None,
-        sample_rate: float | None = None,
-        steps_per_epoch: int | None = None,
-        public_length: int | None = None,
-        loss_reduction: str | None = None,
-        memory_budget: int | None = None,
-        budget: PrivacyBudget | None = None,
-        optimize: str = DEFAULT_LEVEL,
-        exact: bool | str = "auto",
-        verify_first_batch: bool = True,
-        allow_buffers: Sequence[str] = (),
+        privacy: PrivacyConfig | None = None,
+        performance: PerformanceConfig | None = None,
+        noise_multiplier: float = UNSET,
+        max_grad_norm: float = UNSET,
+        clipping: str | None = UNSET,
+        clip_function: str = UNSET,
+        sampling: str | None = UNSET,
+        poisson_sampling: bool = UNSET,
+        max_batch_size: int | None = UNSET,
+        dataset_size: int | None = UNSET,
+        sample_rate: float | None = UNSET,
+        steps_per_epoch: int | None = UNSET,
+        public_length: int | None = UNSET,
+        loss_reduction: str | None = UNSET,
+        budget: PrivacyBudget | None = UNSET,
+        exact: bool | str = UNSET,
+        verify_first_batch: bool = UNSET,
+        allow_buffers: Sequence[str] = UNSET,
+        grad_sample_mode: str = UNSET,
+        physical_batch_size: int | None = UNSET,
+        memory_budget: int | None = UNSET,
+        optimize: str = UNSET,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -214,68 +216,14 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, of all workers together. The
+                privacy unit, batch_size the expected batch size, over all ranks together. The
                 dataset and collate_fn must make each row of its own entry alone: a collate_fn
                 that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
                 cannot be.
-            noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
-            max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise
-                between 1e-30 and 1e30.
-            clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
-                an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
-                weight, and one a parameter elsewhere, C^2 shared by number of elements). None
-                for that of the level: "flat", or "per_layer" where `optimize` is "aggressive"
-                and no way is asked for.
-            clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
-            way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
-            poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
-                passes over the data and accounts for them without amplification.
-            sampling: "poisson", "fixed_size" (each batch batch_size different samples, drawn
-                anew) or "shuffled" (the loader's own passes); None for what poisson_sampling
-                says. Epsilon is that of the sampler: a shuffled pass costs one Gaussian step,
-                an upper bound without amplification.
-            physical_batch_size: upper bound of a batch that the loader yields to a worker. All
-                of them have one public number of rows, `loader.slots`, at most this one; without
-                it as many as leave about 10% of all rows empty on average. A draw comes in as
-                many of them as it needs, and step() waits for the last.
-            max_batch_size: of a Poisson draw with more samples only so many are kept. What that
-                costs is accounted for; well above batch_size it is next to nothing. Where
-                physical_batch_size holds so many too, every draw is one batch of so many rows.
-            dataset_size: the size of the dataset that may be known to everybody. Sample rate,
-                steps of a pass and the divisor come from it alone; the number of entries, which
-                is private, may be another and is never compared with it. With max_batch_size it
-                must not be less, or cuts are likelier than accounted for. None takes the number
-                of entries for public, and the relation is "zero_out". Poisson sampling only.
-            sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
-            steps_per_epoch: draws of a pass over the loader, with sample_rate.
-            public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
-                other shapes than the first is refused then; `dpflash.sampling.PadTo` pads to it,
-                and declares it by itself.
-            loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
-                scalar that is that reduction over samples; None for engine.backward(losses).
-                "mean" in full float32 only: where parameters, autocast (that of a level too) or
-                products of float32 are rounded more, it is refused. Not seen: convolutions that
-                the model calls as functions, on a GPU whose cudnn rounds them (its default; set
-                torch.backends.cudnn.conv.fp32_precision = "ieee").
-            memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
-                the expected batch) may take; default a quarter of the device's.
-            budget: a limit on what everything released so far and from now on may spend; a step
-                beyond it raises `BudgetSpent` and releases nothing.
-            optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
-                "conservative" (a planner picks the way, and nothing changes but rounding),
-                "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
-                per_layer clipping, and torch.compile). `engine.optimization` tells what was
-                changed, and what was left out; epsilon never is.
-            exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm)
-                - 30), wherever per-sample gradients are at hand (way "stored", tiles, layers
-                other than linear ones and tables), and never changes the way. True takes ways
-                that are exact for all parameters; False sums in float32 everywhere. Noise is
-                exact in all three. `engine.plan()` and `engine.rounded_sums` say what was.
-            verify_first_batch: prove on the first batch that the model keeps its samples apart,
-                see below. False leaves that out, and `engine.verified` says so.
-            allow_buffers: names of buffers and frozen parameters that the forward may change,
-                since you vouch that they hold nothing of the data (a counter of steps). All
-                others are compared, and a change is refused.
+            privacy: what decides epsilon; or its fields as keywords, see `dpflash.PrivacyConfig`.
+            performance: what decides time and memory; or its fields as keywords, see
+                `dpflash.PerformanceConfig`.
+            poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
         The proof of the first batch is one more forward and one more backward. In the backward a
         random half of the losses has weight 0: each layer must then see zeros for these samples,
@@ -305,119 +253,90 @@ class PrivacyEngine:
             ValueError: naming the argument, its value and the way out; nothing is changed then.
             TypeError: for an unknown keyword.
         """
-        if unknown:
-            refuse_keywords(unknown, self.make_private)
+        asked = configs_of(self.make_private, privacy, performance, _keywords(locals()))
+        return self._make_private(module, optimizer, data_loader, *asked)
+
+    def _make_private(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        asked: PrivacyConfig,
+        performance: PerformanceConfig,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         if not isinstance(module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
-        if isinstance(max_grad_norm, list | tuple):
-            raise ValueError(
-                f"max_grad_norm={max_grad_norm!r}: expected one number; clipping='per_layer' "
-                "gives each layer an equal share of it"
-            )
-        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
-        max_grad_norm, noise_multiplier = float(max_grad_norm), float(noise_multiplier)
-        one_of(optimize=(optimize, LEVELS))
-        one_of(way=(way, ("auto", *WAYS)))
-        asked_clipping = clipping
-        clipping = clipping_for(optimize, clipping, way)
-        one_of(clipping=(clipping, CLIPPINGS))
-        one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
-        one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
-        one_of(verify_first_batch=(verify_first_batch, (True, False)))
-        if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
-            raise ValueError(
-                f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
-                f"{max_grad_norm}: it needs a finite bound and flat or per_layer clipping; pass "
-                "clip_function='hard' here"
-            )
-        if clipping != "flat" and way != "auto":
-            raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
-        check_exact(exact, way, noise_multiplier, max_grad_norm)
-        if optimize == "none" and way not in ("auto", "stored"):
-            raise ValueError(
-                f"way={way!r} with optimize='none', where each layer keeps its per-sample "
-                "gradients (way='stored'); leave way='auto', or pass optimize='conservative'"
-            )
-        if way == "two_pass" and loss_reduction is not None:
-            raise ValueError(
-                "way='two_pass' weights the losses of the samples, so it needs them one by one; "
-                "leave loss_reduction=None and call engine.backward(losses)"
-            )
-        if physical_batch_size is not None:
-            positive_int(physical_batch_size=physical_batch_size)
-        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
-        public_size = public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch)
-        if budget is not None and not isinstance(budget, PrivacyBudget):
-            raise ValueError(
-                f"budget={budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
-            )
-        if memory_budget is not None:
-            positive_int(memory_budget=memory_budget)
+        privacy, performance = resolved(asked, performance)
+        assert privacy.noise_multiplier is not None and privacy.clipping is not None
+        noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.max_grad_norm
+        clipping, mode = privacy.clipping, performance.grad_sample_mode
+        loss_reduction, ranks = privacy.loss_reduction, self._workers
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
 
         def checked() -> tuple[
             list[nn.Parameter], PrivateDataLoader, list[Group], list[str], int, Optimization
         ]:
-            check_module(module, self._workers)
+            check_module(module, ranks)
             check_model(module)
-            self._check_joint(sampling, way)
+            self._check_joint(privacy.sampling, mode)
             loader = PrivateDataLoader(
                 data_loader,
-                sampling=sampling,
+                sampling=privacy.sampling,
                 key=self._keys.sampling,
-                physical_batch_size=physical_batch_size,
-                max_batch_size=max_batch_size,
-                share=(self._workers.data_rank, self._workers.data_size),
-                public_size=public_size,
-                public_length=public_length,
+                physical_batch_size=performance.physical_batch_size,
+                max_batch_size=privacy.max_batch_size,
+                share=(ranks.data_rank, ranks.data_size),
+                public_size=privacy.public_size,
+                public_length=privacy.public_length,
             )
             check_slots(loader.expected_batch_size, max_grad_norm)
             refuse_mixing(data_loader, may_sort=loader.slots is None)
             trained = trained_parameters(module, optimizer)
             entries = []
-            if self._workers.everyone is not None:
+            if ranks.everyone is not None:
                 entries = digests_of(loader.dataset, self._keys.master)
-            expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
-            planned = physical_batch_size or expected
-            budget_bytes = memory_budget or default_memory_budget(trained[0].device)
-            asked = Asked(optimize, asked_clipping, way, planned, budget_bytes, self._workers)
-            optimization = choose(asked, module, trained)
+            expected = math.ceil(loader.expected_batch_size / ranks.data_size)
+            planned = performance.physical_batch_size or expected
+            memory = performance.memory_budget or default_memory_budget(trained[0].device)
+            level = Asked(performance.optimize, asked.clipping, mode, planned, memory, ranks)
+            optimization = choose(level, module, trained)
             if loss_reduction == "mean":
                 narrow = narrow_parameters(module)
                 refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
-                refuse_coarse_mean(f"optimize={optimize!r}" if optimization.autocast else None)
+                level_name = f"optimize={performance.optimize!r}"
+                refuse_coarse_mean(level_name if optimization.autocast else None)
             groups = make_groups(module, trained, clipping)
-            check_allowed(module, trained, allow_buffers)
+            check_allowed(module, trained, privacy.allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
-        trained, loader, groups, entries, planned, optimization = self._workers.on_all(
+        trained, loader, groups, entries, planned, optimization = ranks.on_all(
             "make_private", checked
         )
         names = {p: n for n, p in module.named_parameters()}
         self._workers.agree(
             "make_private",
             {
-                "noise_multiplier": float(noise_multiplier),
-                "max_grad_norm": float(max_grad_norm),
+                "noise_multiplier": noise_multiplier,
+                "max_grad_norm": max_grad_norm,
                 "clipping": clipping,
-                "clip_function": clip_function,
-                "way": way,
-                "optimize": optimize,
-                "exact": exact,
+                "clip_function": privacy.clip_function,
+                "grad_sample_mode": mode,
+                "optimize": performance.optimize,
+                "exact": privacy.exact,
                 "sampling": self._sampling_of(loader),
                 "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
-                "physical_batch_size": physical_batch_size,
+                "physical_batch_size": performance.physical_batch_size,
                 "loss_reduction": loss_reduction,
-                "budget": budget,
-                "verify_first_batch": verify_first_batch,
-                "allow_buffers": sorted(allow_buffers),
+                "budget": privacy.budget,
+                "verify_first_batch": privacy.verify_first_batch,
+                "allow_buffers": sorted(privacy.allow_buffers),
                 "parameters": [(names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
-        require_same_data(entries, self._workers)
-        self._spending.begin(loader.event(float(noise_multiplier)), budget)
-        join(module, self._workers)
+        require_same_data(entries, ranks)
+        self._spending.begin(loader.event(noise_multiplier), privacy.budget)
+        join(module, ranks)
         step = PrivateStep(
             optimizer,
             trained,
@@ -426,37 +345,39 @@ class PrivacyEngine:
             sampler=loader,
             spending=self._spending,
             keys=self._keys,
-            ranks=self._workers,
+            ranks=ranks,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             divisor=1.0 if loss_reduction == "sum" else loader.expected_batch_size,
-            exact=exact is not False,
+            exact=privacy.exact is not False,
         )
-        if max_batch_size is not None and max_batch_size < loader.expected_batch_size:
+        most = privacy.max_batch_size
+        if most is not None and most < loader.expected_batch_size:
             warnings.warn(
-                f"max_batch_size={max_batch_size!r} is below the expected batch size, so most "
+                f"max_batch_size={most!r} is below the expected batch size, so most "
                 "draws are cut and epsilon is infinite; pass one well above it",
                 stacklevel=2,
             )
         for parameter in trained:
             parameter.grad = None
-        unchanged = Unchanged(module, trained, allow_buffers)
-        ranks = self._workers
+        unchanged = Unchanged(module, trained, privacy.allow_buffers)
         proof = Proof(
             module.modules(),
             device=trained[0].device,
             group=ranks.everyone if step.is_sharded else ranks.context,
             context=ranks.context,
-            is_on=verify_first_batch,
+            is_on=privacy.verify_first_batch,
         )
-        if verify_first_batch:
+        if privacy.verify_first_batch:
             allow_second_backwards()
         device = trained[0].device
         planner = Planner(
-            way="stored" if optimize == "none" or exact is True else way,
-            memory_budget=self._common(memory_budget or default_memory_budget(device)),
+            mode="instantiate"
+            if performance.optimize == "none" or privacy.exact is True
+            else mode,
+            memory_budget=self._common(performance.memory_budget or default_memory_budget(device)),
             batch_size=planned,
-            two_pass_allowed=loss_reduction is None and clipping == "flat",
+            ghost_allowed=loss_reduction is None and clipping == "flat",
             book_keeping_allowed=ranks.context is None,
             ceilings=ceilings_for(device),
         )
@@ -465,7 +386,7 @@ class PrivacyEngine:
             step,
             planner,
             loss_reduction=loss_reduction,
-            clip_function=clip_function,
+            clip_function=privacy.clip_function,
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
@@ -503,56 +424,60 @@ class PrivacyEngine:
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float,
-        clipping: str | None = None,
-        way: str = "auto",
-        clip_function: str = "hard",
-        poisson_sampling: bool = True,
-        sampling: str | None = None,
-        physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        dataset_size: int | None = None,
-        sample_rate: float | None = None,
-        steps_per_epoch: int | None = None,
-        public_length: int | None = None,
-        loss_reduction: str | None = None,
-        memory_budget: int | None = None,
-        budget: PrivacyBudget | None = None,
-        optimize: str = DEFAULT_LEVEL,
-        exact: bool | str = "auto",
-        verify_first_batch: bool = True,
-        allow_buffers: Sequence[str] = (),
+        privacy: PrivacyConfig | None = None,
+        performance: PerformanceConfig | None = None,
+        max_grad_norm: float = UNSET,
+        clipping: str | None = UNSET,
+        clip_function: str = UNSET,
+        sampling: str | None = UNSET,
+        poisson_sampling: bool = UNSET,
+        max_batch_size: int | None = UNSET,
+        dataset_size: int | None = UNSET,
+        sample_rate: float | None = UNSET,
+        steps_per_epoch: int | None = UNSET,
+        public_length: int | None = UNSET,
+        loss_reduction: str | None = UNSET,
+        budget: PrivacyBudget | None = UNSET,
+        exact: bool | str = UNSET,
+        verify_first_batch: bool = UNSET,
+        allow_buffers: Sequence[str] = UNSET,
+        grad_sample_mode: str = UNSET,
+        physical_batch_size: int | None = UNSET,
+        memory_budget: int | None = UNSET,
+        optimize: str = UNSET,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
-        """`make_private` with the noise that spends target_epsilon after `epochs` passes.
+        """`make_private` with the noise that spends target_epsilon after `epochs` epochs.
 
         Args:
             target_epsilon: epsilon > 0 at the end of training.
             target_delta: delta in (0, 1), well below 1 / size of the dataset.
-            epochs: passes over the loader, >= 1.
+            epochs: epochs of the loader, >= 1.
             budget: a limit on the sum of what was spent before and is spent from now on, while
                 target_epsilon is for the coming epochs alone.
 
         The other arguments, the result and the errors are those of `make_private`.
         """
-        if "noise_multiplier" in unknown:
+        noise = unknown.get("noise_multiplier")
+        noise = noise if privacy is None or noise is not None else privacy.noise_multiplier
+        if noise is not None:
             raise ValueError(
-                f"noise_multiplier={unknown['noise_multiplier']!r} beside a target epsilon: the "
-                "target decides the noise. Drop it, or call make_private"
+                f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
+                "Drop it, or call make_private"
             )
-        if unknown:
-            refuse_keywords(unknown, self.make_private_with_epsilon)
+        asked, performance = configs_of(
+            self.make_private_with_epsilon, privacy, performance, _keywords(locals())
+        )
         positive(target_epsilon=target_epsilon)
         finite(target_epsilon=target_epsilon)
         probability(target_delta=target_delta)
         positive_int(epochs=epochs)
-        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
         drawn = PrivateDataLoader(
             data_loader,
-            sampling=sampling,
+            sampling=asked.sampling,
             key=bytes(32),
-            max_batch_size=max_batch_size,
-            public_size=public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch),
+            max_batch_size=asked.max_batch_size,
+            public_size=asked.public_size,
         )
         if target_delta >= 1 / drawn.dataset_size:
             warnings.warn(
@@ -568,39 +493,16 @@ class PrivacyEngine:
             )
         noise_multiplier = self._spending.noise_for(
             drawn.event,
-            epochs if sampling == "shuffled" else epochs * drawn.steps_per_epoch,
+            epochs if asked.sampling == "shuffled" else epochs * drawn.steps_per_epoch,
             epsilon=target_epsilon,
             delta=target_delta,
         )
         noise_multiplier = float(
             self._workers.from_first(repr(noise_multiplier).encode(), "the noise multiplier")
         )
-        made = self.make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            clipping=clipping,
-            way=way,
-            clip_function=clip_function,
-            poisson_sampling=poisson_sampling,
-            sampling=sampling,
-            physical_batch_size=physical_batch_size,
-            max_batch_size=max_batch_size,
-            dataset_size=dataset_size,
-            sample_rate=sample_rate,
-            steps_per_epoch=steps_per_epoch,
-            public_length=public_length,
-            loss_reduction=loss_reduction,
-            memory_budget=memory_budget,
-            budget=budget,
-            optimize=optimize,
-            exact=exact,
-            verify_first_batch=verify_first_batch,
-            allow_buffers=allow_buffers,
-        )
-        if budget is None:
+        asked = replace(asked, noise_multiplier=noise_multiplier)
+        made = self._make_private(module, optimizer, data_loader, asked, performance)
+        if asked.budget is None:
             self._spending.set_delta(target_delta)
         return made
 
@@ -1034,15 +936,16 @@ class PrivacyEngine:
         """The first worker's number."""
         return int(self._workers.from_first(str(number).encode(), "the memory budget"))
 
-    def _check_joint(self, sampling: str, way: str) -> None:
+    def _check_joint(self, sampling: str, mode: str) -> None:
         """Refuse what several workers cannot do together."""
         if self._workers.everyone is not None and sampling == "shuffled":
             raise ValueError(
                 "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
                 "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
             )
-        if self._workers.context is not None and way == "book_keeping":
+        if self._workers.context is not None and mode == "book_keeping":
             raise ValueError(
-                "way='book_keeping' with a context dimension: norms need the sum over a sample's "
-                "shards, so gradients are made; use way='auto', 'stored' or 'two_pass'"
+                "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
+                "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
+                "'ghost'"
             )

@@ -320,3 +320,41 @@ def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
 
 def _same(grad: Tensor, total: Tensor) -> bool:
     return torch.equal(grad, total.to(grad.dtype))
+
+
+def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The model's trainable parameters that the optimizer holds, in the model's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
+            "(PrivateOptimizer.original_optimizer is one)"
+        )
+    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p): n for n, p in module.named_parameters()}
+    foreign = [p for i, p in held.items() if i not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
+            "fully_shard if that is used"
+        )
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
+    if not trained:
+        raise ValueError(
+            "optimizer holds no trainable parameter of the module; check requires_grad and build "
+            "it from module.parameters()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
+            "own; use a first-order optimizer such as AdamW"
+        )
+    for parameter in trained:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
+                "see its gradient before the noise; remove the hook"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
+    return trained

@@ -135,7 +135,7 @@ class PrivateBackward:
             self.refuse_coarse_use(losses)
             self._begin()
             gates = list(self.forward.gates.values())
-            twice = len(self.groups) == 1 and bool(gates) and self._two_pass(gates[0])
+            twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
             twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
             seed = torch.ones_like(losses)
             if self.loss_reduction == "mean":
@@ -204,8 +204,8 @@ class PrivateBackward:
             agree(what, size, workers.context)
         return any(row[0] for row in told), any(row[1] for row in told)
 
-    def _two_pass(self, gate: Gate) -> bool:
-        return bool(gate.shapes) and gate.plan().two_pass
+    def _is_ghost(self, gate: Gate) -> bool:
+        return bool(gate.shapes) and gate.plan().is_ghost
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
         # Both passes are the same computation, and the gate applies the factors to what the
@@ -235,7 +235,7 @@ class PrivateBackward:
         try:
             torch.autograd.backward(losses, seed)
         except BackwardsDiffer:
-            self.planner.avoid_two_pass()
+            self.planner.avoid_ghost()
             raise
 
     # Proof

@@ -80,7 +80,7 @@ class KeptUses:
 
         What products of T tokens round is at most T 2^-24 of the sizes of what they add up, so
         that much is added to the norm. Of a sample whose tokens cancel far, `clipped` releases
-        its own G_i, as `stored` does, so that is what is normed too.
+        its own G_i, as `instantiate` does, so that is what is normed too.
 
         Args:
             other: [B, rows, ...], what other uses add to G_i; it is clipped by itself.

@@ -2,7 +2,7 @@
 
 `dpflash doctor --measure` writes them to a file in the user's cache folder. Without it, figures of
 the vendor's data sheet hold for a GPU and nominal ones for a CPU. They decide which of
-several ways to the same sum is taken, and none of it depends on private data.
+several modes to the same sum is taken, and none of it depends on private data.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class PlannedUse:
 
     Attributes:
         parameter: dotted name.
-        way: "stored", "book_keeping", "two_pass" or "tiles" (per_block clipping).
-        flops: of the way, beyond those of a non-private backward; fp64 products count twice.
+        grad_sample_mode: "instantiate", "book_keeping", "ghost" or "tiles" (per_block clipping).
+        flops: of the mode, beyond those of a non-private backward; fp64 products count twice.
         moved_bytes: through memory, beyond those of a non-private backward.
         memory_bytes: that it keeps until the clip.
         seconds: predicted, the ordinary weight gradient's product included.
@@ -75,7 +75,7 @@ class PlannedUse:
     """
 
     parameter: str
-    way: str
+    grad_sample_mode: str
     flops: int
     moved_bytes: int
     memory_bytes: int
@@ -89,12 +89,12 @@ class PlannedUse:
 class ClippingPlan:
     """The uses of all matrix parameters in the last forward pass.
 
-    The ways differ in time and memory; each bounds every sample, and finite gradients give equal
+    The modes differ in time and memory; each bounds every sample, and finite gradients give equal
     sums up to rounding. On one machine with one file of ceilings the plan is always the same.
 
     Attributes:
         uses: one a parameter.
-        ceilings: of the device, by which costs were predicted and ways chosen.
+        ceilings: of the device, by which costs were predicted and modes chosen.
         public: what of the batches is public.
     """
 
@@ -109,10 +109,10 @@ class ClippingPlan:
         return len(self.uses)
 
     def __str__(self) -> str:
-        rows = [("way", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows = [("mode", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
         rows += [
             (
-                u.way,
+                u.grad_sample_mode,
                 "exact" if u.exact else "rounded",
                 f"{u.flops / 1e6:.1f}",
                 f"{u.moved_bytes / 2**20:.1f}",
@@ -165,16 +165,18 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
     uses = []
     for group, shapes in backward.forward.shapes.items():
         planned = backward.planner.plan(shapes)
-        for (position, of_parameter), way in zip(shapes.items(), planned.ways, strict=True):
+        for (position, of_parameter), mode in zip(shapes.items(), planned.modes, strict=True):
             name = backward.names[backward.groups[group].parameters[position]]
             tiled = backward.groups[group].tiled
-            asked = backward.planner.way != "auto"
+            asked = backward.planner.mode != "auto"
             use = (
                 _explain_tiles(name, of_parameter, planned.ceilings)
                 if tiled
-                else _explain(name, of_parameter, way, planned.ceilings, asked)
+                else _explain(name, of_parameter, mode, planned.ceilings, asked)
             )
-            uses.append(replace(use, exact=backward.step.exact and (tiled or way == "stored")))
+            uses.append(
+                replace(use, exact=backward.step.exact and (tiled or mode == "instantiate"))
+            )
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
@@ -184,26 +186,26 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
 
 
 def _explain(
-    name: str, shapes: list[LinearShape], way: str, ceilings: Ceilings, asked: bool
+    name: str, shapes: list[LinearShape], mode: str, ceilings: Ceilings, asked: bool
 ) -> PlannedUse:
-    found = cost(shapes, way, ceilings)
+    found = cost(shapes, mode, ceilings)
     return PlannedUse(
         parameter=name,
-        way=way,
+        grad_sample_mode=mode,
         flops=found.flops,
         moved_bytes=found.moved,
         memory_bytes=found.kept,
         seconds=found.seconds,
         share=0.0,
-        why=f"way={way!r} was asked for" if asked else _why(shapes, way, ceilings),
+        why="you asked for it" if asked else _why(shapes, mode, ceilings),
     )
 
 
-def _why(shapes: list[LinearShape], way: str, ceilings: Ceilings) -> str:
-    if way == "two_pass":
+def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
+    if mode == "ghost":
         return "memory budget is too small"
-    other = "book_keeping" if way == "stored" else "stored"
-    seconds = cost(shapes, way, ceilings).seconds
+    other = "book_keeping" if mode == "instantiate" else "instantiate"
+    seconds = cost(shapes, mode, ceilings).seconds
     if not seconds:
         return "there was no token"
     ratio = cost(shapes, other, ceilings).seconds / seconds
@@ -217,7 +219,7 @@ def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> 
     plain = [work for shape in shapes for work in shape.plain()]
     return PlannedUse(
         parameter=name,
-        way="tiles",
+        grad_sample_mode="tiles",
         flops=0,
         moved_bytes=0,
         memory_bytes=sum(s.book_keeping_bytes for s in shapes),

@@ -120,7 +120,7 @@ class Gate:
         return position not in self.shapes or position in self._dense
 
     def register(self, position: int, shape: LinearShape) -> None:
-        """Note a use of a matrix parameter, so that its way can be planned."""
+        """Note a use of a matrix parameter, so that its mode can be planned."""
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
         self.owner.forward.note_shapes(self.index, self.shapes)
@@ -141,7 +141,7 @@ class Gate:
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(self._rows(position), linear=[(x, dy)]))
-        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "stored":
+        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
             return per_sample_grad(x, dy)
         else:
             self._keep(position).linear.append((x, dy))
@@ -155,7 +155,7 @@ class Gate:
         rows = self._rows(position)
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(rows, embedding=[(indices, dy)]))
-        elif mode in _CLIPS and self._way(position) == "stored":
+        elif mode in _CLIPS and self._way(position) == "instantiate":
             return embedding_per_sample_grad(indices, dy, rows)
         else:
             self._keep(position).embedding.append((indices, dy))
@@ -166,7 +166,7 @@ class Gate:
         if self._only_seen(position, *use.rows):
             return True
         mode = self.owner.mode
-        if mode in _CLIPS and self._way(position) == "stored":
+        if mode in _CLIPS and self._way(position) == "instantiate":
             return False
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, KeptUses(self._rows(position), tiled=[use]))
@@ -203,7 +203,7 @@ class Gate:
 
     def _way(self, position: int) -> str:
         if self._plan is None:
-            self._plan = dict(zip(self.shapes, self.plan().ways, strict=True))
+            self._plan = dict(zip(self.shapes, self.plan().modes, strict=True))
         return self._plan[position]
 
     def _rows(self, position: int) -> int:

@@ -11,6 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..clipping.backward import PrivateBackward
+from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
 from .linear import PrivateConv1D, PrivateLinear
@@ -159,3 +160,13 @@ def detach(model: nn.Module) -> None:
             original = plain_class(module)
             del module.__dict__["_dpflash"]
             object.__setattr__(module, "__class__", original)
+
+
+def make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
+    """The clipping groups of a kind of clipping."""
+    if clipping == "flat":
+        return flat_groups(trained)
+    if clipping == "per_layer":
+        return per_layer_groups(owners(module, trained))
+    names = {p: n for n, p in module.named_parameters()}
+    return per_block_groups(trained, names, tileable(module))

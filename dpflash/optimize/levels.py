@@ -1,7 +1,7 @@
 """Optimization levels: what each changes, in the words in which it is told to users.
 
 none          textbook DP-SGD: each layer keeps its per-sample gradients.
-conservative  a planner picks the way of flat clipping; nothing changes but rounding.
+conservative  a planner picks the mode of flat clipping; nothing changes but rounding.
 balanced      conservative, and the model's forward under bfloat16 autocast.
 aggressive    balanced, per-layer clipping and a compiled forward.
 
@@ -31,7 +31,7 @@ class Asked:
     Attributes:
         level: one of `planner.LEVELS`.
         clipping: None for that of the level.
-        way: how flat clipping gets its norms.
+        mode: how flat clipping gets its norms.
         public_batch_size: samples of a physical batch, as planned for.
         memory_budget: bytes that their stored gradients may take.
         workers: who trains the model.
@@ -39,7 +39,7 @@ class Asked:
 
     level: str
     clipping: str | None
-    way: str
+    mode: str
     public_batch_size: int
     memory_budget: int
     workers: Workers
@@ -94,7 +94,7 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
         ValueError: for a device that cannot do what the level is about.
     """
     level, device = asked.level, trained[0].device
-    clipping = clipping_for(level, asked.clipping, asked.way)
+    clipping = clipping_for(level, asked.clipping, asked.mode)
     autocast = False
     changes = [_PRIVACY]
     if level == "none":
@@ -128,7 +128,7 @@ _OF_16_BIT = (
     "there, by 1.0083 where that was searched for"
 )
 _CONSERVATIVE = (
-    "numerics: those of the model as it is; ways differ by rounding alone",
+    "numerics: those of the model as it is; modes differ by rounding alone",
     "memory: gradients that the planner stores stay within memory_budget",
     "left out: a fused optimizer step, since the optimizer is yours; torch.optim.AdamW(..., "
     "fused=True) is one",
@@ -153,10 +153,10 @@ def _clipping(asked: Asked, clipping: str) -> str:
     if aggressive and not is_own:
         text += " as asked for"
         text += "" if clipping == "per_layer" else " (this level would clip per_layer)"
-    if asked.way != "auto":
-        text += f", way={asked.way!r} as asked for"
+    if asked.mode != "auto":
+        text += f", grad_sample_mode={asked.mode!r} as asked for"
     elif clipping == "flat":
-        text += ", the planner picks each layer's way"
+        text += ", the planner picks each layer's mode"
     if not aggressive or not is_own:
         return text
     if clipping == "flat":
@@ -223,7 +223,7 @@ def _of_compiler(size: int) -> tuple[str, ...]:
         "often; the first batches take up to minutes; batch sizes do not recompile, but a batch "
         "of one sample does, once",
         "memory: per-sample gradients of all layers leave the compiled backward together, "
-        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever ways were planned",
+        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
         "left out: CUDA graphs, since it is not proven on a GPU yet that a replay is safe",
     )
 
@@ -236,8 +236,8 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
     )
     if any(compiled):
         return "the model is compiled already"
-    if asked.way not in ("auto", "stored"):
-        return f"way={asked.way!r} was asked for, and a compiled model stores"
+    if asked.mode not in ("auto", "instantiate"):
+        return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
     if asked.workers.everyone is not None:
         return "several workers exchange what a compiled backward would hold back"
     if size > asked.memory_budget:

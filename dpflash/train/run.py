@@ -112,7 +112,7 @@ class TrainingRun:
             budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
         # The engine refuses a budget that is spent; what is left of such a job takes no step.
         self._was_spent = budget is not None and not self._leaves_room(budget)
-        of_level = clipping_for(config.optimize, None, config.way)
+        of_level = clipping_for(config.optimize, None, config.grad_sample_mode)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
@@ -121,7 +121,7 @@ class TrainingRun:
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
             clipping=None if config.clipping == of_level else config.clipping,
-            way=config.way,
+            grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
             dataset_size=config.dataset_size,

@@ -1,4 +1,4 @@
-"""The two backwards of the way `two_pass`: what is summed must be what was normed.
+"""The two backwards of ghost clipping: what is summed must be what was normed.
 
 The first one norms the samples' gradients, the second one sums them by factors of these norms.
 What differs between the two would be summed without a bound. So where a device repeats its bits,
@@ -24,11 +24,11 @@ _ROUNDING = 2.0**-12
 _ROUNDING_16_BIT = 2.0**-9
 
 _DIFFERENT = (
-    "{where} had other gradients in the second backward of way='two_pass' than in the first, "
-    "whose norms bound them, so nothing was released: something between forward and backward is "
-    "random or keeps state (checkpointing around Python's random or without the random state, a "
-    "hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps there). Make it "
-    "repeatable, or pass way='stored' or way='book_keeping'"
+    "{where} had other gradients in the second backward of grad_sample_mode='ghost' than in the "
+    "first, whose norms bound them, so nothing was released: something between forward and "
+    "backward is random or keeps state (checkpointing around Python's random or without the "
+    "random state, a hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps "
+    "there). Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
 )
 
 
