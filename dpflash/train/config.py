@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -289,3 +289,16 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
         steps=config.steps,
         accountant=config.accountant,
     )
+
+
+# Values of the option "way", which jobs of earlier versions have in their files.
+_MODES = {"stored": "instantiate", "two_pass": "ghost"}
+
+
+def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a job's file, under the names that they have now."""
+    current = dict(options)
+    if "way" in current:
+        mode = current.pop("way")
+        current["grad_sample_mode"] = _MODES.get(mode, mode)
+    return current

@@ -36,7 +36,7 @@ from ..optimize.levels import Optimization
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
-from .config import Corpus, TrainingConfig, TrainingState, noise_for
+from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
 from .data import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .launch import Launch
 from .ranks import Team
@@ -209,10 +209,11 @@ class TrainingRun:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
             )
-        config = TrainingConfig(**{**saved["config"], **given})
+        before = current_names(saved["config"])
+        config = TrainingConfig(**{**before, **given})
         for name in given.keys() - {"data"}:
             # A run of an older version has the default of what was not there.
-            own = saved["config"].get(name, getattr(TrainingConfig, name))
+            own = before.get(name, getattr(TrainingConfig, name))
             if getattr(config, name) != own:
                 raise ValueError(
                     f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "
