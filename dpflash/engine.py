@@ -51,7 +51,7 @@ from .distributed.validate import (
 )
 from .grad_rules.convert import attach, check_model, detach, make_groups
 from .optimize.levels import Asked, Optimization, choose
-from .optimize.wrapper import LeveledForward
+from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, trained_parameters
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
@@ -86,8 +86,8 @@ def _after_fork() -> None:
         engine._keys.leave_ranks()
         if engine._step is not None:
             engine._step.leave_ranks()
-        if engine._leveled is not None:
-            engine._leveled.leave_compiler("the process was forked")
+        if engine._wrapper is not None:
+            engine._wrapper.leave_compiler("the process was forked")
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -157,7 +157,7 @@ class PrivacyEngine:
         self._keys = RunKeys(seed, self._workers)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
-        self._leveled: LeveledForward | None = None
+        self._wrapper: ForwardWrapper | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
@@ -399,10 +399,10 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, lambda: self._keys.noise, place)
-        self._leveled = LeveledForward(
+        self._wrapper = ForwardWrapper(
             module, backward, optimization, unchanged, masks, loader.order
         )
-        self._leveled.put()
+        self._wrapper.put()
         _log.info("%s", optimization.summary)
         private_optimizer = PrivateOptimizer(
             optimizer,
@@ -660,9 +660,9 @@ class PrivacyEngine:
         Raises:
             ValueError: no model is private.
         """
-        if self._leveled is None:
+        if self._wrapper is None:
             raise ValueError("optimization before make_private: there is no private model yet")
-        return self._leveled.optimization
+        return self._wrapper.optimization
 
     @property
     def verified(self) -> bool | str:
@@ -749,13 +749,13 @@ class PrivacyEngine:
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
-        assert self._leveled is not None and self._leveled.unchanged is not None
-        refusal = self._leveled.unchanged.refusal()
+        assert self._wrapper is not None and self._wrapper.unchanged is not None
+        refusal = self._wrapper.unchanged.refusal()
         if refusal is not None:
             warnings.warn(
                 f"the model that is given back is not for release: {refusal}", stacklevel=2
             )
-        self._leveled.remove()
+        self._wrapper.remove()
         detach(model)
         part(model)
         assert self._optimizer is not None
@@ -763,7 +763,7 @@ class PrivacyEngine:
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
-        self._model = self._backward = self._leveled = None
+        self._model = self._backward = self._wrapper = None
         return model
 
     def save_checkpoint(
@@ -792,8 +792,8 @@ class PrivacyEngine:
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
-        assert self._leveled is not None and self._leveled.unchanged is not None
-        self._workers.on_all("save_checkpoint", self._leveled.unchanged.compare)
+        assert self._wrapper is not None and self._wrapper.unchanged is not None
+        self._workers.on_all("save_checkpoint", self._wrapper.unchanged.compare)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(extra),

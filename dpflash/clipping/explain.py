@@ -1,4 +1,4 @@
-"""What users see of the clipping: its groups, and how the gradients of each are computed."""
+"""Tables for users: the clipping groups, and the planner's choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupInfo:
         name: dotted name of the module or parameter, or "all".
         parameters: dotted names.
         elements: number of elements.
-        bound: what one sample may move these parameters' sum by, in L2.
+        bound: L2 bound of one sample's contribution to the sum of these parameters.
         tiles: clipping groups inside; 1 unless the matrix is clipped tile by tile.
     """
 
@@ -65,12 +65,12 @@ class PlannedUse:
     Attributes:
         parameter: dotted name.
         grad_sample_mode: "instantiate", "book_keeping", "ghost" or "tiles" (per_block clipping).
-        flops: of the mode, beyond those of a non-private backward; fp64 products count twice.
-        moved_bytes: through memory, beyond those of a non-private backward.
-        memory_bytes: that it keeps until the clip.
-        seconds: predicted, the ordinary weight gradient's product included.
-        share: its part of the predicted seconds of all parameters listed, 0 to 1.
-        why: in words.
+        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
+        moved_bytes: bytes read and written beyond those of a non-private backward.
+        memory_bytes: bytes kept until the gradients are clipped.
+        seconds: predicted time, the ordinary weight gradient's product included.
+        share: fraction of the predicted time of all parameters, 0 to 1.
+        why: the reason for the choice.
         exact: whether the clipped sum is exact, or rounded in float32.
     """
 
@@ -87,15 +87,15 @@ class PlannedUse:
 
 @dataclass(frozen=True)
 class ClippingPlan:
-    """The uses of all matrix parameters in the last forward pass.
+    """The uses of all matrix parameters in the last forward.
 
     The modes differ in time and memory; each bounds every sample, and finite gradients give equal
     sums up to rounding. On one machine with one file of ceilings the plan is always the same.
 
     Attributes:
-        uses: one a parameter.
-        ceilings: of the device, by which costs were predicted and modes chosen.
-        public: what of the batches is public.
+        uses: one for each parameter.
+        ceilings: speed of the device, from which times were predicted.
+        public: the public facts about the batches.
     """
 
     uses: tuple[PlannedUse, ...]
@@ -128,7 +128,7 @@ class ClippingPlan:
         predicted = 1e3 * sum(use.seconds for use in self.uses)
         return (
             f"{_table(list(zip(names, figures, strict=True)))}\n"
-            f"+ beyond a non-private backward; time: share of the predicted {predicted:.3g} ms\n"
+            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms\n"
             f"ceilings: {self.ceilings}\n"
             f"{self.public}"
         )
@@ -230,7 +230,7 @@ def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> 
 
 
 def _cut(name: str, width: int) -> str:
-    """Cut near the front: names differ by a layer's number there, and by the end."""
+    """Shorten a name in its first half: names differ at their end."""
     if len(name) <= width:
         return name
     head = width // 4

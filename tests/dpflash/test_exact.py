@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpflash import step as step_module
-from dpflash.clipping.deferred import KeptUses
+from dpflash.clipping.deferred import DeferredGradients
 from dpflash.clipping.groups import per_block_groups, per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
@@ -291,7 +291,7 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 64, 8, generator=generator)
     dy = torch.randn(3, 64, 8, generator=generator)
-    kept = KeptUses(8, linear=[(x, dy)])
+    kept = DeferredGradients(8, linear=[(x, dy)])
     other = -kept.dense() * (1 - 2.0**-8)
     exact = torch.einsum("bto,bti->boi", dy.double(), x.double()) + other.double()
     norms, bounds = exact.flatten(1).norm(dim=1), kept.squared_norm(other).sqrt()
