@@ -81,7 +81,7 @@ def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _after_fork() -> None:
     for engine in _engines:
-        # A child that was forked is none of the workers.
+        # A forked child is none of the ranks.
         engine._workers = Workers()
         engine._keys.leave_ranks()
         if engine._step is not None:
@@ -104,11 +104,11 @@ class PrivacyEngine:
             keys come from the operating system.
         ledger: path of a file that gets one line for each release, before it leaves. Its lines
             so far count: several runs on the same data compose in one ledger.
-        mesh: the workers that train one model together, as a `DeviceMesh` of all of them with
-            dimensions named "data" (other samples) and "context" (other tokens of the same
-            samples; the model went through `dpflash.distributed.context_parallel`), or one of
-            them; every worker makes the same calls, on the same data set (of which some entries
-            are compared). None for a process by itself.
+        mesh: the ranks that train one model together: a `DeviceMesh` of all of them with the
+            dimensions "data" (other samples), "context" (other tokens of the same samples, for a
+            model that went through `dpflash.distributed.context_parallel`), or both. Every rank
+            makes the same calls, on the same dataset (of which some entries are compared). None
+            for a single process.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling with a public
             dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
@@ -119,7 +119,7 @@ class PrivacyEngine:
         epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
         step, and a choice among several runs. With a mesh the guarantee is that of one process:
-        norms are of whole samples, noise is added once to the sum over all workers.
+        norms are of whole samples, and noise is added once to the sum over all ranks.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PrivacyEngine:
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
             )
-        # One worker of a mesh writes what several would, so that more of them can go on from it.
+        # A mesh of one rank writes a folder too, so that more ranks can go on from it.
         self._has_mesh = mesh is not None
         self._spending = Spending(
             accountant,
@@ -225,25 +225,25 @@ class PrivacyEngine:
                 `dpflash.PerformanceConfig`.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        The proof of the first batch is one more forward and one more backward. In the backward a
-        random half of the losses has weight 0: each layer must then see zeros for these samples,
-        and the same gradients as before for the others. In the forward most samples are replaced:
-        what each layer gets for the others, and what the model returns, must not change. Sorted
-        rows, statistics of the batch, scales and routing across samples are refused by the
-        layer's name. It is done again where layers run that did not run before, and where
-        training flags change; with less than 16 samples, or gradients that are all zero, it goes
-        on with the next batches. Of a scalar loss (loss_reduction) the rows of its gradient at
-        the model's outputs are weighted, so what makes the scalar of them is not proven.
+        The first batches prove that the model keeps its samples apart, by one more forward and
+        one more backward. In the backward a random half of the losses has weight 0: each layer
+        must see zeros for these samples, and unchanged gradients for the others. In the forward
+        most samples are replaced: the inputs of each layer for the others, and the model's
+        outputs, must not change. Sorted rows, statistics of the batch, and scales or routing
+        across samples are refused by the layer's name. The proof is repeated where new layers
+        run or training flags change; with fewer than 16 samples, or gradients that are all zero,
+        it continues with the next batches. For a scalar loss (loss_reduction) it weights the rows
+        of the gradient at the model's outputs, so the reduction itself is not proven.
 
-        Batches of the private loader have a public number of rows, and a sample's row is secret
-        and does not depend on the others, so a sample more changes none of the kernels that round
-        the others' gradients, in any dtype. Rows that are not samples (`~loader.is_real`) count
-        for nothing, whatever their losses. Keep the loader's order of rows up to the losses.
-        Three kinds of batches have no such rows: those of Opacus' BatchMemoryManager, those that
-        did not come from the loader, and those of a collate_fn that pads to the longest sample,
-        whose lengths are not public. There a sample more may round the others anew, beyond the
-        bound: in 16 bit one was seen to move the sum by 1.0009 max_grad_norm, by 1.0083 where
-        model and data were searched for it. `engine.public` tells what a run has.
+        Batches of the private loader have a public number of rows. A sample's row is secret and
+        does not depend on the other samples, so one sample more changes no kernel that computes
+        the others' gradients, in any dtype. Padding rows (`~loader.is_real`) count for nothing,
+        whatever their losses. Keep the loader's order of rows up to the losses. Three kinds of
+        batches have no padding rows: those of Opacus' BatchMemoryManager, those that did not come
+        from the loader, and those of a collate_fn that pads to the longest sample, whose lengths
+        are not public. There one sample more may change how the others are rounded, beyond the
+        bound: in 16 bit the sum was seen to move by 1.0009 max_grad_norm, and by 1.0083 where
+        model and data were searched for it. `engine.public` shows what a run has.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -521,7 +521,7 @@ class PrivacyEngine:
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
-            batches without public slots up to how the others are rounded, see `make_private`.
+            batches without public slots this holds up to rounding, see `make_private`.
         """
         backward = self._attached()
         if not isinstance(losses, Tensor):
@@ -538,7 +538,7 @@ class PrivacyEngine:
                 + ("" if losses.ndim else scalar)
             )
         if losses.ndim == 1 and losses.shape[0] == 0 and self._workers.everyone is None:
-            # Beside other workers an empty batch has its part in what they exchange.
+            # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)
             return
         if not losses.requires_grad:
@@ -582,16 +582,15 @@ class PrivacyEngine:
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """How many more steps of the present kind the budget allows; None without a budget.
+        """How many more steps like the next one the budget allows; None without a budget.
 
-        For a shuffled loader, what is left of a pass that is paid for counts, and then whole
-        passes.
+        With a shuffled loader: the rest of an epoch that is paid for, and then whole epochs.
         """
         return None if self._step is None else self._step.remaining_steps()
 
     @property
     def accountant(self) -> Accountant:
-        """What counts the releases."""
+        """The accountant, which counts the releases."""
         return self._spending.accountant
 
     @property
@@ -600,7 +599,7 @@ class PrivacyEngine:
 
     @property
     def sampler(self) -> str:
-        """How the batches of the releases were drawn, as accounted for."""
+        """The sampling scheme that the accountant assumes."""
         name = "none" if self._loader is None else self._loader.sampler_name
         if self._spending.has_foreign_batches:
             return f"{name}, some batches not from its loader"
@@ -608,7 +607,7 @@ class PrivacyEngine:
 
     @property
     def neighboring_relation(self) -> str:
-        """What epsilon is for: "add_remove", "zero_out" or "replace_one" of one sample."""
+        """Neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
     def check(
@@ -623,13 +622,13 @@ class PrivacyEngine:
 
         Args:
             model: plain or private; the check works on a plain copy and changes nothing.
-            batch: what loss_fn takes: a tensor, a tuple or a dict of tensors whose first
-                dimension is the batch, of two samples or more. Four to eight are enough. The
-                report is not covered by epsilon, so rather use data that are nobody's.
+            batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
+                dimension is the batch, of at least two samples; four to eight are enough. No
+                epsilon covers the report, so use data of nobody.
             loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
             loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
-                scalar, and what is tried is whether the scalar of several batches, and its
-                gradient, is that reduction of what their samples give alone.
+                scalar, and the check compares the scalar of several batches, and its gradient,
+                with that reduction over their samples.
 
         Returns:
             A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
@@ -655,7 +654,7 @@ class PrivacyEngine:
 
     @property
     def optimization(self) -> Optimization:
-        """What the level that make_private was given changes; as text, sentence by sentence.
+        """What the optimization level changes; as text, one sentence for each change.
 
         Raises:
             ValueError: no model is private.
@@ -668,14 +667,13 @@ class PrivacyEngine:
     def verified(self) -> bool | str:
         """Whether real batches have proven that the model keeps its samples apart.
 
-        True, or False where make_private(verify_first_batch=False) left that out; "pending" until
-        enough samples were seen, and every layer that ran had gradients that are not zero;
-        "gradients" where only these are proven, since no call of the model itself was seen in
-        which samples could be replaced (its layers are called one by one, or it went through
-        your own torch.compile); "forward" where the model returns its loss as a scalar, so that
-        losses of single samples cannot be weighted. It depends on the data no more than a refusal
-        does. A factor that the batch makes of all losses, as the count of its tokens, is not
-        seen: `check` tries it.
+        True; or False with make_private(verify_first_batch=False). "pending" until enough samples
+        were seen and every layer that ran had nonzero gradients. "gradients" where only the
+        backward is proven, because no call of the model was seen in which samples could be
+        replaced (its layers are called one by one, or it went through your own torch.compile).
+        "forward" where the model returns a scalar loss, so that losses of single samples cannot
+        be weighted. It depends on the data no more than a refusal does. A common factor of all
+        losses, such as the number of tokens in the batch, is not seen; `check` tries it.
 
         Raises:
             ValueError: no model is private.
@@ -686,7 +684,7 @@ class PrivacyEngine:
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.
 
-        Costs are those of the last forward pass's shapes, so run the model once before.
+        Costs are for the shapes of the last forward, so run the model once before.
 
         Returns:
             A sequence of `PlannedUse`; as text, a table.
@@ -706,7 +704,7 @@ class PrivacyEngine:
 
     @property
     def public(self) -> PublicFacts:
-        """What of the batches is public: slots, lengths, the dataset's size; as text, by line.
+        """Public facts about the batches: slots, lengths, size of the dataset; as text, one a line.
 
         Raises:
             ValueError: no model is private.
@@ -725,8 +723,8 @@ class PrivacyEngine:
     def rounded_sums(self) -> tuple[str, ...]:
         """Names of the parameters whose sums were rounded in float32 in some batch so far.
 
-        Of all others each sum was exact: one sample moves it by at most its bound in real
-        arithmetic, whatever the order of the samples.
+        The sums of all other parameters were exact: one sample moves them by at most its bound in
+        real arithmetic, whatever the order of the samples.
 
         Raises:
             ValueError: no model is private.
@@ -740,12 +738,12 @@ class PrivacyEngine:
         return self._backward, self._optimizer
 
     def prepare(self, batch_size: int) -> None:
-        """Get a torch.compile'd model ready for a batch that did not come from the loader."""
+        """Prepare a torch.compile'd model for a batch that did not come from the loader."""
         positive_int(batch_size=batch_size)
         self._attached().forward.prepare(batch_size)
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """Give the plain model back; it keeps its parameters, the engine its spent privacy."""
+        """Return the plain model, with its parameters; the engine keeps its spent privacy."""
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
@@ -769,26 +767,26 @@ class PrivacyEngine:
     def save_checkpoint(
         self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write everything a later process needs to go on, with whatever number of workers.
+        """Write everything that a later process needs to go on, with any number of ranks.
 
-        Parameters, optimizer, spent privacy, noise counter and the loader's position, so that the
-        checkpoint is at any moment the old one or the new one. The clipped sum of an unfinished
-        logical batch is left out: the batch is drawn again.
+        That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
+        checkpoint is replaced in one step, so it is always the old one or the new one. The
+        clipped sum of an unfinished logical batch is left out: the batch is drawn again.
 
         Args:
-            path: the file; with a mesh a folder, on a file system that all workers share: all of
-                them call this together, each writes its part of the model, the first one the
+            path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
+                call this together, each writes its part of the model, and the first rank the
                 rest. It holds the noise key and can be read by its owner only: keep it as secret
                 as the data, and release model.state_dict() instead.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
-                with a mesh, those of the first worker.
+                with a mesh, those of the first rank.
 
         Raises:
             ValueError: extra holds what could not be read again; path is a folder where a file
                 is to be written, or the reverse.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another worker failed, as its message says; the checkpoint before this
-                one is as it was.
+                or another rank failed, as its message says; the checkpoint before this one is
+                unchanged.
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
@@ -804,7 +802,7 @@ class PrivacyEngine:
         )
 
     def _own_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """What a checkpoint holds beside model and optimizer; the same on all workers."""
+        """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
         assert self._optimizer is not None and self._loader is not None
         checkpoint.check_extra(extra)
         return {
@@ -825,14 +823,14 @@ class PrivacyEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
 
-        A file or a folder, of an engine with or without a mesh: the number of workers and how the
-        model lies on them may differ from the run that wrote it. With a mesh all workers call
-        this together, and each reads what it needs.
+        The number of ranks, and how the model is sharded over them, may differ from the run that
+        wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
+        ranks call this together, and each reads what it needs.
 
-        With a seed or a ledger the run goes on bit for bit as if it had not stopped; else it draws
-        the same batches with noise under a new key, since the run that wrote the checkpoint may
-        have gone on with the old one. Where the ledger has releases that the checkpoint does not
-        know, they stay counted, and noise and sampling both go on under new keys.
+        With a seed or a ledger the run continues bit for bit as if it had not stopped. Otherwise
+        it draws the same batches with noise under a new key, because the run that wrote the
+        checkpoint may have gone on with the old one. Releases in the ledger that the checkpoint
+        does not know stay counted, and noise and sampling then continue under new keys.
 
         Returns:
             What save_checkpoint got as `extra`.
@@ -841,7 +839,7 @@ class PrivacyEngine:
             FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
                 nothing is changed then.
             RuntimeError: where steps were released already and no ledger remembers them, or
-                another worker could not read the checkpoint.
+                another rank could not read the checkpoint.
         """
         backward = self._attached()
         assert self._model is not None and self._optimizer is not None
@@ -899,7 +897,7 @@ class PrivacyEngine:
         return dict(state["extra"])
 
     def diagnostics(self) -> dict[str, Any]:
-        """Numbers for the eyes of who trains. PRIVATE: no epsilon covers them; do not release.
+        """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.
 
         Returns:
             per_sample_norms: of the samples of the last backward, padding rows left out (of the
@@ -933,11 +931,11 @@ class PrivacyEngine:
         }
 
     def _common(self, number: int) -> int:
-        """The first worker's number."""
+        """The number of the first rank."""
         return int(self._workers.from_first(str(number).encode(), "the memory budget"))
 
     def _check_joint(self, sampling: str, mode: str) -> None:
-        """Refuse what several workers cannot do together."""
+        """Refuse options that do not work with several ranks."""
         if self._workers.everyone is not None and sampling == "shuffled":
             raise ValueError(
                 "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "

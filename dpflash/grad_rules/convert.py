@@ -1,4 +1,4 @@
-"""Turning a model's layers into private ones in place, and back."""
+"""Makes the layers of a model private in place, and plain again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """`check_model` for one module, without those below it."""
+    """`check_model` for one module, without its children."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if isinstance(module, _BatchNorm):
@@ -108,7 +108,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
 def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
-    """For each module its own trained parameters, in the model's order."""
+    """(name, own trained parameters) of each module, in the model's order."""
     wanted = {id(p) for p in trained}
     return [
         (name, own)
@@ -135,7 +135,7 @@ def tileable(model: nn.Module) -> set[int]:
 def attach(model: nn.Module, backward: PrivateBackward) -> None:
     """Swap the class of every module that holds trainable parameters for its private one.
 
-    Objects, parameters, buffers and state_dict keys stay what they are.
+    Objects, parameters, buffers and state_dict keys stay the same.
     """
     for name, module in list(model.named_modules()):
         own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -154,7 +154,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give the modules their own classes back."""
+    """Restore the original classes of the modules."""
     for module in model.modules():
         if isinstance(module, PrivateModule):
             original = plain_class(module)

@@ -202,7 +202,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """B of a call: that of the current microbatch where a tensor has it, else the first one."""
+        """B of a call: that of the current microbatch where a tensor has it, else the first."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
