@@ -704,7 +704,7 @@ class PrivacyEngine:
 
     @property
     def public(self) -> PublicFacts:
-        """Public facts about the batches: slots, lengths, size of the dataset; as text, one a line.
+        """Public facts about the batches: slots, lengths, dataset size; as text, one a line.
 
         Raises:
             ValueError: no model is private.

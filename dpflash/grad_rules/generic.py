@@ -66,7 +66,7 @@ class PrivateLeaf(PrivateModule):
         shared = {n: p.detach() for n, p in own.items()}
         per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
         if batch_size == 0:
-            # These gradients are empty, but with other ranks the gate must take part in their exchange.
+            # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleLookups(context.name):
                 outputs = functional_call(twin, shared, args, kwargs)
