@@ -131,7 +131,7 @@ def attention(
                 release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale
             )
             return (o, lse) if return_lse else o
-        # Gradients of the choice reach q and k too, so the norm is known only where both are added.
+        # Gradients of the choice reach q and k too: only where both are added is the norm known.
         q, k, v = cross(boundary, q, k, v)
     if torch.compiler.is_compiling():
         # Dynamo refuses one tensor in several places of an autograd.Function.

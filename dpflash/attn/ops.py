@@ -1,7 +1,7 @@
 """Attention as torch operators: opaque to the compiler, differentiable, with vmap rules.
 
-A pattern is passed as its key, a string, so that a compiled graph holds no table; the tile graph is
-looked up where the operator runs. An absent optional gradient is a tensor without elements.
+A pattern is passed as its key, a string, so that a compiled graph holds no table; the tile graph
+is looked up where the operator runs. An absent optional gradient is a tensor without elements.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """

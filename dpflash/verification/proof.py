@@ -445,7 +445,7 @@ class _Weighted:
         return grad.new_zeros(()).expand_as(grad)
 
     def look(self, rows: Tensor) -> _Use | None:
-        """Summarise the rows of a use; None where they are not of the batch (refused elsewhere)."""
+        """Summarise the rows of a use; None for rows of another batch (refused elsewhere)."""
         rows = rows.detach()
         if not rows.ndim or len(rows) != len(self.weights):
             return None

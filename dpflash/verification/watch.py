@@ -37,7 +37,7 @@ class Watch(Protocol):
     """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See a use: tensors `[B, ...]` that determine its gradient; the first is linear in the losses."""
+        """See the tensors `[B, ...]` of a use; the first is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """See a gate whose uses have all arrived; raises RuntimeError to refuse the backward."""
