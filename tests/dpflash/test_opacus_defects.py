@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash.accounting import ShuffledGaussian, create_accountant, epochs_to_steps
 from dpflash.clipping.planner import GRAD_SAMPLE_MODES
-from dpflash.engine import CLIPPINGS
+from dpflash.config import CLIPPINGS
 from dpflash.sampling import PoissonBatchSampler
 
 try:
