@@ -39,7 +39,7 @@ COMBINATIONS = [("flat", mode) for mode in ("auto", *GRAD_SAMPLE_MODES)] + [
     (clipping, "auto") for clipping in CLIPPINGS if clipping != "flat"
 ]
 every_combination = pytest.mark.parametrize(
-    ("clipping", "grad_sample_mode"), COMBINATIONS, ids=lambda value: value
+    ("clipping", "mode"), COMBINATIONS, ids=lambda value: value
 )
 
 
