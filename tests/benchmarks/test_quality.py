@@ -8,8 +8,7 @@ import scipy.stats
 
 from dpflash.bench import output as results
 from dpflash.bench import quality
-from dpflash.bench.quality import Contestant, Size, Sizes, contestants
-from dpflash.bench.quality_table import QUALITY_TABLE
+from dpflash.bench.quality import QUALITY_TABLE, Contestant, Size, Sizes, contestants
 from dpflash.bench.suite import Request
 from dpflash.connectivity import reaches_all
 from dpflash.patterns import BlockSparse, Dense

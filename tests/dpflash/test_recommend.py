@@ -12,9 +12,9 @@ import torch
 import dpflash
 from dpflash import measured
 from dpflash.bench.attention import build_pattern
-from dpflash.bench.named_variants import VARIANTS
 from dpflash.bench.quality import contestants
 from dpflash.bench.result_files import recommendation_data
+from dpflash.bench.variants import VARIANTS
 from dpflash.ceilings import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 from dpflash.recommender import Recommendation
