@@ -27,17 +27,8 @@ from . import output as results
 from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
 from .isolated import Failed, run_isolated
 from .measuring import recorded_warnings
-from .suite import (
-    Build,
-    Comparison,
-    Measurement,
-    Request,
-    Row,
-    Subject,
-    Suite,
-    Unsupported,
-    needs,
-)
+from .plan import Build, Comparison, Measurement, Request, Row, Subject, Unsupported
+from .suite import Suite, needs
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -55,25 +46,15 @@ _MEMORY = 8 * 2**30
 
 @dataclass(frozen=True)
 class Grid:
-    """The questions.
+    """The questions."""
 
-    Attributes:
-        steps: of a query.
-        queries: "cold", "warm".
-        targets: (target epsilon, sample rate, steps) of each calibration.
-        schedules: (phases, steps of each).
-        every: takes every n-th setting of the table of truths.
-        call_seconds: limit for one call of a peer.
-        table_seconds: limit for one setting of the table.
-    """
-
-    steps: int
-    queries: Sequence[str]
-    targets: Sequence[tuple[float, float, int]]
-    schedules: Sequence[tuple[int, int]]
-    every: int
-    call_seconds: float
-    table_seconds: float
+    steps: int  # of a query
+    queries: Sequence[str]  # "cold", "warm"
+    targets: Sequence[tuple[float, float, int]]  # epsilon, sample rate and steps to calibrate
+    schedules: Sequence[tuple[int, int]]  # phases, and steps of each
+    every: int  # takes every n-th setting of the table of truths
+    call_seconds: float  # limit for one call of a peer
+    table_seconds: float  # limit for one setting of the table
 
 
 FULL = Grid(
@@ -210,15 +191,9 @@ def _deadline(seconds: float) -> Iterator[None]:
 def query(
     *, device: str, seed: int, provider: str, warm: bool, noise: float, steps: int, limit_s: float
 ) -> Subject:
-    """One epsilon of equal steps.
+    """One epsilon of equal steps; `warm`: of an accountant that has answered, after one more step.
 
-    Args:
-        device, seed: not used.
-        provider: one of PROVIDERS.
-        warm: the accountant has answered before, and one step was added; else it is new.
-        noise: noise multiplier.
-        steps: of the history.
-        limit_s: limit for one call of a peer, in seconds.
+    `limit_s` is the limit for one call of a peer, in seconds.
     """
     phases = [(noise, RATE, steps)]
     value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
@@ -294,11 +269,8 @@ def _judged(
 ) -> Subject:
     """The subject of an epsilon of these phases."""
     truth = lower_end(_judge_of(provider), phases, DELTA)
-    figures = {
-        "epsilon": value,
-        "lower_end": truth,
-        "above": value / truth - 1 if truth else None,
-    }
+    above = value / truth - 1 if truth else None
+    figures = {"epsilon": value, "lower_end": truth, "above": above}
     return Subject(step, lambda: _shortfall(value, truth), _ROUNDING, figures=figures)
 
 

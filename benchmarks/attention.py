@@ -223,12 +223,7 @@ def sparse_pattern(
 ) -> BlockSparse:
     """The densest block pattern that leaves out at least `percent` of dense attention's pairs.
 
-    Args:
-        tokens: T.
-        causal: no query sees a later key, in the dense attention that it is compared with too.
-        percent: of the pairs.
-        drawn: random blocks and the diagonal; else a window and one global block.
-        block: tokens in a block.
+    It has random blocks and the diagonal if `drawn`, else a window and one global block.
 
     Raises:
         Unsupported: T is too short for a single block beside the diagonal.
@@ -366,21 +361,19 @@ SUITE = Suite(
     name="attention",
     title="Attention: every pattern, beside SDPA, FlexAttention and flash-attn",
     about=(
-        "Time and memory of attention over the number of tokens T, for each pattern of "
-        "`dpflash.patterns` (which query sees which keys), beside peers that compute the same: "
-        "torch's scaled_dot_product_attention (SDPA), FlexAttention, flash-attn, and for dilated "
-        "attention LongNet's formula with one flash attention for each branch. *density* is the "
-        "part of all T x T pairs that a pattern has. Below 4096 tokens windows, segments, "
-        "documents and blocks are a quarter as long, so that a pattern leaves something out there "
-        "too. GFLOP/s count the pairs of the pattern, 4 D each forward and 10 D backward; bytes "
-        "are those of q, k, v, o and gradients. Speed-ups are over the first peer of the same "
-        "pattern; peak MiB are what a call adds to its inputs. Dilated attention counts a key "
-        "once for each branch, in FlexAttention too.\n\n"
+        "Time and memory of every pattern of `dpflash.patterns` over the number of tokens T, "
+        "beside peers that compute the same: torch's scaled_dot_product_attention (SDPA), "
+        "FlexAttention, flash-attn, and for dilated attention LongNet's formula with one flash "
+        "attention for each branch. *density* is the part of all T x T pairs that a pattern has. "
+        "Below 4096 tokens windows, segments, documents and blocks are a quarter as long. GFLOP/s "
+        "count the pairs of the pattern, 4 D each forward and 10 D backward; bytes are those of "
+        "q, k, v, o and gradients. Speed-ups are over the first peer of the same pattern; peak "
+        "MiB are what a call adds to its inputs.\n\n"
         "Each row's output and gradients are compared with the definition in float64 before "
-        "anything is timed: in every query row of a short sequence, in 64 rows of a long one, one "
-        "drawn from each of as many equal parts (do is 0 in the others, so that the gradients of "
-        "all keys are exact); in every sample and head of a small problem, and in each sample and "
-        "each head at least once of a large one. Everything else has to be finite."
+        "anything is timed: in every query row of a short sequence, in 64 drawn rows of a long "
+        "one (do is 0 in the others, so that the gradients of all keys are exact); in every "
+        "sample and head of a small problem, and in each sample and each head at least once of a "
+        "large one. Everything else has to be finite."
     ),
     plan=_plan,
     tables=(

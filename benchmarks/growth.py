@@ -13,17 +13,7 @@ import scipy.stats
 
 from . import output as results
 from .attention import DIRECTIONS, SHAPE, default_dtype, dilated_subject, is_small
-from .document import (
-    CORRECT,
-    FIGURES,
-    LEAST_SIZES,
-    ROOFS,
-    Chart,
-    Column,
-    Table,
-    column,
-    config,
-)
+from .document import CORRECT, FIGURES, LEAST_SIZES, ROOFS, Chart, Column, Table, column, config
 from .exponents import exponent_table, fitted_row
 from .private_scaling import (
     BATCH_CHARTS,
@@ -55,6 +45,12 @@ _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
 _LIKE_THEIRS = (
     "segments of 512 tokens whole and segments of 1024 every second token (a quick run on a CPU: "
     "128 and 256), not causal"
+)
+_SOURCES = (
+    "The sizes are those of tables that earlier libraries published (dp-flash-attention for the "
+    "steps, dilated-attention-pytorch for attention alone). Before it is timed, a step's sum of "
+    "clipped gradients is compared with a loop over single samples, attention with its definition "
+    "in float64."
 )
 
 
@@ -221,16 +217,11 @@ SEQUENCE = Suite(
     name="sequence",
     title="Time and memory over the sequence length: private training, and attention alone",
     about=(
-        "First, one private training step of causal attention over the tokens T of a sample. "
-        "Then dilated attention (LongNet's, not causal, every first, second, fourth, ... "
-        "token of its segments) by itself: where segments stay as T grows, a token has the "
-        "same number of keys whatever T, and time is linear in it (exponent 1); where "
-        "segments grow with T it is quadratic (exponent 2). The sizes are those of tables "
-        "that earlier libraries published (dp-flash-attention for the steps, "
-        "dilated-attention-pytorch for attention alone), but for section "
-        f"{LONG}, which is there for the exponent. Before it is timed, a step's sum of "
-        "clipped gradients is compared with a loop over single samples, attention with its "
-        "definition in float64."
+        "First, one private training step of causal attention over the tokens T of a sample. Then "
+        "dilated attention (LongNet's, not causal, every first, second, fourth, ... token of its "
+        "segments) by itself: where segments stay as T grows, a token has the same number of keys "
+        "whatever T, and time is linear in it (exponent 1); where segments grow with T it is "
+        f"quadratic (exponent 2). {_SOURCES} Section {LONG} is there for the exponent alone."
     ),
     plan=_sequences,
     tables=(
@@ -270,13 +261,9 @@ BATCH = Suite(
     name="batch",
     title="Time, tokens/s and memory over the batch size: private training, and attention alone",
     about=(
-        "First, one private training step of causal attention over the batch size B, beside "
-        "the same step without privacy, and the batch size that is worth taking. Then dilated "
-        f"attention (LongNet's) by itself over B: {_LIKE_THEIRS}. The sizes are those of "
-        "tables that earlier libraries published (dp-flash-attention for the steps, "
-        "dilated-attention-pytorch for attention alone). Before it is timed, a step's sum of "
-        "clipped gradients is compared with a loop over single samples, attention with its "
-        "definition in float64."
+        "First, one private training step of causal attention over the batch size B, beside the "
+        "same step without privacy, and the batch size that is worth taking. Then dilated "
+        f"attention (LongNet's) by itself over B: {_LIKE_THEIRS}. {_SOURCES}"
     ),
     plan=_batches,
     tables=(
@@ -299,12 +286,9 @@ HEADS = Suite(
     name="heads",
     title="Time and memory of dilated attention over its number of heads",
     about=(
-        f"Dilated attention (LongNet's) by itself: {_LIKE_THEIRS}; the number of heads H "
-        "grows, all else stays. Heads are independent: twice as many take twice as long once "
-        "they fill the machine (exponent 1), and a smaller exponent says that few heads do "
-        "not fill it. T, B, H and D are those of a table that an earlier library "
-        "(dilated-attention-pytorch) published. Each row's output and gradients are compared "
-        "with the definition in float64 before it is timed."
+        f"Dilated attention (LongNet's) by itself: {_LIKE_THEIRS}; the number of heads H grows. "
+        "Heads are independent: twice as many take twice as long once they fill the machine "
+        f"(exponent 1). {_SOURCES}"
     ),
     plan=_heads,
     tables=(Table("heads", "Heads", _COLUMNS), _EXPONENTS),

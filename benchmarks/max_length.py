@@ -25,7 +25,7 @@ from .memory import device_memory, peak_growth
 from .peers import build_run
 from .suite import Request, Row, Suite, Unsupported, worst
 from .timing import Stopwatch
-from .variants import VARIANTS, Variant
+from .variants import VARIANTS, Variant, fixed
 
 SECTION = "max_length"
 CEILING = "the ceiling of the search"
@@ -43,14 +43,10 @@ _CPU_MEMORY = 4 * 2**30
 
 SEARCHED: Mapping[str, Variant] = {
     "LongNet": Variant(
-        "LongNet",
-        "LongNet's own segments, five of them up to 32,768",
-        lambda tokens, causal: longnet(causal),
+        "LongNet", "LongNet's own segments, five of them up to 32,768", fixed(longnet)
     ),
     "SlidingWindow": Variant(
-        "SlidingWindow",
-        "1,024 tokens back",
-        lambda tokens, causal: SlidingWindow(window=1024, causal=causal),
+        "SlidingWindow", "1,024 tokens back", fixed(SlidingWindow, window=1024)
     ),
     **{
         name: VARIANTS[name]
@@ -83,33 +79,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of a call.
+    """The measurements of a call."""
 
-    Attributes:
-        error: relative, of the same variant at a small T.
-        seconds: of the call, without warm-up.
-        peak_mb: MiB by which its process grew, inputs included; None where the system does not
-            report it.
-    """
-
-    error: float
-    seconds: float
-    peak_mb: float | None
+    error: float  # relative, of the same variant at a small T
+    seconds: float  # without warm-up
+    peak_mb: float | None  # growth of its process in MiB, inputs included, where it is known
 
 
 @dataclass(frozen=True)
 class Found:
-    """The end of a search.
+    """The end of a search."""
 
-    Attributes:
-        tokens: the longest T that succeeded; None where none did.
-        failed_tokens: the shortest T that failed; None where none did.
-        stopped_by: why it failed, or CEILING.
-    """
-
-    tokens: int | None
-    failed_tokens: int | None
-    stopped_by: str
+    tokens: int | None  # the longest T that succeeded
+    failed_tokens: int | None  # the shortest T that failed
+    stopped_by: str  # why it failed, or CEILING
 
 
 def make_call(call: Call) -> Measured:
@@ -279,18 +262,15 @@ SUITE = Suite(
     name="max-length",
     title="The longest sequence that fits",
     about=(
-        "How long a sequence each kind of causal attention takes on this machine, one sequence "
-        "of 8 heads of 64, forward and with its backward, before the memory or the time of a call "
-        "ends. A longest T that was stopped by memory compares the memory of the kinds; one "
-        "stopped by time says how fast this machine is; one at the ceiling of the search does not "
-        "say where the kind ends. The names are those of `dpflash bench variants`, whose first "
-        "table explains them.\n\n"
+        "The longest sequence of causal attention, one sample of 8 heads of 64, before the memory "
+        "or the time of a call ends. A T that was stopped by memory compares the memory of the "
+        "kinds; one stopped by time says how fast this machine is; one at the ceiling of the "
+        "search does not say where the kind ends. `dpflash bench variants` explains the names.\n\n"
         "Lengths are doubled until a call fails, then bisected to within an eighth. Every call "
         "runs once, in a process of its own, which first checks the kind against its definition "
-        f"at T = {_CHECKED_TOKENS:,}. On a CPU the limit of memory is that of a process's private "
-        "memory, with some 270 MB of the libraries' own; on a GPU it is the card's. A call's "
-        "memory includes q, k and v, and for the backward the gradient of the output. The time of "
-        "a call is a part of the time of a row (--max-seconds)."
+        f"at T = {_CHECKED_TOKENS:,}. The limit of memory is that of a process's private memory, "
+        "with some 270 MB of the libraries' own, or a GPU's. q, k, v and the output's gradient "
+        "count. The time of a call is a part of that of a row (--max-seconds)."
     ),
     plan=lambda request: [_searches(name) for name in (_QUICK if request.quick else SEARCHED)],
     tables=(

@@ -150,13 +150,12 @@ SUITE = Suite(
     about=(
         "`make_private(optimize=LEVEL)`: one training step with clipping and noise of a "
         "transformer of one block over bytes (V 256, E = H D, AdamW), at the sizes (B, N, H, D) "
-        "of a table that an earlier library (dp-flash-attention) published with gains that it "
-        "had not measured. *speed-up* is over `none`, in the same rounds. Each level's sum of "
-        "clipped gradients is compared with a loop over single samples before it is timed, in "
-        "bfloat16 where the level computes in it, clipped as the row says. *dtype*, *clipping* "
-        "and *compiled* are those that really ran: where torch.compile failed, *fell back* says "
-        "why and the row is without it. Compiling takes up to minutes before the first step; that "
-        "is warm-up here, and in no time of this page."
+        "of a table that dp-flash-attention published with gains that it had not measured. "
+        "*speed-up* is over `none`, in the same rounds. Each level's sum of clipped gradients is "
+        "compared with a loop over single samples before it is timed, in the level's precision. "
+        "*dtype*, *clipping* and *compiled* are those that really ran; *fell back* says why "
+        "torch.compile failed. Compiling takes up to minutes: that is warm-up, and in no time of "
+        "this page."
     ),
     plan=_plan,
     tables=[

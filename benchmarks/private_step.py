@@ -281,15 +281,14 @@ SUITE = Suite(
     title="Private training steps: time and memory beside Opacus and beside no privacy",
     about=(
         "One whole training step: loader, forward, backward, clipping of each sample's gradient, "
-        "noise, AdamW. A *provider* is who makes the step: `nonprivate` (torch alone), "
+        "noise, AdamW. A *provider* makes the step: `nonprivate` (torch alone), "
         "`dpflash-CLIPPING-WAY` (flat: one norm over all parameters; per_layer, per_block: a norm "
         "for each layer or tile; WAY is how norms are computed, auto leaves it to the planner), "
         "`opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), and "
-        "`opacus-ghost-registered` (the same with this library's norms). Providers train the same "
-        "model on the same batch, which the loader of each draws at sample rate 1, and take "
-        "turns. Before a row is timed, its sum of clipped gradients, without noise, is "
-        "compared with a loop over single samples that are clipped as the row says. dpflash's "
-        "noise is by ChaCha20, Opacus' by torch's generator (secure_mode is off)."
+        "`opacus-ghost-registered` (the same with this library's norms). All train the same model "
+        "on the same batch and take turns. Before a row is timed, its sum of clipped gradients, "
+        "without noise, is compared with a loop over single samples. dpflash's noise is by "
+        "ChaCha20, Opacus' by torch's generator (secure_mode is off)."
     ),
     plan=_plan,
     derive=_derive,

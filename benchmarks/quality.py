@@ -37,27 +37,17 @@ _DTYPE = "float32"
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model and of its training.
-
-    Attributes:
-        tokens: T.
-        width, layers, heads: of the model.
-        batch: windows of a step; the expected number, where training is private.
-        steps: of the training.
-        learning_rate: of Adam, after a warm-up of five steps.
-        held_out: windows, each of another document.
-        epsilon: of private models, at delta 1e-5.
-    """
+    """The size of a model and of its training."""
 
     tokens: int = 512
     width: int = 64
     layers: int = 2
     heads: int = 4
-    batch: int = 2
+    batch: int = 2  # windows of a step; the expected number, where training is private
     steps: int = 400
-    learning_rate: float = 3e-3
-    held_out: int = 96
-    epsilon: float = 8.0
+    learning_rate: float = 3e-3  # after a warm-up of five steps
+    held_out: int = 96  # windows, each of another document
+    epsilon: float = 8.0  # of private models, at delta 1e-5
 
 
 @dataclass(frozen=True)
@@ -77,23 +67,14 @@ QUICK = Sizes(Size(steps=25, held_out=24), Size(batch=8, steps=5, learning_rate=
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to train.
-
-    Attributes:
-        name: of its row.
-        pattern: of its attention.
-        baseline: the model whose loss is subtracted; None for none.
-        large_batches: trained with `Sizes.private`.
-        private: trained with noise.
-        seeds_on: added to the seed of weights and batches, to see what the seed alone changes.
-    """
+    """A model to train."""
 
     name: str
     pattern: Pattern
-    baseline: str | None = DENSE
-    large_batches: bool = False
+    baseline: str | None = DENSE  # the model whose loss is subtracted
+    large_batches: bool = False  # trained with `Sizes.private`
     private: bool = False
-    seeds_on: int = 0
+    seeds_on: int = 0  # added to the seed of weights and batches
 
 
 def contestants(tokens: int) -> list[Contestant]:
@@ -142,15 +123,9 @@ class _Scores:
 def quality_rows(request: Request, sizes: Sizes | None = None) -> Iterator[Row]:
     """Trains a model with each pattern and compares them on held-out documents.
 
-    Args:
-        request: how to measure; a quick run trains smaller models for a moment.
-        sizes: of the training; None for those of the request.
-
-    Yields:
-        A row for each model: "held_out_loss" (nats a byte) with its standard error, the bytes
-        guessed right, and the differences to the baseline on the same windows with 95% intervals.
-        A row is correct where the attention passes its check at this T and training lowered the
-        held-out loss; other rows have no figures.
+    A row has "held_out_loss" (nats a byte), the part of bytes guessed right, and differences to
+    the baseline on the same windows with 95% intervals. It is correct where the attention passes
+    its check at this T and training lowered the held-out loss; other rows have no figures.
     """
     sizes = sizes or (QUICK if request.quick else FULL)
     scores: dict[str, _Scores] = {}
@@ -378,16 +353,15 @@ QUALITY_TABLE = Table(
         column("correct"),
     ),
     "Bytes of Python's own library; one window of each held-out document. ± is the standard error "
-    "over windows. Differences are taken window by window, with 95% intervals, which cover the "
-    "choice of windows but not that of weights and batches: *dense, another seed* and *dense, a "
-    "third seed* show how much those change, and smaller differences mean nothing. *Two tokens* "
-    "attends to the token itself and the one before: it shows how much attention is worth at all "
-    "to a model this small and so briefly trained. A pattern of near tokens may do better than "
-    "dense here; that is no evidence about models that have learnt to use far tokens. The lengths "
-    "of patterns are those timed at T = 8,192, over 16 (but adaptive's). Sparsity is over all "
-    "causal pairs (a lower bound for adaptive). Noise drowns small batches, so private models "
-    "take fewer steps of larger ones, and so does their baseline, *dense, large batches*; their "
-    "batches are Poisson samples of that size. Their fixed seed makes them repeatable, and unfit "
-    "for release. torchbridge publishes losses of accuracy of less than 0.1, 0.5 and 1.0% at 50, "
-    "75 and 90% sparsity, and no code that trains anything.",
+    "over windows. Differences are taken window by window; their 95% intervals cover the choice "
+    "of windows, but not that of weights and batches: *dense, another seed* and *dense, a third "
+    "seed* show how much those change, and smaller differences mean nothing. *Two tokens* attends "
+    "to the token itself and the one before: so much is attention worth to a model this small and "
+    "so briefly trained. A pattern of near tokens may do better than dense here; that is no "
+    "evidence about models that have learnt to use far tokens. Lengths of patterns are those "
+    "timed at T = 8,192, over 16 (but adaptive's). Sparsity is over all causal pairs (a lower "
+    "bound for adaptive). Noise drowns small batches, so private models and *dense, large "
+    "batches* take fewer steps of larger ones. Their fixed seed makes them unfit for release. "
+    "torchbridge publishes losses of accuracy of less than 0.1, 0.5 and 1.0% at 50, 75 and 90% "
+    "sparsity, and no code that trains anything.",
 )

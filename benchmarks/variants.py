@@ -34,62 +34,37 @@ from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs
 
 Item = Comparison | Callable[[Request], Iterable[Row]]
 
-# Segments, rates and blocks of the published tables.
-_LENGTHS, _RATES = (2048, 4096, 8192), (1, 2, 4)
-_BLOCK, _LOCAL_BLOCKS = 64, 2  # a window of 256 tokens
-_LEVELS = ((64, 256), (256, 1024), (1024, -1))
 _THEIRS = "dilated-attention-pytorch's class"
 _ONE_RANK = "on one rank the same operator, for more see `dpflash bench scaling`"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name of published tables, and what is measured under it.
-
-    Attributes:
-        name: in tables and on the command line.
-        about: what the class of that name computes elsewhere, and what is measured here.
-        pattern: a function of T and causal; may raise `Unsupported`.
-        operator: one of `peers.OPERATORS`, or "multihead" for a module with its projections.
-        same_as: a variant that is the same operator on one rank, and is measured for both.
-    """
+    """A name of published tables, and what is measured under it."""
 
     name: str
-    about: str
-    pattern: Callable[[int, bool], Pattern]
-    operator: str = "dpflash"
-    same_as: str | None = None
+    about: str  # what the class of that name computes elsewhere, and what is measured here
+    pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
+    operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
+    same_as: str | None = None  # measured under this name: the same operator on one rank
 
 
-def _dense(tokens: int, causal: bool) -> Pattern:
-    return Dense(causal=causal)
-
-
-def _dilated(tokens: int, causal: bool) -> Pattern:
-    return Dilated(segment_lengths=_LENGTHS, dilation_rates=_RATES, causal=causal)
-
-
-def _grouped(tokens: int, causal: bool) -> Pattern:
-    return Dilated(segment_lengths=_LENGTHS, dilation_rates=_RATES, causal=causal, heads="grouped")
-
-
-def _local(tokens: int, causal: bool) -> Pattern:
-    return BlockSparse(block_size=_BLOCK, local_blocks=_LOCAL_BLOCKS, causal=causal)
-
-
-def _local_global(tokens: int, causal: bool) -> Pattern:
-    return BlockSparse(
-        block_size=_BLOCK, local_blocks=_LOCAL_BLOCKS, global_blocks=1, causal=causal
-    )
-
-
-def _hierarchical(tokens: int, causal: bool) -> Pattern:
-    return Hierarchical(levels=_LEVELS, block_size=_BLOCK, causal=causal)
+def fixed(kind: Callable[..., Pattern], **arguments: Any) -> Callable[[int, bool], Pattern]:
+    """The pattern of these arguments at every T."""
+    return lambda tokens, causal: kind(**arguments, causal=causal)
 
 
 def _adaptive(tokens: int, causal: bool) -> Pattern:
-    keep = max(1, -(-tokens // _BLOCK) // 10)
-    return Adaptive(block_size=_BLOCK, keep=keep, causal=causal)
+    return Adaptive(block_size=64, keep=max(1, -(-tokens // 64) // 10), causal=causal)
+
+
+# As in the published tables; a window of 256 tokens.
+_DENSE = fixed(Dense)
+_SEGMENTS = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
+_DILATED = fixed(Dilated, **_SEGMENTS)
+_LOCAL = fixed(BlockSparse, block_size=64, local_blocks=2)
+_LOCAL_GLOBAL = fixed(BlockSparse, block_size=64, local_blocks=2, global_blocks=1)
+_LEVELS = ((64, 256), (256, 1024), (1024, -1))
 
 
 def _sparse_variant(percent: int, drawn: bool) -> Variant:
@@ -103,113 +78,104 @@ def _sparse_variant(percent: int, drawn: bool) -> Variant:
     )
 
 
+def _ring(name: str, about: str, same_as: str) -> Variant:
+    pattern = {"Dense": _DENSE, "DilatedAttention": _DILATED, "BlockSparseOptimized": _LOCAL}
+    return Variant(name, about, pattern[same_as], "ring", same_as)
+
+
 _SPARSE = [_sparse_variant(percent, drawn) for drawn in (False, True) for percent in (50, 75, 90)]
 _ALL = (
-    Variant("SDPA", "torch's dense attention, with its flash backend", _dense, "sdpa-flash"),
-    Variant("Dense", "dense attention by dpflash", _dense),
+    Variant("SDPA", "torch's dense attention, with its flash backend", _DENSE, "sdpa-flash"),
+    Variant("Dense", "dense attention by dpflash", _DENSE),
     Variant(
         "DilatedAttention",
         f"{_THEIRS} distributes heads over segments, divides by their number, and refuses T that "
         "the longest segment does not divide. Here: LongNet's operator, all segments in every "
         "head, of 2048, 4096 and 8192 tokens at rates 1, 2 and 4, any T",
-        _dilated,
+        _DILATED,
     ),
     Variant(
         "BranchByBranch",
         "not in their tables: LongNet's formula in plain torch, one flash attention for each "
         "branch, with its true gradient; the baseline of DilatedAttention",
-        _dilated,
+        _DILATED,
         "branch-by-branch",
     ),
     Variant(
         "BranchByBranchDetached",
         "the same formula as torchscale has it: no gradient flows through the weights of the "
         "branches, so that only its output is checked",
-        _dilated,
+        _DILATED,
         "branch-by-branch-detached",
     ),
     Variant(
         "GroupedDilatedAttention",
-        f"what {_THEIRS} means by distributing heads: each head has one segment length, and "
-        "nothing is divided",
-        _grouped,
+        f"what {_THEIRS} means by distributing heads: each has one segment length, undivided",
+        fixed(Dilated, **_SEGMENTS, heads="grouped"),
     ),
     Variant(
         "ImprovedDilatedAttention",
-        f"{_THEIRS} attends over heads instead of tokens. Corrected it is DilatedAttention, one "
-        "fused operator here",
-        _dilated,
+        f"{_THEIRS} attends over heads instead of tokens. Corrected it is DilatedAttention",
+        _DILATED,
         same_as="DilatedAttention",
     ),
     Variant(
         "MultiheadDilatedAttention",
         "dpflash.nn.MultiheadAttention with DilatedAttention's pattern, projections included",
-        _dilated,
+        _DILATED,
         "multihead",
     ),
-    Variant(
+    _ring(
         "RingDilatedAttention",
         f"{_THEIRS} gathers all keys and values on every rank, without gradients. Here: "
         f"ring_attention with DilatedAttention's pattern; {_ONE_RANK}",
-        _dilated,
-        "ring",
         "DilatedAttention",
     ),
-    Variant(
+    _ring(
         "RingDilatedAttentionV2",
         f"{_THEIRS} is four independent pieces of the sequence on one GPU. Corrected it is "
         "RingDilatedAttention",
-        _dilated,
-        "ring",
         "DilatedAttention",
     ),
-    Variant(
+    _ring(
         "HybridRingDilated",
         "ring attention and dilated attention together, which in dilated-attention-pytorch "
         "receives into the buffer that it sends. Corrected it is RingDilatedAttention",
-        _dilated,
-        "ring",
         "DilatedAttention",
     ),
     Variant(
         "BlockSparse",
         f"{_THEIRS} adds up one softmax for each pair of blocks. Here: one softmax over a window "
         "of 256 tokens and a global block, in blocks of 64",
-        _local_global,
+        _LOCAL_GLOBAL,
     ),
     Variant(
         "BlockSparseOptimized",
-        "dilated-attention-pytorch's local_window: a window of 256 tokens in blocks of 64; here "
-        "in one softmax",
-        _local,
+        "dilated-attention-pytorch's local_window, 256 tokens in blocks of 64, in one softmax",
+        _LOCAL,
     ),
-    Variant(
+    _ring(
         "BlockSparseRing",
         f"{_THEIRS} sends nothing and is the same window. Here: ring_attention with "
         f"BlockSparseOptimized's pattern; {_ONE_RANK}",
-        _local,
-        "ring",
         "BlockSparseOptimized",
     ),
     Variant(
         "BlockSparseHierarchical",
         "levels of (stride, window) (64, 256), (256, 1024), (1024, all) in blocks of 64, in one "
         f"softmax; causal too, which {_THEIRS} refuses",
-        _hierarchical,
+        fixed(Hierarchical, levels=_LEVELS, block_size=64),
     ),
     Variant(
         "BlockSparseAdaptive",
-        f"{_THEIRS} chooses blocks for the whole batch, by a network that gets no gradient. Here: "
-        "each sample and head chooses a tenth of the blocks by scores of their means, with a "
-        "gradient",
+        f"{_THEIRS} chooses blocks for the whole batch, by a network without gradient. Here: each "
+        "sample and head chooses a tenth of the blocks by scores of their means, with a gradient",
         _adaptive,
     ),
-    Variant(
+    _ring(
         "Ring",
         "torchbridge publishes figures of it, but no code that measures them. Here: "
         f"ring_attention, dense; {_ONE_RANK}",
-        _dense,
-        "ring",
         "Dense",
     ),
     *_SPARSE,
@@ -426,18 +392,13 @@ SUITE = Suite(
     name="variants",
     title="Attention variants of published tables",
     about=(
-        "The libraries dilated-attention-pytorch and torchbridge publish tables of the speed of "
-        "attention variants. Each of their names is timed here as the operator that the name "
-        "promises; the first table says what that is, and what their code computes instead. "
-        "Outputs and gradients are compared with the definition in float64 before anything is "
-        "timed, in 64 drawn query rows of a long sequence. BranchByBranch is LongNet's formula "
-        "for dilated attention in plain torch with flash attention, and the baseline of "
-        "DilatedAttention; BranchByBranchDetached has the gradient of torchscale (LongNet's "
-        "published code), which is not that of the formula, so that only its output is checked. "
-        "Speed and quality belong together: the last table has the held-out loss of a small "
-        "model trained with each kind of pattern. float16 on a GPU, as in those tables; float32 "
-        "on a CPU. A CPU takes fewer heads in the sparse and dense tables, in which all costs are "
-        "linear in them."
+        "Each variant that dilated-attention-pytorch and torchbridge publish figures of, timed as "
+        "the operator that its name promises; the first table says what that is, and what their "
+        "code computes instead. Outputs and gradients are compared with the definition in float64 "
+        "before anything is timed, in 64 drawn query rows of a long sequence. The last table has "
+        "the held-out loss of a small model trained with each kind of pattern. float16 on a GPU, "
+        "float32 on a CPU, which takes fewer heads in the sparse and dense tables: their costs "
+        "are linear in them."
     ),
     plan=_plan,
     tables=(
@@ -461,10 +422,8 @@ SUITE = Suite(
                 column("gradient"),
                 *_CHECKED,
             ),
-            "Dilated: segments of 2048, 4096 and 8192 tokens at rates 1, 2 and 4. Block-sparse: "
-            "blocks of 64, window 256. Not causal. At T = 2048 the shortest segment is the whole "
-            "sequence, so that DilatedAttention sees all pairs (density 1): it cannot be faster "
-            "than dense attention there.",
+            "Not causal. At T = 2048 the shortest segment is the whole sequence: DilatedAttention "
+            "sees all pairs there (density 1) and cannot be faster than dense attention.",
         ),
         Table(
             "sparse",
@@ -475,9 +434,8 @@ SUITE = Suite(
                 ("pairs left out", _pairs_left_out),
                 *_CHECKED,
             ),
-            "Pairs that are left out are not computed. SparseRandom draws its blocks, and a block "
-            "that no later one has drawn is lost to all that follows: `dpflash.recommend` leaves "
-            "such a pattern out. What sparsity costs in quality is in the last table.",
+            "SparseRandom draws its blocks, and later tokens never learn of a block that no later "
+            "one has drawn: `dpflash.recommend` leaves such a pattern out.",
         ),
         Table(
             "segments",
