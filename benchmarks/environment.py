@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dpflash import __version__
-from dpflash.ceilings import cpu_model
+from dpflash.clipping.device_speed import cpu_model
 from dpflash.kernels import native
 
 

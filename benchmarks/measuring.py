@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpflash.ceilings import Ceilings
+from dpflash.clipping.device_speed import Ceilings
 
 from . import output as results
 from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated, tell

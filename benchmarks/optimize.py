@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpflash.planner import LEVELS
+from dpflash.clipping.planner import LEVELS
 
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
 from .output import row

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import losses
 from dpflash.accounting import get_noise_multiplier
-from dpflash.arguments import make_groups
-from dpflash.clipping import Group
+from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
+from dpflash.grad_rules.convert import make_groups
 from dpflash.kernels import gaussian_noise_
 from dpflash.nn import LinearCrossEntropy
 
@@ -41,6 +41,13 @@ DPFLASH = (
     "dpflash-per_block",
 )
 AUTO = DPFLASH[0]
+# grad_sample_mode of the names in `DPFLASH`, which older results have too.
+_MODES = {
+    "auto": "auto",
+    "stored": "instantiate",
+    "book_keeping": "book_keeping",
+    "two_pass": "ghost",
+}
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
 # Not steps: ChaCha20 noise, torch.normal, and a copy of as many numbers.
@@ -135,8 +142,8 @@ def make_training(
     if is_level := provider.startswith("optimize-"):
         options = {"optimize": provider.removeprefix("optimize-")}
     else:
-        _, clipping, *way = provider.split("-")
-        options = {"clipping": clipping, "way": way[0] if way else "auto"}
+        _, clipping, *mode = provider.split("-")
+        options = {"clipping": clipping, "grad_sample_mode": _MODES[mode[0] if mode else "auto"]}
     engine = PrivacyEngine()
     private, private_optimizer, private_loader = engine.make_private(
         module=model,
@@ -359,7 +366,7 @@ def _registered() -> Iterator[None]:
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
     """The work of a private step by the planner's formulas; Triton kernels cannot be counted.
 
-    The second backward of attention in "two_pass" is missing.
+    The second backward of attention in "ghost" is missing.
     """
     uses = list(engine.plan())
     return Work(

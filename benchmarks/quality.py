@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 import dpflash
 from dpflash.accounting import get_noise_multiplier
-from dpflash.corpus import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Adaptive, Dense, Dilated, Hierarchical, Pattern, SlidingWindow
+from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
 
 from . import output as results
 from .attention import sparse_pattern

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dpflash.ceilings import Ceilings, device_name
-from dpflash.measure import EFFORTS, measure
+from dpflash.clipping.device_speed import Ceilings, device_name
+from dpflash.clipping.measure_speed import EFFORTS, measure
 
 from .work import Work
 

@@ -14,7 +14,7 @@ import torch
 
 from dpflash import _validate
 from dpflash.distributed import Layout, edges_per_rank, sent_bytes
-from dpflash.distributed.plan import Spread, need
+from dpflash.distributed.exchange_plan import Spread, need
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 # Forward 2 products of 2 D operations, backward 5 of them.

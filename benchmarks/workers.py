@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dpflash.workers import WorkerError
+from dpflash.distributed.collectives import WorkerError
 
 Task = tuple[Callable[..., Any], Mapping[str, Any]]
 

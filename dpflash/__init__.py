@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import accounting, distributed, losses, nn, patterns, sampling
-    from .boundary import Boundary, private_boundary
-    from .budget import BudgetSpent, PrivacyBudget
+    from .attn.boundary import Boundary, private_boundary
+    from .attn.functional import attention
+    from .config import PerformanceConfig, PrivacyConfig
     from .engine import PrivacyEngine
-    from .functional import attention
     from .optimizer import PrivateOptimizer
+    from .privacy.budget import BudgetSpent, PrivacyBudget
     from .recommender import recommend
 
 __version__ = "0.1.0"
@@ -19,7 +20,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Boundary",
     "BudgetSpent",
+    "PerformanceConfig",
     "PrivacyBudget",
+    "PrivacyConfig",
     "PrivacyEngine",
     "PrivateOptimizer",
     "__version__",
@@ -37,13 +40,15 @@ __all__ = [
 # The module that has a name. It is imported when the name is first used, so that commands which
 # need no torch start without it.
 _MODULES = {
-    "Boundary": "boundary",
-    "BudgetSpent": "budget",
-    "PrivacyBudget": "budget",
+    "Boundary": "attn.boundary",
+    "BudgetSpent": "privacy.budget",
+    "PerformanceConfig": "config",
+    "PrivacyBudget": "privacy.budget",
+    "PrivacyConfig": "config",
     "PrivacyEngine": "engine",
     "PrivateOptimizer": "optimizer",
-    "attention": "functional",
-    "private_boundary": "boundary",
+    "attention": "attn.functional",
+    "private_boundary": "attn.boundary",
     "recommend": "recommender",
 }
 _SUBMODULES = {

@@ -1,10 +1,9 @@
-"""The release: account, add noise once, divide by the expected batch size, step."""
+"""PrivateOptimizer: releases a logical batch, then lets the wrapped optimizer step."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,18 +12,18 @@ from torch import Tensor, nn
 
 from dpflash.kernels import refuse_capture
 
-from ._validate import finite, noise_fits, non_negative
-from .gate import PrivateBackward
-from .release import Release
-from .sharding import as_grad, is_sharded, local_shape
-from .tracker import BatchTracker
-from .workers import all_reduce_all_
-
-_CAPTURED = "each replay would release anew, unpaid and with the same noise"
+from .distributed.fsdp import is_sharded
+from .step import CAPTURED, PrivateStep
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
     """Wraps any torch optimizer; its `step` releases one logical batch.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        step: the logical batch that `step()` releases.
+        expected_batch_size: the divisor of a release; public, never the drawn size.
+        loss_reduction: "mean" or "sum" where the loop makes a scalar loss; Opacus' tools read it.
 
     Attributes:
         original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
@@ -33,48 +32,30 @@ class PrivateOptimizer(torch.optim.Optimizer):
         expected_batch_size: the divisor of a step; public, never the drawn size.
         releases: noisy steps begun so far; each has noise of its own.
 
-    Both of the first may be changed between steps, before the backward of the next logical batch;
-    each release is accounted with the values it used.
+    noise_multiplier and max_grad_norm may be changed between steps, before the backward of the
+    next logical batch; each release is accounted for with the values that it used.
 
     Guarantees:
         The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
-        those without a gradient included. Noise is added once for a logical batch, inside the
-        backward of its last physical batch where the private loader tells which that is, else in
-        `step`; a step that ends a physical batch only releases nothing and costs nothing. The
-        accountant is charged before the noisy gradient exists, so a batch that is dropped after
-        its backward has been paid for.
+        those without a gradient included. A step that ends a microbatch only releases nothing and
+        costs nothing. See `dpflash.step` for where the noise is added and the accountant charged.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        step: PrivateStep,
         *,
-        backward: PrivateBackward,
-        tracker: BatchTracker,
-        noise_multiplier: float,
-        max_grad_norm: float,
         expected_batch_size: float,
-        parameter_ids: dict[nn.Parameter, int],
-        noise_key: bytes,
-        charge: Callable[[float, bool, float], None],
+        loss_reduction: str | None,
     ):
         # The wrapped optimizer holds groups and state; Optimizer.__init__ would make new ones.
         self.original_optimizer = optimizer
-        self.noise_multiplier = noise_multiplier
-        self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
-        self.loss_reduction = backward.loss_reduction
-        self.releases = 0
-        self._backward = backward
-        self._tracker = tracker
-        self._parameter_ids = parameter_ids
-        self._noise_key = noise_key
-        self._charge = charge
+        self.loss_reduction = loss_reduction
+        self._step = step
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
-        self._step_skip_queue: deque[bool] = deque()
-        self._signalled = False
-        self._is_last_step_skipped = False
         self._releasing = False
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
@@ -92,9 +73,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.__deepcopy__({})
 
     def _patch_step_function(self) -> None:
-        """PyTorch would put the wrapped optimizer's step hooks around our `step`, for the class.
+        """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
 
-        It does so when any object of the class is unpickled; `_refuse_other_steps` is such a hook.
+        It would do so for the whole class when an object of it is unpickled, and
+        `_refuse_other_steps` is such a hook.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -112,14 +94,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # Opacus' BatchMemoryManager and schedulers use these.
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say whether the next `step` call ends a physical batch only."""
-        if self._backward.workers.everyone is not None:
+        """Say whether the next `step` call ends a microbatch only."""
+        if self._step.ranks.everyone is not None:
             raise RuntimeError(
                 "signal_skip_step (BatchMemoryManager) with a mesh: workers would split their "
                 "shares of a draw into unequal numbers of parts. Pass physical_batch_size= to "
                 "make_private instead"
             )
-        self._step_skip_queue.append(do_skip)
+        self._step.tracker.signal(do_skip)
 
     def attach_step_hook(self, fn: Callable[[PrivateOptimizer], None]) -> None:
         """Call fn(optimizer) at each release, after the noise. Hooks add up."""
@@ -127,7 +109,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Not even where the wrapped optimizer does: it would get sums clipped at the scale."""
+        """Never: a GradScaler would have sums clipped at its scale."""
         return False
 
     @property
@@ -137,16 +119,34 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters that a step changes."""
-        ids = self._parameter_ids
-        held = [p for group in self.param_groups for p in group["params"]]
-        return [p for p in held if p in ids and p.requires_grad]
+        return self._step.parameters
 
-    def forget_signals(self) -> None:
-        """Drop skip signals of batches that will not come."""
-        self._step_skip_queue.clear()
-        self._is_last_step_skipped = False
+    @property
+    def noise_multiplier(self) -> float:
+        return self._step.noise_multiplier
 
-    # The wrapped optimizer's state, as its own.
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._step.set_noise_multiplier(value)
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self._step.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._step.set_max_grad_norm(value)
+
+    @property
+    def _is_last_step_skipped(self) -> bool:
+        """Whether the last step ended a microbatch only; Opacus' name."""
+        return self._step.tracker.skipped_last_step
+
+    @property
+    def releases(self) -> int:
+        return self._step.releases
+
+    # State and parameter groups are those of the wrapped optimizer.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -193,11 +193,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; while a logical batch is under way its clipped sums are kept."""
+        """Clear gradients; keeps the clipped sums of an unfinished logical batch."""
         if self._is_last_step_skipped:
             return
-        self._backward.discard()
-        self._tracker.dropped()
+        self._step.discard()
+        self._step.tracker.dropped()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -210,19 +210,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
             What closure returned, else None.
 
         Raises:
-            RuntimeError: a CUDA stream is capturing, or what was to be released is not what the
-                private layers made; nothing is released.
+            RuntimeError: a CUDA stream is capturing, or `.grad` is not what the private layers
+                made; nothing is released.
         """
-        refuse_capture(_CAPTURED)
+        refuse_capture(CAPTURED)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if self._skips():
-            self._is_last_step_skipped = True
+        if self._step.tracker.step_ends_microbatch():
             return result
-        self._is_last_step_skipped = False
-        self._release()
+        self._step.finish_backward()
+        self._check_others_have_no_gradient()
+        self._check_only_gates_wrote()
+        self._released = [weakref.ref(p.grad) for p in self._step.release() if p.grad is not None]
+        for hook in self._step_hooks:
+            hook(self)
         self._releasing = True
         try:
             self.original_optimizer.step()
@@ -230,87 +233,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._releasing = False
         return result
 
-    def _skips(self) -> bool:
-        self._signalled = bool(self._step_skip_queue)
-        if self._signalled:
-            skip = self._step_skip_queue.popleft()
-            if skip:
-                self._tracker.signalled_step()
-            return skip
-        mark = self._tracker.current
-        return mark is not None and not mark.last
-
-    def begin_release(self) -> Release | None:
-        """The release that the backward under way makes; None where only `step` can tell."""
-        refuse_capture(_CAPTURED)
-        mark = self._tracker.current
-        if self._step_skip_queue or mark is None or not mark.last:
-            return None
-        if self._backward.workers.data is not None or self._backward.is_sharded:
-            return None  # The noise is for the sum over all workers' samples.
-        if self._is_noiseless():
-            return None
-        self._signalled = False
-        return self._open_release()
-
-    def _is_noiseless(self) -> bool:
-        non_negative(noise_multiplier=self.noise_multiplier)
-        finite(noise_multiplier=self.noise_multiplier)
-        return self.noise_multiplier == 0
-
-    def _open_release(self) -> Release:
-        """Pay for a release and give it a place in the noise streams that no other has."""
-        bound = self.max_grad_norm if math.isnan(self._backward.bound) else self._backward.bound
-        noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
-        bound, noise_multiplier = float(bound), float(self.noise_multiplier)
-        self._charge(noise_multiplier, self._signalled, bound)
-        step = self.releases
-        self.releases += 1
-        return Release(noise_multiplier, bound, self._noise_key, step, self._parameter_ids)
-
-    def _release(self) -> None:
-        backward = self._backward
-        parameters = self.params
-        self._tracker.warn_of_missing_backward()
-        if backward.release is not None:
-            # Of a backward that failed behind its gates, and was stepped on nevertheless.
-            backward.release.settle()
-        self._check_others_have_no_gradient()
-        self._check_only_gates_wrote(parameters)
-        backward.check_sums()
-        if backward.release is None:
-            backward.release = self._open_release()
-        divisor = 1.0 if self.loss_reduction == "sum" else self.expected_batch_size
-        self._released = []
-        # An interrupted release goes on with the sums as they were, and the same noise.
-        # Workers add up in one dtype; a sum that has its noise is this process' alone.
-        wide = backward.workers.data is not None
-        totals = [_total(p, backward.sums.get(p), wide=wide) for p in parameters]
-        whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
-        all_reduce_all_(whole, backward.workers.data)
-        for parameter, total in zip(parameters, totals, strict=True):
-            noise = backward.release.noise_for(parameter)
-            if noise is not None:
-                noise.add_to_(total)
-        backward.release.settle()
-        for parameter, total in zip(parameters, totals, strict=True):
-            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
-            grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
-            parameter.grad = grad
-            self._released.append(weakref.ref(grad))
-        backward.released()
-        self._tracker.released()
-        for hook in self._step_hooks:
-            hook(self)
-
     def _check_others_have_no_gradient(self) -> None:
-        """The wrapped optimizer steps on any .grad, so one that is not released must not exist."""
+        """The wrapped optimizer steps on every `.grad`, so none may exist that is not released."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     parameter.grad = None
-                elif parameter not in self._parameter_ids and parameter.grad is not None:
-                    name = self._backward.names.get(parameter, "(added later)")
+                elif not self._step.is_trained(parameter) and parameter.grad is not None:
+                    name = self._step.names.get(parameter, "(added later)")
                     parameter.grad = None
                     raise RuntimeError(
                         f"parameter '{name}' was frozen when the model was made private and has a "
@@ -318,10 +248,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                         "make_private again"
                     )
 
-    def _written_by_others(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those whose `.grad` is not their clipped sum. Waits for a device once."""
-        sums = self._backward.sums
-        having = [parameter for parameter in parameters if parameter.grad is not None]
+    def _written_by_others(self) -> list[nn.Parameter]:
+        """Parameters whose `.grad` is not their clipped sum. Waits for a device once."""
+        sums = self._step.sums
+        having = [parameter for parameter in self.params if parameter.grad is not None]
         flags = [_differs(parameter, sums.get(parameter)) for parameter in having]
         waiting: dict[torch.device, list[Tensor]] = {}
         for flag in flags:
@@ -333,15 +263,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             return []
         return [parameter for parameter, flag in zip(having, flags, strict=True) if flag]
 
-    def _check_only_gates_wrote(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in self._written_by_others(parameters):
-            total = self._backward.sums.get(parameter)
+    def _check_only_gates_wrote(self) -> None:
+        for parameter in self._written_by_others():
+            total = self._step.sums.get(parameter)
             grad = parameter.grad
             assert grad is not None
-            name = self._backward.names[parameter]
+            name = self._step.names[parameter]
             stale = any(grad is released() for released in self._released)
             scale = None if total is None or is_sharded(parameter) else _scale(grad, total)
-            self._backward.discard()
+            self._step.discard()
             if scale is not None:
                 raise RuntimeError(
                     f"the gradient of parameter '{name}' is 1/{scale:g} of its clipped sum, as a "
@@ -366,27 +296,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
 
-def _total(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:
-    """A copy of a parameter's sum, zeros where it got none; of a sharded one of its part."""
-    dtype = torch.float64 if wide or parameter.dtype == torch.float64 else torch.float32
-    if clipped_sum is not None:
-        dtype = torch.promote_types(dtype, clipped_sum.dtype)
-        return clipped_sum.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
-
-
 def _scale(grad: Tensor, total: Tensor) -> float | None:
-    """The number above 1 by which a sum was divided to give a gradient; None if there is none."""
+    """GradScaler scale found in `.grad`, or None."""
     if grad.layout != torch.strided or grad.shape != total.shape or not grad.numel():
         return None
     largest, divided = float(total.abs().max()), float(grad.abs().max())
-    # GradScaler's are powers of two.
+    # GradScaler's scales are powers of two.
     scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
     return scale if scale > 1 and _same(grad, total / scale) else None
 
 
 def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
-    """Whether `.grad` is not the parameter's sum; a tensor is not waited for."""
+    """Whether `.grad` differs from the parameter's sum; on its device, without waiting."""
     grad = parameter.grad
     assert grad is not None
     if grad.layout != torch.strided:
@@ -400,3 +321,41 @@ def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
 
 def _same(grad: Tensor, total: Tensor) -> bool:
     return torch.equal(grad, total.to(grad.dtype))
+
+
+def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The model's trainable parameters that the optimizer holds, in the model's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
+            "(PrivateOptimizer.original_optimizer is one)"
+        )
+    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p): n for n, p in module.named_parameters()}
+    foreign = [p for i, p in held.items() if i not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
+            "fully_shard if that is used"
+        )
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
+    if not trained:
+        raise ValueError(
+            "optimizer holds no trainable parameter of the module; check requires_grad and build "
+            "it from module.parameters()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
+            "own; use a first-order optimizer such as AdamW"
+        )
+    for parameter in trained:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
+                "see its gradient before the noise; remove the hook"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
+    return trained

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import _validate
-from .ceilings import cpu_model
+from .clipping.device_speed import cpu_model
 from .measured import DIRECTIONS, DTYPES, Case, Quality, Results, Run, read_runs
 from .patterns import Adaptive, BlockSparse, Dense, Hierarchical, Pattern, SlidingWindow
 

@@ -2,6 +2,7 @@
 
 from .block_reference import BLOCK
 from .capture import refuse_capture
+from .factors import bound_share, clip_factors
 from .grads import (
     block_clip_reduce,
     block_clipped_grad,
@@ -30,6 +31,8 @@ __all__ = [
     "NoiseStream",
     "block_clip_reduce",
     "block_clipped_grad",
+    "bound_share",
+    "clip_factors",
     "clip_reduce",
     "clipped_grad",
     "embedding_clipped_grad",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .factors import ROOT_SLACK
 from .grid import truncated
 from .reference import hard_clip_factors, upper_bound
 
@@ -42,7 +43,7 @@ def block_bounds(
         for size, side in ((outputs, block[0]), (inputs, block[1]))
     )
     shares = heights.unsqueeze(1) * widths / max(1, outputs * inputs)
-    return bound * shares.sqrt() * (1.0 - 2.0**-50)
+    return bound * shares.sqrt() * ROOT_SLACK
 
 
 def block_clipped_grad(

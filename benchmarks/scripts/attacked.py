@@ -230,9 +230,9 @@ class DpflashStep:
         self._build(0.0, 0)
         parts: list[Tensor] = []
         for _ in self._after_each_backward(present):
-            backward = self._engine._backward
-            assert backward is not None
-            held = backward.sums
+            step = self._engine._step
+            assert step is not None
+            held = step.sums
             parts = [held.get(p, torch.zeros_like(p)) for p in self._model.parameters()]
             self._optimizer.step()
         return _flat(parts)

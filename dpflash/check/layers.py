@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import attach, check_module, owners
-from ..clipping import flat_groups
-from ..gate import PrivateBackward
+from ..clipping.backward import PrivateBackward
+from ..clipping.groups import flat_groups
+from ..clipping.planner import STORED
 from ..grad_rules import rule_for
+from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
-from ..leveled import LeveledForward
-from ..optimization import PLAIN
+from ..optimize.levels import PLAIN
+from ..optimize.wrapper import ForwardWrapper
+from ..sampling.tracker import BatchMark, BatchTracker
+from ..step import ClippedSums
 from .batch import tensors
 from .report import ITSELF, LOSS_FN, Findings, parted, said
 from .subject import LossAndGrads, Trial
@@ -133,22 +136,23 @@ def check_private_backward(
         findings.not_checked.append(f"{what}: mend the errors first")
         return
     subject = trial.subject
+    trained = list(subject.trained.values())
+    sums = ClippedSums(
+        trained, names={p: n for n, p in subject.trained.items()}, tracker=BatchTracker()
+    )
     backward = PrivateBackward(
-        flat_groups(list(subject.trained.values())),
-        names={p: n for n, p in subject.trained.items()},
-        way="stored",
-        memory_budget=1,
-        public_batch_size=trial.size,
+        flat_groups(trained),
+        sums,
+        STORED,
         loss_reduction=trial.loss_reduction,
-        flat=True,
         clip_function="hard",
     )
     for parameter in subject.trained.values():
         parameter.grad = None
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     try:
-        backward.begin_batch(trial.size)
+        sums.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))
     except Exception as error:
         named = re.search(r"'([^']+)'", str(error))
@@ -156,20 +160,20 @@ def check_private_backward(
         return
     findings.checked.append(what)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
-    _compare_sums(backward, subject.trained, tolerance, findings)
-    if not (findings.errors() or trial.random or backward.squared_norms is None):
-        norms = backward.squared_norms.sqrt().tolist()
+    _compare_sums(sums.sums, subject.trained, tolerance, findings)
+    if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
+        norms = backward.statistics.squared_norms.sqrt().tolist()
         _compare_norms(trial, norms, reference, tolerance, findings)
 
 
 def _compare_sums(
-    backward: PrivateBackward,
+    sums: dict[nn.Parameter, Tensor],
     trained: dict[str, nn.Parameter],
     tolerance: float,
     findings: Findings,
 ) -> None:
     for name, parameter in trained.items():
-        ordinary, held = parameter.grad, backward.sums.get(parameter)
+        ordinary, held = parameter.grad, sums.get(parameter)
         if ordinary is None:
             continue
         held = torch.zeros_like(ordinary) if held is None else held

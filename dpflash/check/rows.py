@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import attach
-from ..clipping import flat_groups
-from ..gate import PrivateBackward
-from ..leveled import LeveledForward
-from ..optimization import PLAIN
+from ..clipping.backward import PrivateBackward
+from ..clipping.groups import flat_groups
+from ..clipping.planner import STORED
+from ..grad_rules.convert import attach
+from ..optimize.levels import PLAIN
+from ..optimize.wrapper import ForwardWrapper
+from ..sampling.tracker import BatchMark, BatchTracker
+from ..step import ClippedSums
 from .batch import Place
 from .coupling import locate
 from .report import ITSELF, LOSS_FN, Findings, said
@@ -77,28 +80,30 @@ def _order(row: int, size: int) -> list[int]:
 def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]:
     """The per-sample gradient of the first sample in each order, as private training makes it."""
     subject = trial.subject
+    trained = list(subject.trained.values())
+    sums = ClippedSums(
+        trained, names={p: n for n, p in subject.trained.items()}, tracker=BatchTracker()
+    )
     backward = PrivateBackward(
-        flat_groups(list(subject.trained.values())),
-        names={p: n for n, p in subject.trained.items()},
-        way="stored",
-        memory_budget=1,
-        public_batch_size=trial.size,
+        flat_groups(trained),
+        sums,
+        STORED,
         loss_reduction=trial.loss_reduction,
-        flat=True,
         clip_function="hard",
     )
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     found = []
     for order in orders:
         mask = torch.tensor([sample == 0 for sample in order])
-        backward.rows.source = lambda rows, mask=mask: mask  # type: ignore[misc]
-        backward.begin_batch(trial.size)
+        mark = BatchMark(0, trial.size, last=True, real=mask)
+        sums.tracker.begin_batch(mark, epoch=0)
         backward.backward(subject.losses(trial.pick(order)))
         found.append(
-            {n: s for n, p in subject.trained.items() if (s := backward.sums.get(p)) is not None}
+            {n: s for n, p in subject.trained.items() if (s := sums.sums.get(p)) is not None}
         )
-        backward.discard()
+        sums.discard()
+        sums.tracker.released()
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .._validate import one_of
-from ..boundary import NoiseOff, without_noise
-from ..precision import (
+from ..attn.boundary import NoiseOff, without_noise
+from ..clipping.precision import (
     INSTEAD_OF_A_MEAN,
     OF_16_BIT,
     WHY_NO_COARSE_MEAN,
@@ -182,7 +182,7 @@ def _widen(trial: Trial, model: nn.Module, findings: Findings) -> bool:
     except Exception as error:
         findings.not_checked.append(f"float64: the model does not take it ({said(error)})")
     else:
-        trial.subject, trial.batch = subject, wide
+        trial.try_on(subject, wide)
     try:
         trial.subject.loss_and_grads(trial.batch, index)
     except Exception as error:
@@ -190,7 +190,7 @@ def _widen(trial: Trial, model: nn.Module, findings: Findings) -> bool:
         findings.add("run", LOSS_FN, f"the backward of {what} raised {said(error)}", _MEND)
         return False
     # Between rounding, which grows with depth, and what coupling does.
-    trial.tolerance = coarsest_eps(trial.subject, trial.batch) ** (2 / 3)
+    trial.allow(coarsest_eps(trial.subject, trial.batch) ** (2 / 3))
     return True
 
 
@@ -218,8 +218,8 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
             "keep nothing of a batch between calls",
         )
         return False
-    trial.random = not trial.close(first, subject.losses(trial.batch, seed=1).detach())
-    if trial.random:
+    if not trial.close(first, subject.losses(trial.batch, seed=1).detach()):
+        trial.set_random()
         remedy = "to have the rest checked, switch the randomness off"
         if dropping := subject.dropping():
             remedy = (

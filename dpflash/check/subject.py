@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..boundary import NoiseOff
+from ..attn.boundary import NoiseOff
 from .batch import mapped, pick, tensors
 from .report import ITSELF
 
@@ -142,6 +142,18 @@ class Trial:
     tolerance: float
     boundaries: NoiseOff
     random: bool = False
+
+    def try_on(self, subject: Subject, batch: Any) -> None:
+        """Go on with another copy of the model, and with the batch in another dtype."""
+        self.subject, self.batch = subject, batch
+
+    def allow(self, tolerance: float) -> None:
+        """Take results for equal up to this relative difference."""
+        self.tolerance = tolerance
+
+    def set_random(self) -> None:
+        """The losses depend on the seed."""
+        self.random = True
 
     @property
     def indices(self) -> list[int]:

@@ -20,7 +20,7 @@ from dpflash.accounting import (
     epochs_to_steps,
 )
 from dpflash.accounting.events import RELATIONS
-from dpflash.relations import DEFAULT_ACCOUNTANT, converted
+from dpflash.privacy.relations import DEFAULT_ACCOUNTANT, converted
 
 __all__ = ["Run", "accounting", "add_run_arguments", "run_of"]
 

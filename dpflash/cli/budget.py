@@ -9,10 +9,10 @@ from typing import Any
 
 from dpflash._validate import probability
 from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
-from dpflash.budget import PrivacyBudget
-from dpflash.ledger import Ledger, LedgerLine
-from dpflash.relations import DEFAULT_ACCOUNTANT
-from dpflash.spending import Spending
+from dpflash.privacy.budget import PrivacyBudget
+from dpflash.privacy.ledger import Ledger, LedgerLine
+from dpflash.privacy.relations import DEFAULT_ACCOUNTANT
+from dpflash.privacy.spending import Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
 from ._runs import accounting
@@ -103,7 +103,7 @@ def _report(
     events = [line.event for line in lines if line.event is not None]
     remaining = None
     if budget is not None and events:
-        spending.budget = budget
+        spending.set_budget(budget)
         remaining = spending.remaining(events[-1])
     return {
         "epsilon": epsilon.upper,

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dpflash import __version__
-from dpflash.ceilings import cache_path, ceilings_for, cpu_model, device_name, save_measured
+from dpflash.clipping.device_speed import (
+    cache_path,
+    ceilings_for,
+    cpu_model,
+    device_name,
+    save_measured,
+)
 
 __all__ = ["add_doctor_arguments", "machine_report"]
 
@@ -79,7 +85,7 @@ def _measure() -> None:
     """Measure every device and file the figures; progress goes to stderr."""
     import torch
 
-    from dpflash import measure
+    from dpflash.clipping import measure_speed as measure
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

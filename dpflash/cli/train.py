@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dpflash.training_config import Parallelism, TrainingConfig
+from dpflash.train.config import Parallelism, TrainingConfig
 
 __all__ = ["add_train_arguments"]
 
@@ -43,7 +43,11 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
-    "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
+    "grad_sample_mode": (
+        "NAME",
+        str,
+        "auto, instantiate, book_keeping or ghost",
+    ),
     "max_grad_norm": ("C", float, "bound of one document's gradient"),
     "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
     "learning_rate": ("R", float, "of Adam"),
@@ -169,7 +173,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_train(args: argparse.Namespace) -> int:
     # torch and the engine load slowly; the other subcommands do without them.
-    from dpflash.launch import Launch, describe_loss
+    from dpflash.train.launch import Launch, describe_loss
 
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "resume")}
     shared = {f.name: given.pop(f.name) for f in fields(Parallelism) if f.name in given}
@@ -194,7 +198,7 @@ def _run_train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
-    from dpflash.training import Interrupted
+    from dpflash.train.run import Interrupted
 
     job = _job(args, given, launch)
     shown = print if job.is_first else _unheard
@@ -246,7 +250,7 @@ def _complain(rank: int, error: object) -> None:
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     """The new or the resumed job that the options ask for."""
-    from dpflash.training import TrainingRun, holds_a_run
+    from dpflash.train.run import TrainingRun, holds_a_run
 
     resumed = getattr(args, "resume", None)
     out = getattr(args, "out", None)
@@ -299,8 +303,8 @@ def _announcement(job: Any) -> list[str]:
 
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
     """The table at the end."""
-    from dpflash import training
-    from dpflash.report import PLOT, REPORT
+    from dpflash.train import run as training
+    from dpflash.train.report import PLOT, REPORT
 
     def shown(key: str, form: str = ".3f", missing: str = "not measured") -> str:
         return missing if report[key] is None else format(report[key], form)

@@ -7,11 +7,15 @@ Workers agree on every call before they exchange tensors, so that a mistake is a
 them and not a hang.
 """
 
-from .attention import ring_attention
-from .context import ContextParallel, context_parallel, loss_weights
-from .layout import Layout
-from .shards import shard_sequence, unshard_sequence
-from .traffic import count_traffic, edges_per_rank, sent_bytes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import ring_attention
+    from .context import ContextParallel, context_parallel, loss_weights
+    from .layout import Layout
+    from .shards import shard_sequence, unshard_sequence
+    from .traffic import count_traffic, edges_per_rank, sent_bytes
 
 __all__ = [
     "ContextParallel",
@@ -25,3 +29,26 @@ __all__ = [
     "shard_sequence",
     "unshard_sequence",
 ]
+
+# The module that has a name, imported when the name is first used: the collectives of this
+# package are below attention, and ring attention is above it.
+_MODULES = {
+    "ContextParallel": "context",
+    "Layout": "layout",
+    "context_parallel": "context",
+    "count_traffic": "traffic",
+    "edges_per_rank": "traffic",
+    "loss_weights": "context",
+    "ring_attention": "attention",
+    "sent_bytes": "traffic",
+    "shard_sequence": "shards",
+    "unshard_sequence": "shards",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found

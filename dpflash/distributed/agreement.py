@@ -16,8 +16,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash import _validate
+from dpflash.distributed.collectives import (
+    agree,
+    digest,
+    exchanging,
+    gather_rows,
+    rank_in,
+    world_size,
+)
 from dpflash.kernels.tile_shard import Chunk
-from dpflash.workers import agree, digest, exchanging, gather_rows, rank_in, world_size
 
 from .layout import Layout
 

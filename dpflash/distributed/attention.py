@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash import _validate
-from dpflash.functional import attention, per_head, require_fitting, resolve_pattern
+from dpflash.attn.functional import attention, per_head, require_fitting, resolve_pattern
+from dpflash.distributed.collectives import world_size
 from dpflash.patterns import Pattern
-from dpflash.workers import world_size
 
 from .agreement import (
     MODES,
@@ -27,10 +27,10 @@ from .agreement import (
     lengths_agreed,
     resolve_group,
 )
+from .all_gather import GatheredAttention, Gathering
 from .chosen import Choice
-from .gathered import GatheredAttention, Gathering
+from .exchange_plan import Spread
 from .layout import SHARDINGS
-from .plan import Spread
 from .ring import Ring, RingAttention
 from .traffic import cheapest_mode, require_possible
 from .ulysses import ulysses_attention
@@ -128,7 +128,7 @@ def ring_attention(
     Raises:
         ValueError: on all workers, for arguments that `dpflash.attention` refuses, that differ
             between workers, or a shard that is not the one of this worker.
-        dpflash.workers.WorkerError: a worker died, or did not come within the group's timeout.
+        WorkerError: a rank died, or did not answer within the timeout of the group.
 
     Guarantees:
         Differentiable once in q, k, v, sinks and alibi_slopes, through o and lse. Gradients of

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
-from dpflash.workers import rank_in
 
+from .exchange_plan import Spread
 from .once import differentiable_once
-from .plan import Spread
 from .wire import all_reduce
 
 

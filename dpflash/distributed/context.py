@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpflash import _validate
-from dpflash.workers import digest, gather_rows, world_size
+from dpflash.distributed.collectives import digest, gather_rows, world_size
 
 from .agreement import (
     MODES,

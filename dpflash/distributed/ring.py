@@ -19,13 +19,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
-from dpflash.workers import rank_in
 
+from .blockwise import Attending, Differentiating
 from .chosen import Choice
+from .exchange_plan import (
+    Need,
+    Piece,
+    Spread,
+    add_packed_,
+    need,
+    pack,
+    packed_like,
+    pieces,
+    unpack,
+)
 from .once import differentiable_once
-from .partial import Attending, Differentiating
-from .plan import Need, Piece, Spread, add_packed_, need, pack, packed_like, pieces, unpack
 from .wire import Pending, exchange, warm_up
 
 

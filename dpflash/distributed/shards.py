@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash import _validate
-from dpflash.workers import rank_in, world_size
+from dpflash.distributed.collectives import rank_in, world_size
 
 from .agreement import Refusal, layout_agreed, length_within, lengths_agreed, resolve_group
 from .layout import SHARDINGS, Layout

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 
 from dpflash import _validate
-from dpflash.functional import require_pattern
+from dpflash.attn.functional import require_pattern
 from dpflash.kernels.tile_graph import real_cpu_tensors
 from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import Adaptive, Pattern
 
 from .agreement import MODES
+from .exchange_plan import Spread, need
 from .layout import Layout
-from .plan import Spread, need
 
 
 class Traffic(NamedTuple):

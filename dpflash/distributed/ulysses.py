@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
-from dpflash.workers import rank_in
 
+from .exchange_plan import Spread
 from .once import differentiable_once
-from .plan import Spread
 from .traffic import deal_heads
 from .wire import all_to_all
 

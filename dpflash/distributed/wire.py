@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dpflash import workers
-from dpflash.workers import as_bytes
+from dpflash.distributed import collectives as workers
+from dpflash.distributed.collectives import as_bytes
 
 from .traffic import all_reduced_bytes, record
 

@@ -1,4 +1,4 @@
-"""What all private layers share: how they find their handles, and how they are pickled."""
+"""Base of the private layers: handles on parameters, pickling."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gate import Gate, PrivateBackward
-from ..planner import LinearShape
-from ..sharding import is_sharded
+from ..clipping.backward import PrivateBackward
+from ..clipping.gate import Gate
+from ..clipping.planner import LinearShape
+from ..distributed.fsdp import is_sharded
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a matrix parameter's per-sample gradient may be left: a gate and a position in it."""
+    """A gate and a position in it, for the saved pairs of a matrix parameter."""
 
     gate: Gate
     position: int
@@ -24,14 +25,14 @@ class Slot:
 
 @dataclass
 class ModuleContext:
-    """What ties one module to the private backward of its model.
+    """Connects one module to the private backward of its model.
 
     Attributes:
         backward: shared by all modules of the model.
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
-        has_positions: whether it was given indices [T] of another length than B.
+        has_positions: whether it received indices [T] of another length than B.
     """
 
     backward: PrivateBackward
@@ -40,24 +41,28 @@ class ModuleContext:
     frozen: frozenset[str]
     has_positions: bool = False
 
+    def note_positions(self) -> None:
+        """Note that the module received indices [T] of another length than B."""
+        self.has_positions = True
+
     def check_batch(self, x: Tensor) -> Tensor:
-        """Give x the batch dimension of the pass, refusing what has another first dimension."""
+        """Expand x to the batch size of the forward; refuse another first dimension."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
             )
         if torch.compiler.is_compiling():
             return x
-        size = self.backward.batch_size_for(x, self.name)
-        if self.backward.forward_rows is not None:
-            self.backward.forward_rows.note(self.name, x)
+        size = self.backward.forward.batch_size_for(x, self.name)
+        if self.backward.forward.rows is not None:
+            self.backward.forward.rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
             return x.expand(size, *x.shape[1:])
         return x
 
 
 class Handles:
-    """A module's handles in one pass."""
+    """The handles of a module in one forward."""
 
     def __init__(self, module: nn.Module, context: ModuleContext, batch_size: int):
         self._slots = context.slots
@@ -69,7 +74,7 @@ class Handles:
 
     def _gate(self, group: int) -> Gate:
         context = self._context
-        return context.backward.gate(group, self._batch_size, context.name)
+        return context.backward.forward.gate(group, self._batch_size, context.name)
 
     def __getitem__(self, name: str) -> Tensor | None:
         """The handle [B, ...] on a parameter, or None where it is not trained."""
@@ -88,11 +93,11 @@ class Handles:
             )
         self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:
-            return self._context.backward.prepared(group)[position]
+            return self._context.backward.forward.prepared(group)[position]
         return self._gate(group).handles[position]
 
     def dense(self, name: str) -> Tensor | None:
-        """The handle for a use that leaves nothing with the gate, see `Gate.register_dense`."""
+        """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
         handle = self[name]
         if handle is not None and not self.compiling:
             group, position = self._slots[name]
@@ -100,7 +105,7 @@ class Handles:
         return handle
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
-        """Where a matrix parameter's use may leave (x, dy); None while compiling."""
+        """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""
         if self.compiling or name not in self._slots:
             return None
         group, position = self._slots[name]
@@ -111,7 +116,7 @@ class Handles:
 
 
 class PrivateModule(nn.Module):
-    """Base of the private layers; a module becomes one by its class, keeping its state."""
+    """Base of the private layers; a module becomes private by a change of its class."""
 
     _dpflash: ModuleContext
 
@@ -145,7 +150,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class a private module had before."""
+    """The original class of a private module."""
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
 
 

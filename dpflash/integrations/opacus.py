@@ -29,7 +29,7 @@ from dpflash.kernels import (
     squared_norm,
 )
 
-from ..streams import master_key
+from ..privacy.keys import master_key
 
 PREFIX = "dpflash_"
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _validate
+from ..attn.functional import attention, require_pattern, resolve_pattern
+from ..attn.rotary import rotary_angles, rotate
 from ..distributed import ContextParallel
 from ..distributed.attention import attend
-from ..functional import attention, require_pattern, resolve_pattern
 from ..patterns import Pattern
-from ..rotary import rotary_angles, rotate
 from .per_head import PerHead
 
 

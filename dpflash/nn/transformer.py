@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _validate
-from ..functional import require_pattern
+from ..attn.functional import require_pattern
 from ..patterns import Pattern
 from .attention import MultiheadAttention, require_dropout
 

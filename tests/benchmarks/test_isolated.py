@@ -13,7 +13,7 @@ from dpflash.bench.measuring import Bench
 from dpflash.bench.progress import Progress
 from dpflash.bench.suite import Comparison, Measurement, Request, Subject
 from dpflash.bench.timing import Stopwatch
-from dpflash.ceilings import Ceilings
+from dpflash.clipping.device_speed import Ceilings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from isolated_cases import registered_with_a_bar, told_and_done  # noqa: E402

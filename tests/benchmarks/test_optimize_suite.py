@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from dpflash import leveled, optimization
 from dpflash.bench import optimize, private
 from dpflash.bench.legend import LEGEND
 from dpflash.bench.output import row
 from dpflash.bench.private import clipped_sums
 from dpflash.bench.suite import Comparison, Request
-from dpflash.planner import LEVELS
+from dpflash.clipping.planner import LEVELS
+from dpflash.optimize import levels as optimization
+from dpflash.optimize import wrapper as leveled
 
 TINY = {"batch": 3, "physical_batch": 3, "tokens": 24, "heads": 2, "head_dim": 8}
 

@@ -46,8 +46,8 @@ from dpflash.bench.suite import (
     wrong_rows,
 )
 from dpflash.bench.suites import SUITES, suite_named
-from dpflash.ceilings import Ceilings
 from dpflash.cli import main
+from dpflash.clipping.device_speed import Ceilings
 from dpflash.patterns import Dense
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -233,7 +233,7 @@ def traffic(group, name, tokens, mode, sharding, kv_heads, dtype=torch.float32):
 def computed_steps(group, name, tokens, sharding):
     """How many graphs this rank runs over in one forward pass."""
     calls = []
-    import dpflash.distributed.partial as partial
+    import dpflash.distributed.blockwise as partial
 
     original = partial.attention_forward
 

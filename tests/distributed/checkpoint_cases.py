@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import checkpoint, sharded_checkpoint
+from dpflash.checkpoint import sharded as sharded_checkpoint
+from dpflash.checkpoint import state as checkpoint
 from dpflash.distributed import context_parallel, shard_sequence
 from dpflash.nn import LongContextLM
+from dpflash.privacy import keys as streams
 
 SAMPLES, BATCH, TOKENS, VOCAB = 24, 6, 8, 11
 
@@ -147,7 +149,7 @@ class Run:
 
     def load(self, path: Path) -> Run:
         # Workers live on for many cases, and each is to be as one that was just started.
-        checkpoint._claims.clear()
+        streams._claims.clear()
         extra = self.engine.load_checkpoint(path)
         assert extra["step"] == self.optimizer.releases
         self.scheduler.load_state_dict(extra["scheduler"])
@@ -159,7 +161,7 @@ class Run:
             "epsilon": self.engine.get_epsilon(1e-5),
             "lrs": [group["lr"] for group in self.optimizer.param_groups],
             "grads": [grad.numpy() for grad in self.grads],
-            "branch": self.engine._branch,
+            "branch": self.engine._keys._branch,
         }
 
 

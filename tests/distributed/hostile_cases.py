@@ -180,7 +180,7 @@ def parts_of_its_own(group: object) -> str:
 
     def steps() -> str:
         for (x,) in loader:
-            mark = engine._tracker.current
+            mark = engine._step.tracker.current
             if not (mark.part == rank() and not mark.last):
                 x = shard_sequence(x, 1, mesh_of(2).get_group("context"))
                 engine.backward(model(x, "first", "first"))
@@ -331,7 +331,7 @@ def unequal_lengths(group: object) -> tuple[int, bool]:
         engine.backward(model(x).mean((1, 2)))
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.releases, all(use.way == "two_pass" for use in engine.plan())
+    return optimizer.releases, all(use.grad_sample_mode == "ghost" for use in engine.plan())
 
 
 def one_sided(group: object) -> str:

@@ -81,7 +81,7 @@ def train(
     mode: str = "ring",
     sharding: str = "contiguous",
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     physical_batch_size: int | None = None,
     max_batch_size: int | None = None,
     sampling: str = "poisson",
@@ -109,7 +109,7 @@ def train(
         noise_multiplier=sigma,
         max_grad_norm=0.5,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
         clip_function=clip_function,
         physical_batch_size=physical_batch_size,
         max_batch_size=max_batch_size,
@@ -135,7 +135,7 @@ def train(
         "parameters": whole(plain),
         "epsilon": engine.get_epsilon(1e-5),
         "sizes": sizes,
-        "ways": sorted({use.way for use in engine.plan()}),
+        "modes": sorted({use.grad_sample_mode for use in engine.plan()}),
     }
 
 
@@ -144,7 +144,7 @@ def clipped_sums(
     *,
     context: int,
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     drop: int | None = None,
     broken: bool = False,
     bound: float = 1.0,
@@ -169,7 +169,7 @@ def clipped_sums(
         noise_multiplier=0.0,
         max_grad_norm=bound,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
     )
     if broken:
         break_norms()
@@ -184,7 +184,7 @@ def clipped_sums(
     finally:
         if broken:
             mend_norms()
-    sums = engine._backward.sums
+    sums = engine._step.sums
     return torch.cat([sums[p].flatten() for p in model.parameters()]).numpy()
 
 
@@ -193,7 +193,8 @@ _held: list[Any] = []
 
 def break_norms() -> None:
     """Norms from each worker's own part: its squares are added, never its gradients."""
-    from dpflash import context_gate, workers
+    from dpflash.clipping import context_gate
+    from dpflash.distributed import collectives as workers
 
     _held.append(context_gate.ContextGate._share)
     parts: dict[int, Tensor] = {}
@@ -217,7 +218,7 @@ def break_norms() -> None:
 
 
 def mend_norms() -> None:
-    from dpflash import context_gate
+    from dpflash.clipping import context_gate
 
     context_gate.ContextGate._share, context_gate.ContextGate.finish_norms = _held
     _held.clear()
@@ -325,7 +326,7 @@ def refusals(group: object = None) -> dict[str, str]:
         lambda: make(
             dpflash.PrivacyEngine(mesh=context),
             context_parallel(build(), context),
-            way="book_keeping",
+            grad_sample_mode="book_keeping",
         ),
     )
     attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))
@@ -349,7 +350,7 @@ def differing_draws(group: object = None) -> str:
         max_grad_norm=1.0,
     )
     for x, y in loader:
-        if engine._tracker.current.draw == dist.get_rank():
+        if engine._step.tracker.current.draw == dist.get_rank():
             engine.backward(model(x, y))
             optimizer.step()
         optimizer.zero_grad()
@@ -373,7 +374,7 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
     )
     parts = []
     for (x,) in loader:
-        mark = engine._tracker.current
+        mark = engine._step.tracker.current
         own = x[loader.is_real].flatten()
         parts.append((mark.draw, mark.last, [int(i) for i in own]))
         optimizer.step()
@@ -398,7 +399,7 @@ def uneven_losses(group: object = None) -> str:
     if dist.get_rank() == 1:
         weights[2] = float("nan")
     engine.backward(model(x, y) * weights)
-    sums = engine._backward.sums
+    sums = engine._step.sums
     flat = torch.cat([sums[p].flatten() for p in model.parameters()])
     return f"{engine.diagnostics()['nonfinite_samples']} {bool(flat.isfinite().all())}"
 
@@ -571,7 +572,7 @@ BREAKS = {
     "forward": lambda module, inputs, output: output - output.detach().mean(0),
     "order": lambda module, inputs, output: output.flip(0),
     "backward": lambda module, inputs, output: _Coupled.apply(output),
-    "two_pass": lambda module, inputs, output: _Restless.apply(output),
+    "ghost": lambda module, inputs, output: _Restless.apply(output),
     "buffer": lambda module, inputs, output: module.kept.add_(1.0) and None,
 }
 
@@ -613,7 +614,7 @@ def proven(
             engine.backward(made(x, y))
         except RuntimeError as error:
             refused = f"{type(error).__name__}: {error}"
-            assert engine._backward.sums == {}
+            assert engine._step.sums == {}
             break
         optimizer.step()
         optimizer.zero_grad()

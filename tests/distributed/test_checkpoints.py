@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpflash import sharded_checkpoint
 from dpflash.accounting import PoissonGaussian, create_accountant
+from dpflash.checkpoint import sharded as sharded_checkpoint
 
 CASES = str(Path(__file__).with_name("checkpoint_cases.py"))
 WRITERS = ["plain-momentum", "ddp-adamw", "fsdp-adamw", "fsdp-momentum", "plain-sgd"]

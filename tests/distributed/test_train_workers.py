@@ -19,8 +19,8 @@ import torch
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.cli import train as command
-from dpflash.training import Interrupted, TrainingRun, checkpoint_of
-from dpflash.training_config import Corpus, TrainingConfig
+from dpflash.train.config import Corpus, TrainingConfig
+from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
 CASES = str(Path(__file__).with_name("train_cases.py"))
 STEPS = 6
@@ -114,7 +114,7 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grad_sample_mode", WAYS)
 def test_workers_train_what_one_process_trains(
     way: str, world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:

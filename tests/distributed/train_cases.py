@@ -5,10 +5,10 @@ import warnings
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dpflash.launch import Launch
-from dpflash.team import Team
-from dpflash.training import Interrupted, TrainingRun
-from dpflash.training_config import Parallelism, TrainingConfig
+from dpflash.train.config import Parallelism, TrainingConfig
+from dpflash.train.launch import Launch
+from dpflash.train.ranks import Team
+from dpflash.train.run import Interrupted, TrainingRun
 
 
 class Met(Launch):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dpflash import Boundary, attention, boundary
+from dpflash import Boundary, attention
+from dpflash.attn import boundary
 from dpflash.kernels import attention as kernels
 from dpflash.patterns import Adaptive, Dense, Dilated, SlidingWindow
 

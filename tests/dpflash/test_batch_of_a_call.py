@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpflash import leveled
+from dpflash.optimize import wrapper as leveled
 
 BOUND = 0.7
 SLACK = 1e-5
@@ -77,7 +77,7 @@ every_before = pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 every_kind = pytest.mark.parametrize(
     "kind",
     [
-        *({"way": way} for way in ("stored", "book_keeping", "two_pass")),
+        *({"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")),
         {"clipping": "per_layer"},
         {"loss_reduction": "sum"},
         {"optimize": "none"},
@@ -150,7 +150,7 @@ def test_calls_of_different_sizes_in_one_loss_are_refused(private):
     for one, other in ((8, 1), (1, 8)):
         with pytest.raises((RuntimeError, ValueError), match="batch"):
             engine.backward((model(x[:one]) + model(x[:other])).square().sum(1))
-        assert not engine._backward.sums
+        assert not engine._step.sums
 
 
 def test_a_compiled_model_counts_one_sample_once_after_a_look_at_eight(private, sums, monkeypatch):
@@ -203,7 +203,7 @@ def test_positions_through_a_layer_that_is_called_by_itself_are_refused_with_the
     model(tokens)
     with pytest.raises(ValueError, match="only in a call of the model itself.* expand it"):
         engine.backward(loss_of(model.head(model.embedded(tokens))))
-    assert not engine._backward.sums
+    assert not engine._step.sums
 
 
 class Sliced(nn.Module):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import dpflash
-from dpflash import Boundary, attention, boundary, private_boundary
+from dpflash import Boundary, attention, private_boundary
+from dpflash.attn import boundary
 
 
 def gradient(x, factors, **named):

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import BudgetSpent, PrivacyBudget, PrivacyEngine
-from dpflash import spending as spending_module
 from dpflash.accounting import (
     FixedSizeGaussian,
     Gaussian,
@@ -22,7 +21,8 @@ from dpflash.accounting import (
     create_accountant,
 )
 from dpflash.accounting.calibration import ACCOUNTANTS
-from dpflash.ledger import Ledger
+from dpflash.privacy import spending as spending_module
+from dpflash.privacy.ledger import Ledger
 
 try:
     import opacus
@@ -170,7 +170,7 @@ def test_a_refused_step_changes_nothing(kind, ledger, twice, run, tmp_path):
         assert engine.accountant.neighboring_relation == event.relation
         if ledger:
             assert path.read_bytes() == content
-        assert all(p.grad is None for p in model.parameters()) and not engine._backward.sums
+        assert all(p.grad is None for p in model.parameters()) and not engine._step.sums
         if twice:
             with pytest.raises(BudgetSpent):
                 step(engine, model, optimizer, x)
@@ -250,7 +250,7 @@ def test_a_plain_loss_backward_is_refused_and_drops_the_batch(reduction, run):
             optimizer.zero_grad()
             getattr(model(x).square().mean(1), reduction)().backward()
             optimizer.step()
-    assert optimizer.releases == 1 and not engine._backward.sums
+    assert optimizer.releases == 1 and not engine._step.sums
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -301,7 +301,7 @@ def test_a_batch_memory_manager_is_refused_at_the_same_step(kind, run):
             ) as parts:
                 for (x,) in parts:
                     step(engine, model, optimizer, x)
-    assert optimizer.releases == 3 * steps_of(kind) and not engine._backward.sums
+    assert optimizer.releases == 3 * steps_of(kind) and not engine._step.sums
     engine.detach(model)
 
 

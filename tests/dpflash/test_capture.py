@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpflash import private_boundary
-from dpflash.boundary import Boundary, release_of
+from dpflash.attn.boundary import Boundary, release_of
 
 BATCH = torch.linspace(-1, 1, 12).view(4, 3)
 
@@ -30,7 +30,7 @@ def test_a_step_is_refused_unpaid_while_a_stream_captures(noise_multiplier, priv
     before = model.weight.detach().clone()
     history, releases = list(engine.accountant.history), optimizer.releases
     called = []
-    with capturing(), pytest.raises(RuntimeError, match=r"capturing a graph.*release anew"):
+    with capturing(), pytest.raises(RuntimeError, match=r"capturing a graph.*release again"):
         optimizer.step(closure=lambda: called.append(1))
     assert torch.equal(model.weight, before) and not called
     assert engine.accountant.history == history and optimizer.releases == releases
@@ -43,7 +43,7 @@ def test_a_backward_that_would_release_is_refused_unpaid_while_a_stream_captures
     engine, model, optimizer, loader = private(nn.Linear(3, 2), BATCH, noise_multiplier=1.0)
     (x,) = next(iter(loader))
     losses = model(x).sum(1)
-    with capturing(), pytest.raises(RuntimeError, match=r"capturing a graph.*release anew"):
+    with capturing(), pytest.raises(RuntimeError, match=r"capturing a graph.*release again"):
         engine.backward(losses)
     assert engine.accountant.history == [] and optimizer.releases == 0
     assert all(p.grad is None for p in model.parameters())

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpflash import ceilings, measure
-from dpflash.ceilings import CPU_RULE, cache_path, ceilings_for, device_name, save_measured
+from dpflash.clipping import device_speed as ceilings
+from dpflash.clipping import measure_speed as measure
+from dpflash.clipping.device_speed import (
+    CPU_RULE,
+    cache_path,
+    ceilings_for,
+    device_name,
+    save_measured,
+)
 from dpflash.kernels import native
 
 CPU = torch.device("cpu")

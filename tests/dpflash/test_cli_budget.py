@@ -15,7 +15,7 @@ from dpflash.accounting import (
     ShuffledGaussian,
 )
 from dpflash.cli import main
-from dpflash.ledger import Ledger
+from dpflash.privacy.ledger import Ledger
 
 POISSON = PoissonGaussian(noise_multiplier=1.25, sample_rate=0.01)
 SHUFFLED = ShuffledGaussian(noise_multiplier=4.0)

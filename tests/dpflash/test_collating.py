@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dpflash import PrivacyEngine
-from dpflash.collating import _Trial
+from dpflash.sampling.collate import _Trial
 
 IMAGES = [
     (torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(i)), i * i % 7) for i in range(9)

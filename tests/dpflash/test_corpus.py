@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from dpflash import corpus
-from dpflash.corpus import (
+from dpflash.train import data as corpus
+from dpflash.train.data import (
     DOCUMENT_START,
     IGNORE_INDEX,
     VOCAB_SIZE,

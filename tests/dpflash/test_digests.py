@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dpflash import digests
-from dpflash.digests import differing, row_digests, row_summaries
+from dpflash.verification import digests
+from dpflash.verification.digests import differing, row_digests, row_summaries
 
 DTYPES = [
     torch.float32,

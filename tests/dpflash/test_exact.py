@@ -8,15 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from dpflash import gate as gate_module
-from dpflash import release as release_module
-from dpflash.clipping import per_block_groups, per_layer_groups
-from dpflash.kept import KeptUses
+from dpflash import step as step_module
+from dpflash.clipping.deferred import DeferredGradients
+from dpflash.clipping.groups import per_block_groups, per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
+from dpflash.step import BatchNoise
 
-EXACT = [{"way": "stored"}, {"clipping": "per_layer", "exact": True}, {"clipping": "per_block"}]
-ROUNDED = [{"way": "book_keeping"}, {"way": "two_pass"}, {"way": "stored", "exact": False}]
+EXACT = [
+    {"grad_sample_mode": "instantiate"},
+    {"clipping": "per_layer", "exact": True},
+    {"clipping": "per_block"},
+]
+ROUNDED = [
+    {"grad_sample_mode": "book_keeping"},
+    {"grad_sample_mode": "ghost"},
+    {"grad_sample_mode": "instantiate", "exact": False},
+]
 
 
 def names(kinds):
@@ -78,7 +86,7 @@ def test_the_sum_of_a_batch_is_the_sum_of_its_parts_in_every_order(kind, private
         engine, made, _, _ = private(model(), data(), max_grad_norm=0.05, **kind)
         total = {}
         for row in rows:
-            engine._tracker.backward_done = False
+            engine._step.tracker.backward_done = False
             engine.backward(losses_of(made, data()[row : row + 1]))
             total = sums(engine, made)
         return total
@@ -135,15 +143,15 @@ def test_what_leaves_is_a_function_of_grid_sum_plus_noise(kind, private, monkeyp
     for (x,), (y,) in zip(still_loader, loader, strict=True):
         quiet.backward(losses_of(still, x))
         engine.backward(losses_of(made, y))
-        if engine._tracker.current.last:
+        if engine._step.tracker.current.last:
             break
         optimizer.step()
     grid = grid_of(bound)
     std = math.nextafter(1.5 * bound, math.inf)
     for number, (one, other) in enumerate(zip(still.parameters(), made.parameters(), strict=True)):
-        total = (quiet._backward.sums[one].double() / grid).round() * grid
+        total = (quiet._step.sums[one].double() / grid).round() * grid
         stream = NoiseStream(
-            std=std, grid=grid, key=engine._noise_key(), step=0, parameter_id=number
+            std=std, grid=grid, key=engine._keys.noise, step=0, parameter_id=number
         )
         noisy = stream.add_to_(total.clone().contiguous())
         assert is_on_grid(noisy, grid)
@@ -164,7 +172,7 @@ def test_rounded_sums_are_named(kind, private):
 def test_exact_sums_are_named_in_the_plan(private):
     engine, made, _, _ = private(model(), data(), exact=True)
     engine.backward(losses_of(made, data()[:4]))
-    assert all(use.exact and use.way == "stored" for use in engine.plan())
+    assert all(use.exact and use.grad_sample_mode == "instantiate" for use in engine.plan())
     assert "exact" in str(engine.plan()) and "rounded" not in str(engine.plan())
 
 
@@ -173,12 +181,12 @@ def test_exact_sums_are_named_in_the_plan(private):
     [
         ({"exact": "yes"}, "exact='yes'"),
         ({"exact": 1}, "exact=1"),
-        ({"exact": True, "way": "book_keeping"}, "way='book_keeping'"),
+        ({"exact": True, "grad_sample_mode": "book_keeping"}, "grad_sample_mode='book_keeping'"),
         ({"exact": True, "max_grad_norm": math.inf}, "max_grad_norm=inf"),
         ({"noise_multiplier": 2.0**14}, "noise_multiplier=16384"),
         ({"batch_size": 3_000_000}, "batch_size"),
     ],
-    ids=["yes", "one", "way", "inf", "noise", "batch"],
+    ids=["yes", "one", "grad_sample_mode", "inf", "noise", "batch"],
 )
 def test_what_cannot_be_exact_is_refused(options, message, private):
     big = torch.zeros(3_000_000, 1) if "batch_size" in options else data()
@@ -189,14 +197,14 @@ def test_what_cannot_be_exact_is_refused(options, message, private):
 def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
     """`.grad` gets the whole sum anew in each microbatch, unless something else is in it."""
     engine, made, optimizer, loader = private(
-        model(), data(), batch_size=6, physical_batch_size=2, way="stored"
+        model(), data(), batch_size=6, physical_batch_size=2, grad_sample_mode="instantiate"
     )
     for number, (x,) in enumerate(loader):
         losses = losses_of(made, x)
         if number == 0:
             losses = losses + 0.1 * made[0].weight.sum()
         engine.backward(losses)
-        if engine._tracker.current.last:
+        if engine._step.tracker.current.last:
             break
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is not the clipped"):
@@ -207,38 +215,43 @@ def test_the_noise_multiplier_is_never_rounded_down(monkeypatch):
     parameter = nn.Parameter(torch.zeros(3))
     narrow = np.float16(1.1), np.float16(0.3)
     for sigma, bound in ((1.1, 0.3), (1 / 3, 1e-5), (3.0, 7.7), narrow):
-        made = release_module.Release(sigma, bound, bytes(32), 0, {parameter: 0})
-        stream = made.noise_for(parameter)
+        made = BatchNoise(sigma, bound, key=bytes(32), step=0, parameter_ids={parameter: 0})
+        stream = made.stream(parameter)
         assert Fraction(stream.std) >= Fraction(float(sigma)) * Fraction(float(bound))
         assert stream.grid == grid_of(float(bound))
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
-def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(clipping, private):
+def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
+    clipping, private, monkeypatch
+):
     engine, made, optimizer, _ = private(model(), data(), noise_multiplier=1.0, clipping=clipping)
     optimizer.max_grad_norm, optimizer.noise_multiplier = np.float16(0.7), np.float16(1.1)
     engine.backward(losses_of(made, data()[:4]))
-    backward = engine._backward
-    bounds = [group.share * backward.bound for group in backward.groups]
+    bounds = [group.share * engine._step.bound for group in engine._backward.groups]
     assert all(type(bound) is float for bound in bounds)
-    charged = []
-    optimizer._charge = lambda *values: charged.append(values)
-    optimizer._open_release()
-    ((noise, _, bound),) = charged
+    drawn = []
+    monkeypatch.setattr(step_module, "BatchNoise", lambda *values, **_: drawn.append(values))
+    with pytest.warns(UserWarning, match="did not come from the private loader"):
+        engine._step._charge(signalled=False)
+    ((noise, bound),) = drawn
     assert type(noise) is type(bound) is float
     assert (noise, bound) == (float(np.float16(1.1)), float(np.float16(0.7)))
+    assert type(engine.accountant.events[-1][0].noise_multiplier) is float
 
 
 def test_a_batch_of_ones_own_whose_sum_would_be_rounded_is_refused(private, monkeypatch):
     """Of a bound just below 2 a batch of 2^22 such samples leaves what float64 holds exactly."""
-    engine, made, _, _ = private(nn.Linear(1, 1), torch.zeros(16, 1), way="stored")
-    monkeypatch.setattr(gate_module, "exact_slots", lambda grid, bound: 5)
+    engine, made, _, _ = private(
+        nn.Linear(1, 1), torch.zeros(16, 1), grad_sample_mode="instantiate"
+    )
+    monkeypatch.setattr(step_module, "exact_slots", lambda grid, bound: 5)
     engine.backward(made(torch.ones(5, 1)).flatten())
-    assert engine._backward.sums
-    engine._tracker.backward_done = False
+    assert engine._step.sums
+    engine._step.tracker.backward_done = False
     with pytest.raises(ValueError, match="a batch of 6 samples: expected at most 5"):
         engine.backward(made(torch.ones(6, 1)).flatten())
-    assert not engine._backward.sums
+    assert not engine._step.sums
 
 
 @exact_kind
@@ -248,12 +261,12 @@ def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind,
     )
     engine.backward(losses_of(made, data()[:6]))
     totals = [
-        engine._backward.sums[p].clone(memory_format=torch.contiguous_format)
+        engine._step.sums[p].clone(memory_format=torch.contiguous_format)
         for p in made.parameters()
     ]
     with pytest.warns(UserWarning, match="did not come from the private loader"):
         optimizer.step()
-    std, key = math.nextafter(1.5 * 0.7, math.inf), engine._noise_key()
+    std, key = math.nextafter(1.5 * 0.7, math.inf), engine._keys.noise
     for number, (parameter, total) in enumerate(zip(made.parameters(), totals, strict=True)):
         assert total.dtype == torch.float64
         stream = NoiseStream(std=std, grid=grid_of(0.7), key=key, step=0, parameter_id=number)
@@ -278,7 +291,7 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 64, 8, generator=generator)
     dy = torch.randn(3, 64, 8, generator=generator)
-    kept = KeptUses(8, linear=[(x, dy)])
+    kept = DeferredGradients(8, linear=[(x, dy)])
     other = -kept.dense() * (1 - 2.0**-8)
     exact = torch.einsum("bto,bti->boi", dy.double(), x.double()) + other.double()
     norms, bounds = exact.flatten(1).norm(dim=1), kept.squared_norm(other).sqrt()
@@ -288,7 +301,11 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
 
 
 def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
-    for kind in ({"clipping": "per_block"}, {"way": "two_pass"}, {"clipping": "per_layer"}):
+    for kind in (
+        {"clipping": "per_block"},
+        {"grad_sample_mode": "ghost"},
+        {"clipping": "per_layer"},
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 4)).bfloat16()
         engine, model, optimizer, loader = private(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dpflash.functional import attention
+from dpflash.attn.functional import attention
 
 
 def explicit_attention(q, k, v, causal=False, softmax_scale=None):

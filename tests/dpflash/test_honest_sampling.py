@@ -14,7 +14,7 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
-from dpflash.relations import common_relation, converted
+from dpflash.privacy.relations import common_relation, converted
 
 try:
     import opacus
@@ -175,9 +175,9 @@ def test_an_older_pass_gives_nothing_beside_a_newer_one_also_from_workers(
     next(older)
     for (x,) in loader:
         step(engine, model, optimizer, x)
-    with pytest.raises(RuntimeError, match="an earlier pass"):
+    with pytest.raises(RuntimeError, match="an earlier epoch"):
         next(older)
-    assert engine._tracker.current is None and optimizer.releases == 4
+    assert engine._step.tracker.current is None and optimizer.releases == 4
     # Nothing is stranded: the next pass is a pass.
     for (x,) in loader:
         step(engine, model, optimizer, x)
@@ -209,7 +209,7 @@ def test_a_managed_loop_whose_workers_hide_repeated_batches_is_refused(sampling,
             for _ in range(2):
                 step(engine, model, optimizer, x)
     assert optimizer.releases == 0 and engine.get_epsilon(DELTA) == 0
-    assert not engine._backward.sums
+    assert not engine._step.sums
     # A step without a backward cannot claim the draw either.
     optimizer.step()
     assert engine.accountant.events == [(Gaussian(relation="zero_out", noise_multiplier=1.0), 1)]
@@ -274,7 +274,7 @@ def test_a_foreign_batch_is_refused_where_add_remove_was_asked_for():
     with pytest.raises(ValueError, match="neighboring_relation='add_remove'.*zero_out"):
         engine.backward(made[1](DATA[:4]).square().mean(1))
         made[2].step()
-    assert torch.equal(made[1].weight, before) and not engine._backward.sums
+    assert torch.equal(made[1].weight, before) and not engine._step.sums
     assert engine.accountant.events == [] and engine.neighboring_relation == "add_remove"
     train(*made)
 

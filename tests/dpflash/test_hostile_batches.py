@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash import PrivacyEngine
 
-WAYS = ("stored", "book_keeping", "two_pass")
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
 
 
 def data(n=24, width=3):
@@ -27,7 +27,7 @@ def linear(inputs=3, outputs=2):
 def released(engine, model, x, scales=None):
     losses = model(x).flatten(1).sum(1)
     engine.backward(losses if scales is None else losses * scales)
-    return torch.cat([s.double().flatten() for s in engine._backward.sums.values()])
+    return torch.cat([s.double().flatten() for s in engine._step.sums.values()])
 
 
 def cancelling(tokens, size=2.0**12, width=16):
@@ -41,14 +41,17 @@ def cancelling(tokens, size=2.0**12, width=16):
     return x
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sample_whose_tokens_cancel_is_clipped_alike_by_every_way(private, way):
+@pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
+def test_a_sample_whose_tokens_cancel_is_clipped_alike_by_every_way(private, mode):
     torch.manual_seed(0)
     x = torch.cat([cancelling(8), torch.randn(2, 8, 16)])
     found = []
-    for chosen in ("stored", way):
+    for chosen in ("instantiate", mode):
         engine, model, _, _ = private(
-            copy.deepcopy(linear(16, 16)), batch_size=3, max_grad_norm=1e-3, way=chosen
+            copy.deepcopy(linear(16, 16)),
+            batch_size=3,
+            max_grad_norm=1e-3,
+            grad_sample_mode=chosen,
         )
         found.append(released(engine, model, x))
     assert float((found[0] - found[1]).norm()) <= 1e-5 * 1e-3
@@ -65,14 +68,16 @@ class Weighted(nn.Module):
         return (self.layer(x) * dy).sum((1, 2))
 
 
-def weighted_sum(private, x, dy, way):
-    engine, model, _, _ = private(Weighted(x.shape[2], dy.shape[2]), batch_size=2, way=way)
+def weighted_sum(private, x, dy, mode):
+    engine, model, _, _ = private(
+        Weighted(x.shape[2], dy.shape[2]), batch_size=2, grad_sample_mode=mode
+    )
     engine.backward(model(x, dy))
-    return engine._backward.sums[model.layer.weight].double()
+    return engine._step.sums[model.layer.weight].double()
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_padding_by_a_longer_mate_changes_no_contribution(private, way):
+@pytest.mark.parametrize("mode", ["auto", *GRAD_SAMPLE_MODES])
+def test_padding_by_a_longer_mate_changes_no_contribution(private, mode):
     """With a mate that makes the batch long, so that another way may be chosen."""
     torch.manual_seed(0)
     x, dy = torch.zeros(2, 512, 256), torch.zeros(2, 512, 256)
@@ -80,32 +85,34 @@ def test_padding_by_a_longer_mate_changes_no_contribution(private, way):
     x[0, 1] = -x[0, 0]
     x[0, 2, 0], dy[0, 2, 0] = 1, 2
     x[1, 0, 0], dy[1, 0, 0] = 1, 2
-    alone = weighted_sum(private, x[:1, :3], dy[:1, :3], way)
-    together = weighted_sum(private, x, dy, way)
+    alone = weighted_sum(private, x[:1, :3], dy[:1, :3], mode)
+    together = weighted_sum(private, x, dy, mode)
     assert float((together - alone).norm()) <= 1 + 2.0**-20
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_a_mate_of_gradient_zero_changes_nothing(private, way):
+@pytest.mark.parametrize("mode", ["auto", *GRAD_SAMPLE_MODES])
+def test_a_mate_of_gradient_zero_changes_nothing(private, mode):
     """Not even the rounding of samples whose tokens cancel, here of whole numbers and to 0."""
     torch.manual_seed(0)
     x, dy = torch.randint(-(2**12), 2**12, (512, 64, 8)), torch.randint(-9, 10, (512, 64, 8))
     x[:, 32:], dy[:, 32:] = -x[:, :32], dy[:, :32]
     x, dy = x.float(), dy.float()
-    alone = weighted_sum(private, x, dy, way)
+    alone = weighted_sum(private, x, dy, mode)
     mate, its_dy = torch.zeros(1, 64, 8), torch.randn(1, 64, 8)
-    together = weighted_sum(private, torch.cat([mate, x]), torch.cat([its_dy, dy]), way)
+    together = weighted_sum(private, torch.cat([mate, x]), torch.cat([its_dy, dy]), mode)
     assert float((together - alone).norm()) <= 1e-3
 
 
 @pytest.mark.parametrize("bound", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("kind", [{"way": w} for w in WAYS] + [{"clipping": "per_layer"}])
+@pytest.mark.parametrize(
+    "kind", [{"grad_sample_mode": w} for w in GRAD_SAMPLE_MODES] + [{"clipping": "per_layer"}]
+)
 def test_operands_near_the_end_of_fp32_are_clipped_to_the_bound(private, kind, bound):
     engine, model, _, _ = private(linear(), batch_size=1, max_grad_norm=bound, **kind)
     model.bias.requires_grad_(False)
     x = torch.tensor([[[1.98e38, 0.0, 0.0]]])
     engine.backward(model(x)[:, 0, 0] * 1e-7)
-    total = engine._backward.sums[model.weight].double().norm()
+    total = engine._step.sums[model.weight].double().norm()
     assert float(total) <= bound * (1 + 2.0**-20)
 
 
@@ -114,19 +121,19 @@ def test_a_sum_that_was_not_stored_does_not_count_as_noised(private):
         linear(), data(), batch_size=12, physical_batch_size=3, noise_multiplier=50.0,
         loss_reduction="sum", max_grad_norm=1.0,
     )  # fmt: skip
-    backward = engine._backward
+    step = engine._step
     for (x,) in loader:
-        last = engine._tracker.current.last
-        if not last or not backward.sums:
+        last = engine._step.tracker.current.last
+        if not last or not step.sums:
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             continue
-        before = {p: s.clone() for p, s in backward.sums.items()}
-        backward.sums = _Full(backward.sums)
+        before = {p: s.clone() for p, s in step.sums.items()}
+        step.sums = _Full(step.sums)
         with pytest.raises(MemoryError):
             model(x).square().sum().backward()
-        backward.sums = dict(backward.sums)
+        step.sums = dict(step.sums)
         optimizer.step()
         for parameter, clipped in before.items():
             assert float((parameter.grad - clipped).abs().max()) > 0.1
@@ -163,19 +170,19 @@ def test_a_batch_that_a_managed_loop_skips_is_noticed(private):
 def test_a_failed_release_lets_no_further_samples_in(private, monkeypatch):
     engine, model, optimizer, manager = signalled(private)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError("no space left on device")
 
-    charge = optimizer._charge
+    charge = engine._spending.charge
     with manager as batches:
         with pytest.raises(RuntimeError, match="second backward|two draws"):
             for (x,) in batches:
                 engine.backward(model(x).square().mean(1))
-                optimizer._charge = full
+                engine._spending.charge = full
                 try:
                     optimizer.step()
                 except OSError:
-                    optimizer._charge = charge
+                    engine._spending.charge = charge
 
 
 def test_a_forked_process_has_noise_of_its_own(private):
@@ -191,10 +198,11 @@ def test_a_forked_process_has_noise_of_its_own(private):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, optimizer._noise_key)
+        os.write(writer, engine._keys.noise)
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reader, 32) != optimizer._noise_key == engine._noise_key()
+    own = engine._keys.noise
+    assert os.read(reader, 32) != own == engine._keys.noise
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
@@ -238,7 +246,7 @@ def test_an_empty_batch_of_tiles_with_a_declared_mean(private):
         linear(), batch_size=4, clipping="per_block", loss_reduction="mean"
     )
     model(torch.zeros(0, 3)).square().sum().backward()
-    assert all(not s.any() for s in engine._backward.sums.values())
+    assert all(not s.any() for s in engine._step.sums.values())
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (4, 2, 5, 3)])

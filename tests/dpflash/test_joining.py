@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpflash.joining import _entry_digest
+from dpflash.distributed.validate import _entry_digest
 
 KEY = bytes(32)
 

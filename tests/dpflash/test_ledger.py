@@ -26,7 +26,7 @@ from dpflash.accounting import (
     TruncatedPoissonGaussian,
     create_accountant,
 )
-from dpflash.ledger import Ledger
+from dpflash.privacy.ledger import Ledger
 
 DELTA = 1e-5
 STEP = PoissonGaussian(relation="zero_out", noise_multiplier=1.0, sample_rate=0.25)
@@ -483,7 +483,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import dpflash
-from dpflash import ledger, release
+from dpflash import step
+from dpflash.privacy import ledger
 
 point, folder = sys.argv[1:]
 
@@ -504,7 +505,7 @@ def arm():
     elif point == "before_the_head":
         os.replace = die
     elif point == "after_the_line":
-        release.NoiseStream = die
+        step.NoiseStream = die
     elif point == "after_the_noise":
         optimizer.original_optimizer.step = die
 
@@ -587,4 +588,4 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path
         train(*made, 99)
     assert engine.accountant.history == [(1.0, 0.25, 6)]
     assert [entry.first for entry in Ledger(path).lines] == [1, 2, 3, 4, 5, 6]
-    assert {entry.run for entry in Ledger(path).lines} == {engine._run}
+    assert {entry.run for entry in Ledger(path).lines} == {engine._keys.run}

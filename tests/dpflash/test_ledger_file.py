@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from dpflash import PrivacyEngine, ledger_file
+from dpflash import PrivacyEngine
 from dpflash.accounting import PoissonGaussian
 from dpflash.cli import main
-from dpflash.ledger import Ledger, LedgerCopy
+from dpflash.privacy import ledger_file
+from dpflash.privacy.ledger import Ledger, LedgerCopy
 
 STEP = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)
 
@@ -716,7 +717,7 @@ def test_a_line_costs_two_fsyncs_and_the_first_one_flushes_the_folder_too(tmp_pa
 KILLS = """
 import json, os, random, select, signal, sys, time
 from dpflash.accounting import PoissonGaussian
-from dpflash.ledger import Ledger
+from dpflash.privacy.ledger import Ledger
 
 folder, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 event = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)

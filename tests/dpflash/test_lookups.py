@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpflash.attach import check_model
+from dpflash.grad_rules.convert import check_model
 
 try:
     from transformers.models.bart.modeling_bart import (

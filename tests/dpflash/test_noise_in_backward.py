@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine, gate
-from dpflash import release as release_module
+from dpflash import PrivacyEngine
+from dpflash import step as step_module
 from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
 
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
 every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 
 
@@ -70,7 +70,9 @@ def small():
 def test_noise_that_a_gpu_left_undecided_is_there_when_a_gate_is_done(
     private, kernels_of_a_gpu, kind, dtype
 ):
-    options = {"clipping": "per_layer"} if kind == "per_layer" else {"way": "book_keeping"}
+    options = (
+        {"clipping": "per_layer"} if kind == "per_layer" else {"grad_sample_mode": "book_keeping"}
+    )
     found = []
     for undecided in (False, True):
         if undecided:
@@ -102,7 +104,11 @@ def test_a_draw_of_several_batches_is_settled_in_the_sum_that_is_released(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, way="stored", physical_batch_size=2
+        small(),
+        data(),
+        noise_multiplier=2.0,
+        grad_sample_mode="instantiate",
+        physical_batch_size=2,
     )
     batches = 0
     for (x,) in loader:
@@ -114,7 +120,7 @@ def test_a_draw_of_several_batches_is_settled_in_the_sum_that_is_released(
         optimizer.zero_grad()
         batches = 0 if loader.is_last else batches
     # Sums of several batches are fp64 until they have their noise.
-    assert batches > 1 and all(t.isfinite().all() for t in engine._backward.sums.values())
+    assert batches > 1 and all(t.isfinite().all() for t in engine._step.sums.values())
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -123,20 +129,20 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
-    real = engine._backward.settled
+    real = engine._step.settled
 
     def fails(parameters, sums):
         raise MemoryError
 
-    monkeypatch.setattr(engine._backward, "settled", fails)
+    monkeypatch.setattr(engine._step, "settled", fails)
     (x,) = next(iter(loader))
     with pytest.raises(MemoryError):
         losses_of(model, x).sum().backward()
-    monkeypatch.setattr(engine._backward, "settled", real)
-    assert all(total.isnan().all() for total in engine._backward.sums.values())
+    monkeypatch.setattr(engine._step, "settled", real)
+    assert all(total.isnan().all() for total in engine._step.sums.values())
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
     assert optimizer.releases == 1
@@ -148,7 +154,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
     """Its noise would stand in the first of several batches, and exact sums would follow it."""
     engine, model, optimizer, loader = private(
         build(), data(), noise_multiplier=2.0, physical_batch_size=8, loss_reduction="sum",
-        way="stored",
+        grad_sample_mode="instantiate",
     )  # fmt: skip
 
     def fails(*_, **__):
@@ -156,16 +162,16 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
 
     batches = iter(loader)
     (x,) = next(batches)
-    while not loader.is_last or engine._backward.sums:
+    while not loader.is_last or engine._step.sums:
         losses_of(model, x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         (x,) = next(batches)
     with monkeypatch.context() as patch:
-        patch.setattr(gate, "clip_reduce", fails)
+        patch.setattr(step_module, "clip_reduce", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
-    assert engine._backward.release is not None and not engine._backward.sums
+    assert engine._step.noise is not None and not engine._step.sums
     with pytest.raises(RuntimeError, match="before optimizer.step"):
         next(batches)
 
@@ -175,7 +181,7 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
 
@@ -184,11 +190,11 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
 
     (x,) = next(iter(loader))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._backward, "settled", fails)
+        patch.setattr(engine._step, "settled", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(release_module, "settle_noise", fails)
+        patch.setattr(step_module, "settle_noise", fails)
         with pytest.raises(MemoryError):
             optimizer.step()
     optimizer.step()
@@ -208,11 +214,11 @@ def test_the_gradient_has_its_noise_before_the_step(private, kind):
     pairs = zip(quiet.named_parameters(), noisy.parameters(), strict=True)
     for number, ((_, without), with_noise) in enumerate(pairs):
         noise = torch.zeros_like(without)
-        key = engine._noise_key()
+        key = engine._keys.noise
         grid = grid_of(1.0)
         gaussian_noise_(noise, std=2.0, grid=grid, key=key, step=0, parameter_id=number)
         torch.testing.assert_close(with_noise.grad - without.grad, noise, atol=1e-5, rtol=0)
-        assert torch.equal(engine._backward.sums[with_noise], with_noise.grad)
+        assert torch.equal(engine._step.sums[with_noise], with_noise.grad)
     assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
     before = {p: p.grad.clone() for p in noisy.parameters()}
     optimizer.step()
@@ -232,11 +238,11 @@ def test_only_the_last_physical_batch_is_noised(private, kind, monkeypatch):
         drawn.append((address["step"], address["parameter_id"]))
         return NoiseStream(**address)
 
-    monkeypatch.setattr(release_module, "NoiseStream", count)
+    monkeypatch.setattr(step_module, "NoiseStream", count)
     parts = 0
     for (x,) in loader:
         optimizer.zero_grad()
-        last = engine._tracker.current.last
+        last = engine._step.tracker.current.last
         so_far = len(drawn)
         engine.backward(losses_of(model, x))
         assert (len(drawn) > so_far) == last
@@ -267,7 +273,7 @@ def test_the_noise_is_the_same_wherever_it_is_added(private):
         optimizer.step()
         break
     noise = torch.zeros(2, 3)
-    key = engine._noise_key()
+    key = engine._keys.noise
     gaussian_noise_(noise, std=3.0, grid=grid_of(1.0), key=key, step=0, parameter_id=2)
     assert torch.equal(model.unused.weight.grad, noise / 4)
 
@@ -300,7 +306,7 @@ def test_an_interrupted_step_goes_on_with_the_same_release(private, monkeypatch)
             engine.backward(losses_of(model, x))
             if interrupted:
                 with monkeypatch.context() as patch:
-                    patch.setattr(engine._backward, "clear", _interrupt)
+                    patch.setattr(engine._step, "_clear", _interrupt)
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.step()
                 # What the interrupted step wrote is not a clipped sum.
@@ -406,7 +412,7 @@ def test_the_run_that_wrote_a_checkpoint_and_one_restored_from_it_are_told_apart
     # The same draw, but noise of its own: nobody has to prove that nothing else differed.
     pairs = zip(original[1].parameters(), restored[1].parameters(), strict=True)
     assert not any(torch.equal(a, b) for a, b in pairs)
-    assert original[0]._sampling_key() == restored[0]._sampling_key()
+    assert original[0]._keys.sampling == restored[0]._keys.sampling
 
 
 @pytest.mark.parametrize("extra", [{"a": Path("x")}, {"a": {"b": [object]}}, "text"])

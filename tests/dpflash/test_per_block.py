@@ -88,7 +88,7 @@ def test_a_chunked_head_is_one_group(private):
     assert {g.name: g.tiles for g in engine.groups()}["lm_head.weight"] == 1
     engine.backward(model(tokens, tokens.roll(1, 1)))
     share = engine._backward.groups[0].share
-    assert share > 0 and all(torch.isfinite(x).all() for x in engine._backward.sums.values())
+    assert share > 0 and all(torch.isfinite(x).all() for x in engine._step.sums.values())
 
 
 def test_groups_tell_bounds_tiles_and_the_sensitivity(private):
@@ -129,7 +129,7 @@ def test_adding_one_sample_moves_the_per_block_sum_by_at_most_the_bound(data):
     totals = []
     for batch in (x, x[:3]):
         engine.backward(model(batch).square().sum((1, 2)))
-        totals.append({n: s.double() for n, s in engine._backward.sums.items()})
+        totals.append({n: s.double() for n, s in engine._step.sums.items()})
         optimizer.zero_grad()
     moved = math.sqrt(sum(float((totals[0][p] - totals[1][p]).square().sum()) for p in totals[0]))
     # Sums of four samples round by some 2^-24 of their size, at most 4 bounds.
@@ -165,21 +165,24 @@ def test_clip_functions_do_what_their_formula_says(
 
 
 def test_plan_explains_each_matrix_in_words_and_figures(private):
-    for kind, way in (({"way": "stored"}, "stored"), ({"clipping": "per_block"}, "tiles")):
+    for kind, mode in (
+        ({"grad_sample_mode": "instantiate"}, "instantiate"),
+        ({"clipping": "per_block"}, "tiles"),
+    ):
         engine, model, *_ = private(Model(), **kind)
         with pytest.raises(ValueError, match="before the private model has run"):
             engine.plan()
         model(torch.randint(13, (3, 5)))
         uses = {use.parameter: use for use in engine.plan()}
-        assert uses["wide.weight"].way == way
+        assert uses["wide.weight"].grad_sample_mode == mode
         assert "wide.weight" in str(engine.plan())
 
 
 def test_per_block_refuses_what_it_cannot_do(private):
     with pytest.raises(ValueError, match="clip_function='automatic'"):
         private(Model(), clipping="per_block", clip_function="automatic")
-    with pytest.raises(ValueError, match="way='stored'"):
-        private(Model(), clipping="per_block", way="stored")
+    with pytest.raises(ValueError, match="grad_sample_mode='instantiate'"):
+        private(Model(), clipping="per_block", grad_sample_mode="instantiate")
     with pytest.raises(ValueError, match="clip_function='soft'"):
         private(Model(), clip_function="soft")
     with pytest.raises(ValueError, match="before make_private"):

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpflash import precision
+from dpflash.clipping import precision
 from dpflash.grad_rules import PrivateModule
 
 BOUND = 0.7
 # 64 samples are added in float32.
 SLACK = 1e-4
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": "per_layer"}, {"clipping": "per_block"}]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
@@ -102,7 +102,7 @@ def test_products_that_are_rounded_from_the_backward_on_are_refused(clipping, pr
     products("medium")
     with pytest.raises(ValueError, match="mkldnn.matmul.fp32_precision='bf16' on a CPU"):
         engine.backward(losses)
-    assert not engine._backward.sums
+    assert not engine._step.sums
 
 
 class ConvolvesByFunction(nn.Module):
@@ -143,7 +143,7 @@ def test_convolutions_that_are_called_as_functions_are_refused_where_a_cpu_round
     convolutions("bf16")
     with pytest.raises(ValueError, match="mkldnn.conv.fp32_precision='bf16' on a CPU.*'ieee'"):
         engine.backward(losses if reduction is None else getattr(losses, reduction)())
-    assert not engine._backward.sums
+    assert not engine._step.sums
     convolutions("ieee")
     losses = model(x).square().sum(1)
     engine.backward(losses if reduction is None else getattr(losses, reduction)())
@@ -162,7 +162,7 @@ def test_a_mean_whose_backward_alone_is_in_autocast_is_refused(clipping, private
         pytest.raises(ValueError, match="'mean' with autocast to torch.bfloat16: .*'sum'"),
     ):
         loss.backward()
-    assert not engine._backward.sums
+    assert not engine._step.sums
 
 
 def test_a_mean_under_autocast_that_is_on_everywhere_is_refused(private):
@@ -199,7 +199,7 @@ def test_a_mean_is_refused_for_a_level_only_where_that_uses_autocast(level, priv
     wide = nn.Linear(4, 4).double()
     engine, model, *_ = private(wide, loss_reduction="mean", optimize="balanced")
     model(torch.randn(3, 4).double()).sum(1).mean().backward()
-    assert not engine.optimization.autocast and engine._backward.sums
+    assert not engine.optimization.autocast and engine._step.sums
 
 
 def test_a_gpu_with_tf32_is_too_coarse_for_a_mean():

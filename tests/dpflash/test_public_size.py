@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine
 from dpflash.accounting import PoissonGaussian, TruncatedPoissonGaussian
-from dpflash.training_config import TrainingConfig, noise_for
+from dpflash.train.config import TrainingConfig, noise_for
 
 try:
     import opacus

@@ -14,7 +14,7 @@ from dpflash import measured
 from dpflash.bench.attention import build_pattern
 from dpflash.bench.quality import contestants
 from dpflash.bench.variants import VARIANTS
-from dpflash.ceilings import cpu_model
+from dpflash.clipping.device_speed import cpu_model
 from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 from dpflash.recommender import Recommendation
 

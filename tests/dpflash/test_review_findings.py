@@ -1,4 +1,4 @@
-"""Ways around the guarantees that a review found, each refused or paid for."""
+"""Modes around the guarantees that a review found, each refused or paid for."""
 
 import os
 import resource
@@ -135,7 +135,7 @@ def test_a_bad_bound_at_backward_is_refused_before_anything_is_clipped(bad):
     with pytest.raises(ValueError, match="max_grad_norm"):
         engine.backward(model(torch.randn(4, 3)).square().mean(1))
     optimizer.max_grad_norm = 1.0
-    assert not engine._backward.sums
+    assert not engine._step.sums
 
 
 def test_losses_of_two_prepared_passes_do_not_mix():

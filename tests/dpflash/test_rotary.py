@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dpflash.rotary import rotary_angles, rotate, rotate_
+from dpflash.attn.rotary import rotary_angles, rotate, rotate_
 
 
 def test_rotation_multiplies_each_pair_as_a_complex_number():

@@ -15,14 +15,13 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
+from dpflash.privacy.keys import master_key
 from dpflash.sampling import (
     BatchMark,
-    BatchTracker,
     FixedSizeBatchSampler,
     PoissonBatchSampler,
     PrivateDataLoader,
 )
-from dpflash.streams import master_key
 
 KEY = master_key(0)
 
@@ -33,12 +32,9 @@ def sampler(num_samples=50, sample_rate=0.1, steps=10, physical=None, key=KEY):
     )
 
 
-def private_loader(
-    data, batch_size=4, physical=None, sampling="poisson", cap=None, tracker=None, **options
-):
+def private_loader(data, batch_size=4, physical=None, sampling="poisson", cap=None, **options):
     return PrivateDataLoader(
         DataLoader(data, batch_size=batch_size, **options),
-        tracker or BatchTracker(),
         sampling=sampling,
         key=KEY,
         physical_batch_size=physical,
@@ -154,30 +150,26 @@ def as_others_do(loader):
 def test_marks_come_with_their_batches_also_from_workers(workers, persistent):
     if persistent and not workers:
         pytest.skip("only workers persist")
-    tracker = BatchTracker()
-    loader = private_loader(
-        Numbered(), 8, 3, tracker=tracker, num_workers=workers, persistent_workers=persistent
-    )
+    loader = private_loader(Numbered(), 8, 3, num_workers=workers, persistent_workers=persistent)
     draws = {}
     for stop in (4, None, None):
         for number, batch in enumerate(loader):
             if number == stop:
                 break
-            mark = tracker.current
+            mark = loader.tracker.current
             assert mark.size == len(batch) == len(loader.is_real) == loader.slots == 2
             assert mark.last == loader.is_last
             draws.setdefault(mark.draw, []).extend(batch[loader.is_real].flatten().tolist())
             if mark.last:
                 assert sorted(draws[mark.draw]) == loader._draws.draw(mark.draw)
-                tracker.released()
+                loader.tracker.released()
         if stop:
             draws = {k: v for k, v in draws.items() if sorted(v) == loader._draws.draw(k)}
     assert len(draws) >= 10
 
 
 def test_a_released_draw_is_not_drawn_again_after_a_resume_and_an_unreleased_one_is():
-    tracker = BatchTracker()
-    loader = private_loader(Numbered(), 8, tracker=tracker)
+    loader = private_loader(Numbered(), 8)
     batches = iter(loader)
 
     def draw():
@@ -185,23 +177,22 @@ def test_a_released_draw_is_not_drawn_again_after_a_resume_and_an_unreleased_one
             pass
 
     draw()
-    tracker.released()
+    loader.tracker.released()
     assert loader.state_dict() == {"next_draw": 1}
     draw()
     assert loader.state_dict() == {"next_draw": 1}
-    tracker.released()
+    loader.tracker.released()
     assert loader.state_dict() == {"next_draw": 2}
 
 
 def test_a_plain_pass_gives_every_sample_once_with_marks_of_the_right_sizes():
-    tracker = BatchTracker()
-    loader = private_loader(Numbered(), 7, tracker=tracker, sampling="shuffled", shuffle=True)
+    loader = private_loader(Numbered(), 7, sampling="shuffled", shuffle=True)
     for _ in range(2):
         seen = []
         for batch in loader:
-            assert tracker.current == BatchMark(len(seen) // 7, len(batch), True)
+            assert loader.tracker.current == BatchMark(len(seen) // 7, len(batch), True)
             seen += batch.flatten().tolist()
-            tracker.released()
+            loader.tracker.released()
         assert sorted(seen) == list(range(40))
     assert loader.sample_rate is None and loader.sampler_name == "shuffled"
     assert loader.expected_batch_size == 7
@@ -240,7 +231,7 @@ def test_an_empty_batch_for_another_loader_has_the_structure_of_a_full_one(make,
     sizes, empty = [], 0
     drawn = [len(loader._draws.draw(index)) for index in range(40)]
     for batch in as_others_do(loader):
-        sizes.append(loader._tracker.emitted.popleft())
+        sizes.append(loader.tracker.emitted.popleft())
         if sizes[-1] == 0:
             empty += 1
             assert same(batch)
@@ -423,15 +414,14 @@ def test_an_impossible_cap_is_refused(cap):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_marks_come_with_fixed_size_batches_also_from_workers(workers):
-    tracker = BatchTracker()
-    loader = private_loader(
-        Numbered(), 8, 3, sampling="fixed_size", tracker=tracker, num_workers=workers
-    )
+    loader = private_loader(Numbered(), 8, 3, sampling="fixed_size", num_workers=workers)
     draws = {}
     for batch in loader:
-        draws.setdefault(tracker.current.draw, []).extend(batch[loader.is_real].flatten().tolist())
-        if tracker.current.last:
-            tracker.released()
+        draws.setdefault(loader.tracker.current.draw, []).extend(
+            batch[loader.is_real].flatten().tolist()
+        )
+        if loader.tracker.current.last:
+            loader.tracker.released()
     assert [sorted(draws[i]) for i in range(5)] == [loader._draws.draw(i) for i in range(5)]
 
 
@@ -441,5 +431,5 @@ def test_a_shuffled_loader_that_drops_its_last_batch_has_fewer_steps_and_each_ba
     sizes = []
     for batch in loader:
         sizes.append(len(batch))
-        loader._tracker.released()
+        loader.tracker.released()
     assert sizes == [7] * 5

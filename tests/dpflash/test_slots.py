@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpflash
-from dpflash.boundary import NoiseOff
+from dpflash.attn.boundary import NoiseOff
 from dpflash.check.report import Findings
 from dpflash.check.rows import check_rows
 from dpflash.check.subject import Subject, Trial
-from dpflash.sampling import BatchMark, BatchTracker, PoissonBatchSampler, PrivateDataLoader
-from dpflash.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
-from dpflash.streams import uniform_words
+from dpflash.privacy.keys import uniform_words
+from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader
+from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
 
 KEY = bytes(range(32))
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
 KINDS += [{"loss_reduction": r} for r in ("sum", "mean")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
@@ -65,7 +65,9 @@ def backward(engine, kind, losses):
 def begin(engine, real, draw=0, last=True):
     """The loop gets a batch with these real rows."""
     mask = torch.as_tensor(real)
-    engine._tracker.begin_batch(BatchMark(draw, len(mask), last, 0, mask), engine._tracker.passes)
+    engine._step.tracker.begin_batch(
+        BatchMark(draw, len(mask), last, 0, mask), engine._step.tracker.epochs
+    )
 
 
 # How many rows
@@ -119,15 +121,15 @@ def test_every_batch_has_the_public_number_of_rows_and_each_sample_sits_in_one(o
         def __getitems__(self, indices):
             return [{"x": torch.tensor([i])} for i in indices]
 
-    tracker = BatchTracker()
     options = {"sampling": "poisson", "max_batch_size": None, **options}
     loader = PrivateDataLoader(
         DataLoader(
             Numbered(), batch_size=7, num_workers=workers, persistent_workers=workers > 0,
             collate_fn=lambda samples: {"own": torch.stack([s["x"] for s in samples])},
         ),
-        tracker, key=KEY, **options,
+        key=KEY, **options,
     )  # fmt: skip
+    tracker = loader.tracker
     for epoch in range(2):
         found = {}
         for batch in loader:
@@ -205,9 +207,7 @@ def test_ranks_take_as_many_batches_and_together_the_draw(ranks):
 
 def test_another_loader_over_the_batch_sampler_never_gets_padding_rows():
     data = TensorDataset(torch.arange(60)[:, None])
-    loader = PrivateDataLoader(
-        DataLoader(data, batch_size=7), BatchTracker(), sampling="poisson", key=KEY
-    )
+    loader = PrivateDataLoader(DataLoader(data, batch_size=7), sampling="poisson", key=KEY)
     foreign = DataLoader(data, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
     for draw, (x,) in enumerate(foreign):
         assert x.flatten().tolist() == loader._draws.draw(draw)
@@ -231,7 +231,7 @@ def test_clipped_sums_are_those_of_the_real_rows_alone(kind, private, sums, dist
         backward(engine, kind, losses_of(own, batch))
         found.append(sums(engine, own))
         report = engine.diagnostics()
-        assert engine._backward.seen_samples % 4 == 0
+        assert engine._backward.statistics.seen_samples % 4 == 0
         assert report["nonfinite_samples"] == 0 and 0 < report["clip_fraction"] <= 1
         assert report["per_sample_norms"] is None or len(report["per_sample_norms"]) == 4
     assert distance(found[0], found[1]) <= 2e-6
@@ -280,14 +280,14 @@ def test_an_empty_draw_is_a_batch_that_every_model_takes_and_is_noise_alone(priv
     empty = 0
     for (x,) in loader:
         engine.backward(100 * model(x).square().mean(1))
-        mark = engine._tracker.current
+        mark = engine._step.tracker.current
         if not loader.is_real.any():
             empty += 1
             for number, parameter in enumerate(model.parameters()):
                 noise = torch.zeros_like(parameter)
                 address = {"step": optimizer.releases - 1, "parameter_id": number}
                 dpflash.kernels.gaussian_noise_(
-                    noise, std=1.0, grid=2.0**-30, key=engine._noise_key(), **address
+                    noise, std=1.0, grid=2.0**-30, key=engine._keys.noise, **address
                 )
                 assert mark.last and torch.equal(parameter.grad, noise)
         optimizer.step()
@@ -311,7 +311,7 @@ def test_a_batch_that_comes_back_after_its_release_counts_no_sample_twice(privat
         optimizer.zero_grad()
         with pytest.warns(UserWarning, match="rows after the loader's last one was released"):
             engine.backward(model(x).squeeze(1))
-        total = float(engine._backward.sums[model.weight])
+        total = float(engine._step.sums[model.weight])
         assert total == pytest.approx(int(loader.is_real.sum()), abs=1e-4)
         break
     else:
@@ -470,7 +470,9 @@ def test_a_samples_gradient_has_the_same_bits_in_every_draw(dtype, private):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU("tanh"), nn.LayerNorm(64), nn.Linear(64, 16))
     data = torch.randn(20, 64)
-    engine, model, optimizer, loader = private(model, data, batch_size=5, lr=0.0, way="stored")
+    engine, model, optimizer, loader = private(
+        model, data, batch_size=5, lr=0.0, grad_sample_mode="instantiate"
+    )
     norms, sizes = {}, set()
     for _ in range(6):
         for (x,) in loader:

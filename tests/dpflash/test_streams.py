@@ -5,9 +5,9 @@ import math
 import numpy as np
 import scipy.stats
 
-from dpflash import streams
 from dpflash.kernels.noise import keystream
-from dpflash.streams import derive_key, master_key, uniform_words
+from dpflash.privacy import keys as streams
+from dpflash.privacy.keys import derive_key, master_key, uniform_words
 
 KEY = bytes(range(32))
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import unchanged
+from dpflash.verification import unchanged
 
 
 class Keeping(nn.Module):
-    """Keeps something of each batch in one of several ways."""
+    """Keeps something of each batch in one of several modes."""
 
     def __init__(self, how=None, width=5):
         super().__init__()
@@ -97,7 +97,7 @@ def test_what_a_forward_keeps_of_the_batch_is_refused_by_name(
     refused = rf"^'{name}' changed since make_private.*allow_buffers=\['{name}'\]"
     with pytest.raises(RuntimeError, match=refused):
         step(engine, model, reduction=reduction)
-    assert engine._backward.sums == {}
+    assert engine._step.sums == {}
     assert all(p.grad is None for p in model.parameters())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"^'{name}' changed"):

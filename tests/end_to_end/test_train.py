@@ -15,8 +15,8 @@ import torch
 
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
-from dpflash.training import Interrupted, TrainingRun
-from dpflash.training_config import Corpus, TrainingConfig
+from dpflash.train.config import Corpus, TrainingConfig
+from dpflash.train.run import Interrupted, TrainingRun
 
 STEPS = 6
 TINY: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Attention: the public function, its operators, the private boundary and rotary positions."""

@@ -1,0 +1,226 @@
+"""Private boundary: what leaves through an activation's gradient is clipped and noised.
+
+Letters: B samples, C max_grad_norm, sigma noise_multiplier.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import clip_factors, gaussian_noise_, grid_of, squared_norm
+from dpflash.kernels.grid import truncated
+
+from .. import _validate
+from ..privacy.keys import master_key
+
+_releases = itertools.count()
+_key = master_key()
+
+
+def _new_key() -> None:
+    """Gives a forked process noise of its own."""
+    global _key
+    _key = master_key()
+
+
+os.register_at_fork(after_in_child=_new_key)
+
+
+@dataclass
+class NoiseOff:
+    """One block of `without_noise`.
+
+    Attributes:
+        active: whether the block is still running.
+        crossed: whether a boundary was crossed in it.
+        silenced: whether one of them had noise.
+    """
+
+    active: bool = True
+    crossed: bool = False
+    silenced: bool = False
+
+
+class _Switch(threading.local):
+    off: NoiseOff | None = None
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def without_noise() -> Iterator[NoiseOff]:
+    """Boundaries crossed inside of the block, by this thread, clip but add no noise.
+
+    **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
+    gradients that go to nobody, on a copy of the model.
+
+    A boundary takes it up in the forward, since its backward may run in a thread of autograd's.
+    Noise is back once the block is left, however it is left: for boundaries crossed afterwards,
+    and for backwards that run afterwards through boundaries crossed inside. A boundary that is
+    crossed by another thread (in a reentrant checkpoint, by autograd's) has its noise.
+    """
+    off = NoiseOff()
+    before, _switch.off = _switch.off, off
+    try:
+        yield off
+    finally:
+        _switch.off = before
+        off.active = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """How gradients are clipped and noised where they leave, see `private_boundary`.
+
+    Args:
+        max_grad_norm: C, the L2 bound of one sample's gradient, over all tensors of the boundary.
+        noise_multiplier: sigma; the noise on every coordinate has standard deviation sigma C.
+
+    Raises:
+        ValueError: max_grad_norm is not positive and finite, noise_multiplier negative or
+            infinite, or float32 has no room for the noise.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        _validate.noise_fits(
+            max_grad_norm=self.max_grad_norm, noise_multiplier=self.noise_multiplier
+        )
+        _validate.finite(max_grad_norm=self.max_grad_norm)
+
+
+def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
+    """The identity, whose backward passes on a private gradient.
+
+    In the backward, row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with
+    ``c_i = min(1, C / ||dx_i||)``, the norm taken over all dimensions but the first. It is meant
+    for split and federated learning, where the gradients of activations are what one party hands
+    to another.
+
+    Args:
+        x: `[B, ...]`, floating point; its gradient has noise added in float32 (float64).
+        max_grad_norm: C, in the units of the gradient of the loss that is differentiated (of the
+            sum of per-sample losses, usually).
+        noise_multiplier: sigma.
+
+    Returns:
+        x, as a new tensor of the same values.
+
+    Raises:
+        ValueError: x has no batch dimension or is not floating point, or a number is not as
+            `Boundary` wants it.
+        RuntimeError: the function is compiled, or a CUDA stream is capturing in the backward:
+            a replay would repeat the noise.
+
+    Guarantees:
+        Private is the release of this gradient, to a party that sees nothing else which depends
+        on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
+        sigma under zero_out (one sample's loss replaced by one whose gradient at its row is zero),
+        if row i depends on sample i alone; n backwards compose as n full Gaussian steps, whose
+        epsilon `dpflash epsilon --sample-rate 1 --steps n` tells. Nothing is amplified by
+        sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from the
+        operating system in each process and never repeated.
+
+        Not private: the forward pass (x itself, the loss), gradients of parameters behind the
+        boundary, the number and order of rows, and parameters before it as far as they also get
+        gradients by other roads. For weights use `PrivacyEngine`.
+    """
+    boundary = Boundary(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
+    return cross(boundary, x)[0]
+
+
+def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors `[B, ...]`, behind one boundary: the norm is over all of them together."""
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x={type(x).__name__}: expected a tensor [B, ...]")
+        if x.ndim == 0 or not x.is_floating_point():
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}: expected a floating-point "
+                "tensor whose first dimension is the batch"
+            )
+    return _Boundary.apply(release_of(boundary), *tensors)
+
+
+def release_of(
+    boundary: Boundary,
+) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
+    """What clips and noises gradients, for a backward that knows their joint squared norms."""
+    _refuse_compiling()
+    off = _switch.off
+    if off is not None:
+        off.crossed = True
+        off.silenced |= boundary.noise_multiplier > 0
+    return functools.partial(_release, boundary, off)
+
+
+def _refuse_compiling() -> None:
+    if torch.compiler.is_compiling():
+        # A compiled graph would keep the number of its release, and repeat its noise.
+        raise RuntimeError(
+            "private_boundary inside of a compiled function: its noise would be compiled in; "
+            "compile what lies before and behind it apart"
+        )
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        release: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.release = release
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        squares = sum(squared_norm(grad) for grad in grads)
+        assert isinstance(squares, Tensor)
+        return (None, *ctx.release(grads, squares))
+
+
+def _release(
+    boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
+    bound = float(boundary.max_grad_norm)
+    factors = clip_factors(squares, bound)
+    std = float(boundary.noise_multiplier) * bound
+    if off is not None and off.active:
+        std = 0.0
+    grid = grid_of(boundary.max_grad_norm)
+    step = next(_releases)
+    return tuple(
+        _clipped_and_noised(grad, factors, std, grid, step, number)
+        for number, grad in enumerate(grads)
+    )
+
+
+def _clipped_and_noised(
+    grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
+) -> Tensor:
+    """``c_i dx_i`` on the grid plus noise on it, rounded once to the gradient's dtype."""
+    weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
+    clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
+    clipped = truncated(clipped, grid).contiguous()
+    if std > 0:
+        std = math.nextafter(std, math.inf)
+        gaussian_noise_(clipped, std=std, grid=grid, key=_key, step=step, parameter_id=number)
+    return clipped.to(grad.dtype)

@@ -1,0 +1,265 @@
+"""Attention as a function: q, k and v in, o (and on request its log-sum-exp) out.
+
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+"""
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .. import _validate
+from ..patterns import Adaptive, Dense, Pattern
+from .boundary import Boundary, cross, release_of
+from .ops import Attention, ReleasedAttention
+
+_MAX_HEAD_DIM = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: Literal[True],
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    key_padding_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    boundary: Boundary | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over the keys of a pattern, head by head, in memory O(T).
+
+    ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
+    and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
+    views are taken as they are (last stride 1) and an empty batch gives an empty result.
+    Differentiable once with respect to q, k, v, sinks and alibi_slopes, through o and lse.
+
+    Args:
+        q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU); D up to 256. Heads come
+            before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` this would
+            attend over heads, which no check can tell.
+        k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
+        v: `[B, G, S, D]`, dtype and device of `q`.
+        pattern: one of `dpflash.patterns`; None means dense attention.
+        causal: query t sees the keys 0..t only, for dense attention with T = S; a pattern says
+            this itself.
+        softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
+        return_lse: also return the log-sum-exp of each query's scores.
+        key_padding_mask: `[B, S]`, bool, True where a key is *not* attended to, as in torch's
+            MultiheadAttention (a tokenizer's attention_mask is the other way round); the keys
+            that are left of a sample must be consecutive.
+        sinks: `[H]` or `[B, H]`: the score of one more key, whose value is 0.
+        alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
+            et al., arXiv:2108.12409, equation in section 3).
+        boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
+            each sample's three together, see `dpflash.private_boundary` for what that makes
+            private and what not. With an `Adaptive` pattern those through its choice count too.
+            Gradients of sinks and alibi_slopes are not covered, so they are refused beside it.
+
+    Returns:
+        o: `[B, H, T, D]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
+        `[B, H, T]`, natural logarithm, float32 (float64 for float64 inputs), differentiable.
+        A query with no key and no sink has o = 0, lse = -inf and gradient 0.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
+            or H, causal attention with T != S or beside a pattern that is not causal, a
+            softmax_scale that is not finite, and a padding mask with a hole.
+
+    Guarantees:
+        Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
+        sinks and alibi_slopes) alone. Repeats bit for bit.
+    """
+    require_fitting(q, k, v)
+    pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
+    if softmax_scale is not None:
+        _validate.finite(softmax_scale=softmax_scale)
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    sinks = per_head("sinks", sinks, q)
+    alibi_slopes = per_head("alibi_slopes", alibi_slopes, q)
+    if key_padding_mask is not None:
+        _require_padding(key_padding_mask, k)
+    if boundary is not None:
+        if not isinstance(boundary, Boundary):
+            raise ValueError(
+                f"boundary={boundary!r}: expected dpflash.Boundary(max_grad_norm=..., "
+                "noise_multiplier=...) or None"
+            )
+        if sinks is not None or alibi_slopes is not None:
+            raise ValueError(
+                "boundary beside sinks or alibi_slopes: their gradients would leave unclipped; "
+                "train them with PrivacyEngine, or leave one of them out"
+            )
+        if not isinstance(pattern, Adaptive):
+            o, lse = ReleasedAttention.apply(
+                release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale
+            )
+            return (o, lse) if return_lse else o
+        # Gradients of the choice reach q and k too: only what gathers both knows the norm.
+        q, k, v = cross(boundary, q, k, v)
+    if torch.compiler.is_compiling():
+        # Dynamo refuses one tensor in several places of an autograd.Function.
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+    blocks = gates = None
+    if isinstance(pattern, Adaptive):
+        if key_padding_mask is not None:
+            raise ValueError(
+                "key_padding_mask with pattern=Adaptive(...): padding would enter the means by "
+                "which blocks are chosen; use another pattern, or batch samples of one length"
+            )
+        blocks, gates = pattern.choose(q, k, scale)
+    o, lse = Attention.apply(
+        q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, pattern.key, scale
+    )
+    return (o, lse) if return_lse else o
+
+
+def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
+    """The pattern meant, refused where it does not fit so many queries and keys."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
+    resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
+    if causal and not resolved.causal:
+        raise ValueError(
+            f"causal=True beside pattern={resolved!r}: the pattern says itself whether it is "
+            "causal; build it with causal=True"
+        )
+    if queries != keys and (resolved.causal or not isinstance(resolved, Dense)):
+        name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
+        raise ValueError(
+            f"{name} with {queries} queries and {keys} keys: which key is a query's "
+            "own would be a guess; pass as many queries as keys, or dense attention that is not "
+            "causal"
+        )
+    return resolved
+
+
+def require_pattern(pattern: object) -> Pattern:
+    """Refuses what is no pattern."""
+    if not isinstance(pattern, Pattern):
+        shown = repr(pattern) if isinstance(pattern, str | type) else type(pattern).__name__
+        raise ValueError(
+            f"pattern={shown}: expected None or a pattern such as "
+            "dpflash.patterns.SlidingWindow(window=256, causal=True)"
+        )
+    return pattern
+
+
+def per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
+    """One number for each sample and head, `[B, H]`, from `[H]` or `[B, H]`."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: expected a tensor; use torch.as_tensor")
+    if tuple(x.shape) not in ((q.shape[1],), tuple(q.shape[:2])):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: expected [H]={[q.shape[1]]} or "
+            f"[B, H]={list(q.shape[:2])}; give one number per query head"
+        )
+    if not x.is_floating_point() or x.device != q.device:
+        raise ValueError(
+            f"{name} is {x.dtype} on {x.device}: expected floating point on {q.device}; "
+            f"use {name}.float().to(q.device)"
+        )
+    return x.expand(q.shape[:2])
+
+
+def _require_padding(mask: object, k: Tensor) -> None:
+    """Refuses a padding mask of another type, shape, dtype or device."""
+    expected = (
+        f"expected [B, S]={[k.shape[0], k.shape[2]]} of torch.bool, True where a key is ignored"
+    )
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"key_padding_mask is a {type(mask).__name__}: {expected}")
+    if tuple(mask.shape) != (k.shape[0], k.shape[2]) or mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: {expected}"
+        )
+    if mask.device != k.device:
+        raise ValueError(
+            f"key_padding_mask is on {mask.device}, k on {k.device}: expected one device; use "
+            "key_padding_mask.to(k.device)"
+        )
+
+
+def require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses shapes, dtypes and devices that do not fit together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}: expected a tensor; use torch.as_tensor"
+            )
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: expected 4 dimensions "
+                "[batch, heads, tokens, head_dim]; add missing ones with unsqueeze or unflatten"
+            )
+        if tensor.dtype not in _DTYPES or (tensor.is_cuda and tensor.dtype == torch.float64):
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} on {tensor.device}: expected float16, bfloat16, "
+                f"float32, or on the CPU float64; convert it with {name}.float()"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: "
+                f"expected one dtype and one device; use {name}.to(q)"
+            )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: expected equal shapes; "
+            "pad the narrower head_dim or project to a common one"
+        )
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected the same batch "
+            "(dimension 0) and head_dim (dimension 3); lay q, k and v out as "
+            "[batch, heads, tokens, head_dim]"
+        )
+    if not 1 <= q.shape[3] <= _MAX_HEAD_DIM:
+        raise ValueError(
+            f"q has head_dim {q.shape[3]} (dimension 3): expected 1 to {_MAX_HEAD_DIM}; use more "
+            "heads of a smaller head_dim"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}: expected a number of key/value "
+            "heads that divides the number of query heads; heads are dimension 1, so "
+            "q.transpose(1, 2) if tokens stand there"
+        )

@@ -1,0 +1,338 @@
+"""Attention as operators of torch: opaque to the compiler, differentiable, mapped over samples.
+
+What a pattern is travels as its key, a string, so that a compiled graph holds no table; the tile
+graph is looked up where the operator runs. An absent optional gradient is a tensor of no elements.
+
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import attention as kernels
+from dpflash.kernels.tile_graph import TileGraph
+
+from ..patterns import Adaptive, Dense, Pattern, from_key
+from ..patterns.adaptive import runtime_graph
+from ..patterns.cross import cross_graph
+
+_LIBRARY = torch.library.Library("dpflash", "DEF")
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? padding, "
+    "Tensor? blocks, Tensor? gates"
+)
+_LIBRARY.define(f"attention({_INPUTS}, str pattern, float scale) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, "
+    "str pattern, float scale, bool squares=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Attention(torch.autograd.Function):
+    """``(o, lse)`` of `kernels.attention_forward`, differentiable in all but the tables."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        padding: Tensor | None,
+        blocks: Tensor | None,
+        gates: Tensor | None,
+        pattern: str,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        return torch.ops.dpflash.attention(
+            q, k, v, sinks, slopes, padding, blocks, gates, pattern, scale
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.pattern, ctx.scale = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        o, lse, *tensors = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * 10
+        do = torch.zeros_like(o) if do is None else do
+        arguments = (do, dlse, o, lse, *tensors, ctx.pattern, ctx.scale)
+        if torch.compiler.is_compiling():
+            # The compiler differentiates once by itself, and does not know nodes within nodes.
+            grads = torch.ops.dpflash.attention_backward(*arguments)
+        else:
+            grads = _AttentionBackward.apply(*arguments)
+        dq, dk, dv, dsinks, dslopes, dgates, _ = grads
+        _, _, _, sinks, slopes, _, _, gates = tensors
+        return (
+            dq,
+            dk,
+            dv,
+            None if sinks is None else dsinks,
+            None if slopes is None else dslopes,
+            None,
+            None,
+            None if gates is None else dgates,
+            None,
+            None,
+        )
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a node of its own, so that differentiating it is refused, not wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return torch.ops.dpflash.attention_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise RuntimeError(
+            "attention is differentiable once: its gradient has no gradient. For gradient "
+            "penalties or Hessians use torch's own attention with the math backend"
+        )
+
+
+class ReleasedAttention(torch.autograd.Function):
+    """`Attention` whose gradients of q, k and v leave through `release(grads, squares)`.
+
+    Norm and release are one node: nothing can come between them and change what is released.
+    Without `setup_context`, so that torch.func, which would map the release, is refused.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        release: Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        pattern: str,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (q, k, v, None, None, padding, None, None)
+        o, lse = torch.ops.dpflash.attention(*inputs, pattern, scale)
+        ctx.save_for_backward(o, lse, *inputs)
+        ctx.release, ctx.pattern, ctx.scale = release, pattern, scale
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        o, lse, *inputs = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        *grads, _, _, _, squares = torch.ops.dpflash.attention_backward(
+            do, dlse, o, lse, *inputs, ctx.pattern, ctx.scale, True
+        )
+        return (None, *ctx.release(grads, squares), None, None, None)
+
+
+def graph_of(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    blocks: Tensor | None = None,
+    gates: Tensor | None = None,
+) -> TileGraph:
+    """The tile graph of a call; blocks and gates are those that an `Adaptive` pattern chose."""
+    queries, keys = q.shape[2], k.shape[2]
+    if isinstance(pattern, Adaptive):
+        assert blocks is not None and gates is not None
+        return runtime_graph(blocks, gates, pattern, queries)
+    if queries != keys:
+        assert isinstance(pattern, Dense) and not pattern.causal
+        return cross_graph(queries, keys, q.shape[1], q.device)
+    return pattern.graph(queries, q.shape[1], q.device)
+
+
+def key_range_of(padding: Tensor | None) -> Tensor | None:
+    """`[B, 2]`, int32: the first key attended to, and the one behind the last.
+
+    Args:
+        padding: `[B, S]`, bool, True where a key is not attended to.
+
+    Raises:
+        ValueError: the keys that are left in a sample are not consecutive.
+    """
+    if padding is None:
+        return None
+    keys = padding.shape[1]
+    position = torch.arange(keys, device=padding.device)
+    if keys == 0:
+        return torch.zeros(padding.shape[0], 2, dtype=torch.int32, device=padding.device)
+    begin = position.masked_fill(padding, keys).amin(1)
+    end = (position + 1).masked_fill(padding, 0).amax(1)
+    consecutive = ((~padding).sum(1) == (end - begin).clamp(min=0)).all()
+    if padding.device.type == "cpu" and not consecutive:
+        raise ValueError(
+            "key_padding_mask has a hole: expected the keys that are attended to in a sample to "
+            "be consecutive; move padding to the ends, or pack with patterns.Documents"
+        )
+    # Elsewhere looking would wait for the device.
+    torch._assert_async(consecutive, "key_padding_mask has a hole: keys must be consecutive")
+    return torch.stack((begin, end), dim=1).int()
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    padding: Tensor | None,
+    blocks: Tensor | None,
+    gates: Tensor | None,
+    pattern: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    graph = graph_of(q, k, from_key(pattern), blocks, gates)
+    o, lse = kernels.attention_forward(
+        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range_of(padding)
+    )
+    return _laid_out(o, q), lse.contiguous()
+
+
+def _backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    padding: Tensor | None,
+    blocks: Tensor | None,
+    gates: Tensor | None,
+    pattern: str,
+    scale: float,
+    squares: bool = False,
+) -> tuple[Tensor, ...]:
+    graph = graph_of(q, k, from_key(pattern), blocks, gates)
+    grads = kernels.attention_backward(
+        do,
+        dlse,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        graph,
+        scale,
+        sinks=sinks,
+        slopes=slopes,
+        key_range=key_range_of(padding),
+        run_grads=gates is not None,
+        squares=squares,
+    )
+    dgates = grads.dlog_multiplicity
+    if gates is not None and dgates is not None:
+        dgates = dgates.view(gates.shape)
+    optional = ((grads.dsinks, sinks), (grads.dslopes, slopes), (dgates, gates))
+    dqkv = (_laid_out(*pair) for pair in ((grads.dq, q), (grads.dk, k), (grads.dv, v)))
+    of_samples = _like(None, None, q) if grads.squares is None else grads.squares
+    return *dqkv, *(_like(grad, x, q) for grad, x in optional), of_samples
+
+
+def _like(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
+    """A gradient in the dtype of what it is for; no elements where that is absent."""
+    return q.new_empty((q.shape[0], 0)) if grad is None or x is None else grad.to(x.dtype)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """The same `[B, H, T, D]`, lying in memory as `like`: heads outside of tokens, or inside."""
+    if kernels.heads_outside(like):
+        return x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """The fake tensor of what `_laid_out` gives."""
+    if kernels.heads_outside(x):
+        return x.new_empty(x.shape)
+    batch, heads, tokens, head_dim = x.shape
+    return x.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _fake_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    padding: Tensor | None,
+    blocks: Tensor | None,
+    gates: Tensor | None,
+    pattern: str,
+    scale: float,
+    squares: bool = False,
+) -> tuple[Tensor, ...]:
+    optional = (sinks, slopes, gates)
+    grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
+    of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)
+    return *(_empty_like(x) for x in (q, k, v)), *grads, of_samples
+
+
+def _folded(op: Any) -> Any:
+    """The rule that maps an operator by folding the mapped dimension into the samples."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        def fold(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if dim is None:
+                return x.unsqueeze(0).expand(info.batch_size, *x.shape).flatten(0, 1)
+            return x.movedim(dim, 0).flatten(0, 1)
+
+        folded = [fold(x, dim) for x, dim in zip(args, in_dims, strict=True)]
+        batch = next(x.shape[0] for x in folded if isinstance(x, Tensor))
+        batch = batch // info.batch_size if info.batch_size else 0
+        unfolded = tuple(x.unflatten(0, (info.batch_size, batch)) for x in op(*folded))
+        return unfolded, (0,) * len(unfolded)
+
+    return rule
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention", _forward, _device)
+    _LIBRARY.impl("attention_backward", _backward, _device)
+torch.library.register_fake("dpflash::attention", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("dpflash::attention_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_vmap(
+    "dpflash::attention", _folded(torch.ops.dpflash.attention), lib=_LIBRARY
+)
+torch.library.register_vmap(
+    "dpflash::attention_backward", _folded(torch.ops.dpflash.attention_backward), lib=_LIBRARY
+)

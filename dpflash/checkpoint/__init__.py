@@ -1,0 +1,1 @@
+"""Checkpoints: one file, or a folder that ranks write together."""

@@ -1,0 +1,436 @@
+"""Checkpoints of several workers: a folder into which each writes its part, and what reads them.
+
+    path/current              the name of the sub-folder that counts, replaced in one step
+    path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and ENGINE,
+                              the rest, among it the key of the noise
+
+A checkpoint of either kind, file or folder, is read by any number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed.collectives import rank_in, world_size
+from ..distributed.fsdp import as_grad, is_sharded, local_rows
+from ..distributed.mesh import Workers
+from ..privacy.ledger_file import flush_folder
+from . import state as checkpoint
+
+FORMAT = "dpflash-checkpoint-folder-1"
+POINTER = "current"
+ENGINE = "engine.pt"
+_STATE_FOLDER = re.compile(r"state-\d+-[0-9a-f]{16}")
+
+
+def save(
+    path: str | os.PathLike[str],
+    own_state: Callable[[], dict[str, Any]],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workers: Workers,
+    as_folder: bool,
+) -> None:
+    """Write a checkpoint; all workers call this together.
+
+    Args:
+        path: of the file or the folder.
+        own_state: the engine's own state; that of the first worker is written.
+        model, optimizer: added to it.
+        workers: who holds the model.
+        as_folder: whether each of them writes its part into a folder; else this process writes
+            one file.
+
+    Raises:
+        ValueError, OSError: what went wrong here; WorkerError: on another worker. The checkpoint
+            that was there before is as it was.
+    """
+    path = Path(path)
+    if not as_folder:
+        if path.is_dir():
+            raise ValueError(
+                f"path={str(path)!r} is a folder, and a process by itself writes its checkpoint "
+                "as one file; pass another path"
+            )
+        tensors = {k: _whole(v) for k, v in _inner(model).state_dict().items()}
+        optimized = optimizer.state_dict()
+        optimized["state"] = {
+            i: {k: _whole(v) for k, v in values.items()}
+            for i, values in optimized["state"].items()
+        }
+        checkpoint.write(path, {"module": tensors, "optimizer": optimized, **own_state()})
+        return
+    what = f"save_checkpoint(path={str(path)!r})"
+    # Where workers were to differ here, each would wait for another's exchange.
+    state = workers.on_all(what, own_state)
+    workers.agree(what, {"path": str(path), "releases": state["releases"]})
+    name = workers.first_does(what, lambda: _begin(path, state["releases"])).decode()
+    try:
+        _fill(path / name, state, what, model=model, optimizer=optimizer, workers=workers)
+        workers.first_does(what, lambda: _point_to(path, name))
+    except BaseException:
+        if workers.is_first and _current(path) != name:
+            shutil.rmtree(path / name, ignore_errors=True)
+        raise
+    if workers.is_first:
+        # The checkpoint is whole; what cannot be removed now is tried again by the next save.
+        with suppress(OSError):
+            _remove_others(path, name)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workers: Workers,
+    check: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Read a checkpoint of either kind without changing anything; all workers call this together.
+
+    Args:
+        path: a file or a folder that `save` wrote, with whatever number of workers.
+        model, optimizer: for which it is read.
+        workers: who holds the model.
+        check: raises ValueError for a checkpoint that does not fit.
+
+    Returns:
+        The engine's state, with "module" for `put` and "optimizer" for load_state_dict: a sharded
+        parameter's values are this worker's part.
+
+    Raises:
+        FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint.
+        WorkerError: where another worker could not read it.
+    """
+    path = Path(path)
+    what = f"load_checkpoint(path={str(path)!r})"
+    # The first worker decides which one is read, or a save meanwhile would give them two.
+    name = workers.first_does(what, lambda: _find(path)).decode()
+
+    def read() -> dict[str, Any]:
+        if name:
+            return _read_folder(path, name, model, optimizer, workers, check)
+        return _read_file(path, model, optimizer, check)
+
+    state = workers.on_all(what, read)
+    workers.agree(what, {k: state[k] for k in ("run", "incarnation", "releases")})
+    return state
+
+
+def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The engine's state of a checkpoint of either kind, `extra` among it; for no model.
+
+    Raises:
+        FileNotFoundError, ValueError: for a missing or damaged checkpoint.
+    """
+    path = Path(path)
+    name = _find(path).decode()
+    return checkpoint.read(path / name / ENGINE, format=FORMAT) if name else checkpoint.read(path)
+
+
+def put(model: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Give a model the tensors that `load` read for it."""
+    _inner(model).load_state_dict(tensors)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Whole shapes of what a checkpoint has of the model, by its names without wrappers."""
+    return checkpoint.shapes_of(_inner(model).state_dict())
+
+
+# Writing a folder
+
+
+def _begin(path: Path, releases: int) -> bytes:
+    """Make a new sub-folder; its name."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(
+            f"path={str(path)!r} is a file, and an engine with a mesh writes its checkpoint as a "
+            "folder; pass another path"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    # What a save left that did not come to its end may fill the disk.
+    _remove_others(path, _current(path))
+    name = f"state-{releases}-{secrets.token_hex(8)}"
+    (path / name).mkdir(mode=0o700)
+    return name.encode()
+
+
+def _fill(
+    folder: Path,
+    state: dict[str, Any],
+    what: str,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workers: Workers,
+) -> None:
+    def split() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if not folder.is_dir():
+            raise ValueError(
+                f"path={str(folder.parent)!r}: this worker does not see what the first one made "
+                "there; pass a path on a file system that all workers share"
+            )
+        return _split(model, optimizer)
+
+    tensors, plain = workers.on_all(what, split)
+    # Slow to load, and by few.
+    from . import tensor_io as tensor_files
+
+    names = tensor_files.write(folder, tensors, what, workers.everyone)
+    own = workers.on_all(what, lambda: _digests(folder, names, workers))
+    files: dict[str, str] = {}
+    for part in workers.gather(own, what):
+        files.update(part)
+
+    def finish() -> bytes:
+        whole = {**plain, **state, "files": files}
+        checkpoint.write(folder / ENGINE, whole, format=FORMAT)
+        flush_folder(folder)
+        return b""
+
+    workers.first_does(what, finish)
+
+
+def _point_to(path: Path, name: str) -> bytes:
+    """Let a sub-folder that is whole be the checkpoint."""
+    handle, temporary = tempfile.mkstemp(dir=path, prefix=POINTER, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # The names of what it points to must be on the disk before it is.
+        flush_folder(path)
+        os.replace(temporary, path / POINTER)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    flush_folder(path)
+    return b""
+
+
+def _remove_others(path: Path, name: str | None) -> None:
+    """Remove older checkpoints and what is left of unfinished ones."""
+    for child in path.iterdir():
+        if _STATE_FOLDER.fullmatch(child.name) and child.name != name:
+            shutil.rmtree(child, ignore_errors=True)
+        elif child.name.startswith(POINTER) and child.suffix == ".tmp":
+            child.unlink(missing_ok=True)
+
+
+def _split(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors for torch.distributed.checkpoint, and what says how to put them together."""
+    tensors: dict[str, Tensor] = {}
+    module: dict[str, Any] = {}
+    for name, value in _inner(model).state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[f"module/{name}"] = value
+            module[name] = tuple(value.shape)
+        else:
+            module[name] = {"value": value}
+    names = _names(model, optimizer)
+    saved = optimizer.state_dict()
+    values: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        name = names[index]
+        values[name], kept[name] = {}, {}
+        for key, value in entries.items():
+            # Step counts are the same on all workers, and may lie on another device.
+            if isinstance(value, Tensor) and (value.ndim or is_sharded(value)):
+                tensors[f"optimizer/{name}/{key}"] = value
+                kept[name][key] = (tuple(value.shape), value.dtype)
+            else:
+                values[name][key] = value
+    plain = {
+        "module": module,
+        "optimizer": {
+            "param_groups": saved["param_groups"],
+            "names": names,
+            "values": values,
+            "tensors": kept,
+        },
+    }
+    return tensors, plain
+
+
+# Reading
+
+
+def _find(path: Path) -> bytes:
+    """Name of the sub-folder that holds the checkpoint; none for a file."""
+    if not path.is_dir():
+        return b""
+    try:
+        text = (path / POINTER).read_text()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"path={str(path)!r}: a folder without a file {POINTER!r}, so no checkpoint was "
+            "finished there"
+        ) from None
+    except UnicodeDecodeError:
+        text = ""
+    name = text.removesuffix("\n")
+    if not _STATE_FOLDER.fullmatch(name):
+        raise ValueError(
+            f"path={str(path)!r}: its file {POINTER!r} is damaged and names no checkpoint; use an "
+            "earlier copy"
+        )
+    if not (path / name / ENGINE).is_file():
+        raise ValueError(
+            f"path={str(path)!r}: its file {POINTER!r} names {name!r}, which is not there or not "
+            "whole; use an earlier copy"
+        )
+    return name.encode()
+
+
+def _current(path: Path) -> str | None:
+    try:
+        return _find(path).decode() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _read_file(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    check: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    state = checkpoint.read(path)
+    check(state)
+    own = _inner(model).state_dict()
+    state["module"] = {k: _part(v, own[k]) for k, v in state["module"].items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state["optimizer"]["state"] = {
+        i: {k: _part(v, parameters[i]) for k, v in values.items()}
+        for i, values in state["optimizer"]["state"].items()
+    }
+    return state
+
+
+def _read_folder(
+    path: Path,
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    workers: Workers,
+    check: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    folder = path / name
+    # By its name, for the pointer may have moved on meanwhile.
+    state = checkpoint.read(folder / ENGINE, format=FORMAT)
+    check(state)
+    saved, names = state["optimizer"], _names(model, optimizer)
+    if names != saved["names"]:
+        raise ValueError(
+            f"path={str(path)!r}: the checkpoint does not fit the optimizer, which has other "
+            "parameters or another order of them. Build it as it was"
+        )
+    for file, digest in _digests(folder, list(state["files"]), workers).items():
+        if digest != state["files"][file]:
+            raise ValueError(
+                f"path={str(path)!r}: the file {name}/{file} is damaged (its digest is wrong); "
+                "use an earlier copy"
+            )
+    own = _inner(model).state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Nothing is read into the model itself, which would be half of each if reading failed.
+    targets: dict[str, Any] = {
+        f"module/{k}": torch.empty_like(own[k], device="cpu", requires_grad=False)
+        for k, shape in state["module"].items()
+        if not isinstance(shape, dict)
+    }
+    for index, parameter_name in enumerate(names):
+        for key, (shape, dtype) in saved["tensors"].get(parameter_name, {}).items():
+            targets[f"optimizer/{parameter_name}/{key}"] = _target(parameters[index], shape, dtype)
+    from . import tensor_io as tensor_files
+
+    tensor_files.read_(folder, targets, frozenset(state["files"]))
+    state["module"] = {
+        k: shape["value"] if isinstance(shape, dict) else targets[f"module/{k}"]
+        for k, shape in state["module"].items()
+    }
+    state["optimizer"] = {
+        "param_groups": saved["param_groups"],
+        "state": {
+            index: {
+                **saved["values"][n],
+                **{k: targets[f"optimizer/{n}/{k}"] for k in saved["tensors"][n]},
+            }
+            for index, n in enumerate(names)
+            if n in saved["values"]
+        },
+    }
+    return state
+
+
+def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Where the optimizer's state of a parameter is read to."""
+    if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _part(value: Any, own: Any) -> Any:
+    """This worker's part of a value that is whole, as `own` is cut."""
+    if not isinstance(value, Tensor) or not isinstance(own, Tensor) or not is_sharded(own):
+        return value
+    if value.shape != own.shape:
+        return value
+    begin, end = local_rows(own)
+    return as_grad(value[begin:end].clone(), own)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, Tensor) and is_sharded(value) else value
+
+
+# Names
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model without wrappers that would put their prefix before its names."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of the optimizer's parameters, in its own order."""
+    names = {p: n for n, p in _inner(model).named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _digests(folder: Path, names: list[str], workers: Workers) -> dict[str, str]:
+    """Digests of this worker's share of the files."""
+    found = {}
+    for name in names[rank_in(workers.everyone) :: world_size(workers.everyone)]:
+        digest = hashlib.blake2b(digest_size=16)
+        with open(folder / name, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        found[name] = digest.hexdigest()
+    return found

@@ -1,0 +1,208 @@
+"""Checkpoints: one file, replaced in one step, refused when it does not fit."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..privacy.ledger import Ledger
+
+FORMAT = "dpflash-checkpoint-4"
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
+    """Write a checkpoint so that the file is at any moment the old one or the new one.
+
+    The file can be read by its owner only: it holds the noise key, with which the noise of the
+    releases can be subtracted.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # mkstemp makes files that only the owner can read.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save({"format": format, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
+    """Read a checkpoint that is one file.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when the file is damaged or not a dpflash checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
+    try:
+        # torch.load does not look at the checksums that torch.save writes.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
+    except (  # A file that is cut short makes torch seek to before its start: an OSError.
+        RuntimeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as e:
+        raise ValueError(
+            f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
+            "earlier copy"
+        ) from e
+    if not isinstance(state, dict) or state.get("format") != format:
+        raise ValueError(
+            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass what "
+            "engine.save_checkpoint was given"
+        )
+    if "unamplified" in state:
+        # Written by an earlier version.
+        state["spending"]["has_foreign_batches"] = state.pop("unamplified")
+    return state
+
+
+def check_fits(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    shapes: dict[str, tuple[int, ...] | None],
+    optimizer: torch.optim.Optimizer,
+    sampling: dict[str, Any],
+    mechanism: str,
+    ledger: Ledger | None,
+) -> None:
+    """Refuse a checkpoint of another run than this one.
+
+    Args:
+        path: where it is, for messages.
+        state: what was read, tensors or their shapes in its "module".
+        shapes: those of the model, by name.
+        optimizer: of which the parameter groups and options must be there.
+        sampling: how the loader draws.
+        mechanism: name of the accountant.
+        ledger: the engine's own, or None.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
+    if state["sampling"] != sampling:
+        raise ValueError(
+            f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
+            "make_private with the same data and batch size"
+        )
+    saved = shapes_of(state["module"])
+    if shapes != saved:
+        names = shapes.keys() | saved.keys()
+        different = sorted(k for k in names if shapes.get(k, "") != saved.get(k, ""))
+        raise ValueError(
+            f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
+        )
+    groups = state["optimizer"]["param_groups"]
+    if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in groups]:
+        raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
+    if state["spending"]["accountant"]["mechanism"] != mechanism:
+        raise ValueError(
+            f"{where} the accountant: saved with "
+            f"{state['spending']['accountant']['mechanism']!r}, now {mechanism!r}. Build "
+            "PrivacyEngine(accountant=...) as it was"
+        )
+    # Schedulers add keys to the groups, so only the optimizer's own options must be there.
+    if any(not set(optimizer.defaults) <= set(g) for g in groups):
+        raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
+    releases = state["ledger_releases"]
+    if (ledger is None) != (releases is None):
+        raise ValueError(
+            f"{where} the engine: one of them keeps a ledger and the other does not, so "
+            "releases would be lost. Build PrivacyEngine(ledger=...) as it was"
+        )
+    if ledger is None:
+        return
+    if ledger.digest(releases) not in (state["ledger_digest"], None):
+        raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")
+    if ledger.releases < releases:
+        raise ValueError(
+            f"{where} the ledger {ledger.path}: it has {ledger.releases} releases, the "
+            f"checkpoint {releases}. Restore it; epsilon is unknown without it"
+        )
+
+
+def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Shapes of tensors, given as tensors or as shapes; None for other values."""
+    return {k: _shape(v) for k, v in values.items()}
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return value if isinstance(value, tuple) else None
+
+
+def warn_of_changes(
+    state: Mapping[str, Any],
+    *,
+    restored: Mapping[str, object],
+    kept: Mapping[str, object],
+) -> None:
+    """Say where make_private was told something else than the checkpoint's run.
+
+    Args:
+        state: the checkpoint.
+        restored: values of this engine in whose place come those of the checkpoint.
+        kept: values of this engine that stay.
+    """
+    for name, value in restored.items():
+        if value != state[name]:
+            warnings.warn(
+                f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
+                f"optimizer.{name} to change it",
+                stacklevel=3,
+            )
+    for name, value in kept.items():
+        if value != state[name]:
+            warnings.warn(
+                f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
+                "make_private was told",
+                stacklevel=3,
+            )
+
+
+def check_extra(extra: object) -> None:
+    """Refuse what a checkpoint could be written with but not read."""
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
+    for name, value in (extra or {}).items():
+        buffer = io.BytesIO()
+        try:
+            torch.save({name: value}, buffer)
+            buffer.seek(0)
+            torch.load(buffer, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"extra[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}: "
+                "expected plain numbers, strings, tensors, or lists and dicts of them; convert "
+                "it, for instance with float() or str()"
+            ) from error

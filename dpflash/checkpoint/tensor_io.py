@@ -1,0 +1,132 @@
+"""Tensors in a folder, as torch.distributed.checkpoint writes and reads them."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..distributed.collectives import exchanging
+
+
+def write(
+    folder: Path, tensors: dict[str, Tensor], what: str, group: ProcessGroup | None
+) -> list[str]:
+    """Write tensors, each worker its part of them; all workers call this together.
+
+    Args:
+        folder: which all of them see.
+        tensors: by the same names on all workers.
+        what: names the exchange in messages.
+        group: all workers; None for a process by itself.
+
+    Returns:
+        Names of the files, the same on all workers.
+
+    Raises:
+        RuntimeError: on all workers, where one of them failed.
+    """
+    try:
+        with exchanging(what, group), _quiet():
+            written = dcp.save(
+                dict(tensors),
+                storage_writer=dcp.FileSystemWriter(folder),
+                no_dist=group is None,
+            )
+    # torch raises it on all workers, and not as an Exception.
+    except CheckpointException as error:
+        raise RuntimeError(f"{what}: {_reasons(error)}; nothing was replaced") from error
+    assert written.storage_data is not None
+    parts = {info.relative_path for info in written.storage_data.values()}
+    return [".metadata", *sorted(parts)]
+
+
+def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
+    """Read tensors into those of `targets`, of sharded ones this worker's part.
+
+    Each worker reads by itself what it needs, so that none waits for one that failed.
+
+    Args:
+        folder: into which `write` wrote.
+        targets: by name, of the shapes and dtypes that were written.
+        files: names of the folder's own files.
+
+    Raises:
+        ValueError: the folder cannot be read.
+    """
+    try:
+        with _quiet():
+            dcp.load(targets, storage_reader=_Reader(folder, files), no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(
+            f"path={str(folder)!r}: not a readable checkpoint ({_reasons(error)}); use an earlier "
+            "copy"
+        ) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a folder of which no byte is trusted to be code."""
+
+    def __init__(self, folder: Path, files: frozenset[str]):
+        super().__init__(folder)
+        self._files = files
+
+    def read_metadata(self) -> Metadata:
+        with open(self.path / ".metadata", "rb") as file:  # type: ignore[operator]
+            found = _MetadataUnpickler(file).load()
+        entries = found.state_dict_metadata.values()
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+            raise ValueError("it holds other things than tensors")
+        if any(info.relative_path not in self._files for info in found.storage_data.values()):
+            raise ValueError("it names files that are not its own")
+        return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Takes the values of which torch.distributed.checkpoint's metadata consist, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        refused = pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        if "." in name:
+            raise refused
+        found = super().find_class(module, name) if module in _METADATA_MODULES else None
+        plain = isinstance(found, type) and found.__module__ == module
+        if plain and module != "torch" or found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        raise refused
+
+
+_METADATA_MODULES = (
+    "torch",
+    "pathlib",
+    "pathlib._local",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(
+        f"worker {rank}: {type(cause).__name__}: {cause}"
+        for rank, (cause, _) in error.failures.items()
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that one process reads or writes by itself, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

@@ -1,0 +1,373 @@
+"""PrivateBackward: runs the backward of one microbatch through the clipping gates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from dpflash.kernels import clip_factors
+
+from ..distributed.collectives import agree, gather_rows
+from ..step import ClippedSums
+from ..verification.proof import OFF, Proof
+from ..verification.two_backwards import BackwardsDiffer, First, Second
+from ..verification.watch import Watch, refuse_together
+from .forward import SHARED, PrivateForward
+from .gate import Gate
+from .groups import Group
+from .planner import Planner
+from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_coarse_products
+from .statistics import ClipStatistics
+
+
+class PrivateBackward:
+    """The backward of a private model: decides how it runs, and checks it as the gates run.
+
+    Args:
+        groups: the clipping groups.
+        step: the logical batch that clipped sums are added to.
+        planner: how the gradients of matrix parameters are computed.
+        loss_reduction: "mean" or "sum" where losses are a scalar; None for losses `[B]`.
+        clip_function: see `clip_factors`.
+        gate_type: class of the gates.
+        convolves: whether the model has modules that convolve, for which cudnn rounds by default.
+        proof: how far it is proven that the model keeps samples apart.
+        refusal: returns why nothing may be released, or None.
+
+    Attributes:
+        forward: the forward whose gates the backward runs.
+        statistics: how many samples were clipped.
+        watches: compare the uses of this backward with those of another one.
+        mode: "clip"; "prove" while a backward is only compared; "norms" and "sum" in the two
+            backwards of ghost clipping.
+        factors: clipping factors in mode "sum".
+        norms_again: whether mode "sum" computes norms too.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        step: ClippedSums,
+        planner: Planner,
+        *,
+        loss_reduction: str | None,
+        clip_function: str,
+        gate_type: type[Gate] = Gate,
+        convolves: bool = False,
+        proof: Proof = OFF,
+        refusal: Callable[[], str | None] = lambda: None,
+    ):
+        self.groups = list(groups)
+        self.step = step
+        self.planner = planner
+        self.workers = step.ranks
+        self.names = step.names
+        self.loss_reduction = loss_reduction
+        self.clip_function = clip_function
+        self.convolves = convolves
+        self.proof = proof
+        self.statistics = ClipStatistics(step.rows)
+        self.forward = PrivateForward(self.groups, functools.partial(gate_type, self))
+        self.mode = "clip"
+        self.watches: tuple[Watch, ...] = ()
+        self.norms_again = False
+        self.factors = torch.empty(0)
+        self._refusal = refusal
+        self._index = {id(group): index for index, group in enumerate(self.groups)}
+        self._task = -1
+        self._in_backward = False
+        self._expected_size: int | None = None
+        self._arrived: set[int] = set()
+        self._arrived_generation: int | None = None
+        self._summing: Gate | None = None
+        step.attach(self)
+
+    def index_of(self, group: Group) -> int:
+        """Number of a clipping group."""
+        return self._index[id(group)]
+
+    @property
+    def slots(self) -> dict[int, tuple[int, int]]:
+        """(group, position in the group) of each parameter, by its id."""
+        return {
+            id(parameter): (number, position)
+            for number, group in enumerate(self.groups)
+            for position, parameter in enumerate(group.parameters)
+        }
+
+    @contextmanager
+    def call(self, sizes: frozenset[int]) -> Iterator[bool]:
+        """See `PrivateForward.call`."""
+        with self.forward.call(sizes) as is_outermost:
+            if is_outermost:
+                self.watches = self.proof.resting
+            yield is_outermost
+
+    def begin_batch(self, rows: int) -> None:
+        """See `PrivateForward.begin_batch`."""
+        self.forward.begin_batch(rows)
+
+    def refuse_coarse_use(self, x: Tensor) -> None:
+        """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_use(x))
+
+    def refuse_coarse_products(self, device_type: str) -> None:
+        """Refuse torch settings under which one sample changes how others are rounded."""
+        refuse_coarse_products(device_type)
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
+
+    # Backward
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward of [B] losses, or of a scalar where loss_reduction is declared."""
+        self._in_backward = True
+        self._expected_size = losses.shape[0] if losses.ndim else None
+        self.watches = self.proof.resting
+        try:
+            self.refuse_coarse_use(losses)
+            self._begin()
+            gates = list(self.forward.gates.values())
+            twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
+            twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
+            seed = torch.ones_like(losses)
+            if self.loss_reduction == "mean":
+                seed /= max(1, losses.numel())
+            if proving:
+                self._prove([losses], [seed], len(losses))
+            if twice:
+                self._backward_twice(losses, seed, gates[0])
+            else:
+                torch.autograd.backward(losses, seed)
+            if not self._arrived:
+                raise RuntimeError(
+                    "losses did not reach any private layer: no parameter got a gradient. Compute "
+                    "losses from the output of the model given to make_private, with gradients on"
+                )
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self.mode = "clip"
+            self.watches = self.proof.resting
+            self.norms_again = False
+            self._summing = None
+            self._in_backward = False
+            self._expected_size = None
+
+    @property
+    def meeting(self) -> ProcessGroup | None:
+        """The ranks that exchange gradients in the backward; None where none do."""
+        return self.workers.everyone if self.step.is_sharded else self.workers.context
+
+    def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
+        """Check that ranks which exchange gradients are about to run the same backward.
+
+        Args:
+            twice: whether this rank would run ghost clipping.
+            proving: whether it would prove this batch.
+
+        Returns:
+            The same two values; True where one rank needs it, since all then do it.
+
+        Raises:
+            ValueError: on all ranks, naming what differs.
+            RuntimeError: on all ranks, where the model changed something that is never released.
+        """
+        workers, group = self.workers, self.meeting
+        try:
+            refuse_together(self._refusal(), group, "engine.backward")
+        except RuntimeError:
+            self.discard()
+            raise
+        if group is None:
+            return twice, proving
+        what = "engine.backward"
+        # With other modules, or another order, gradients of different parameters would be added.
+        same = {
+            "(draw, part) of the batch": self.step.tracker.place(),
+            "max_grad_norm": self.step.bound,
+            "modules that ran, and how often": list(self.forward.used.items()),
+        }
+        size = {"number of samples": self.forward.batch_size}
+        if group is workers.context:
+            same |= size
+        told = agree(what, same, group, tell=[int(twice), int(proving)])
+        if group is not workers.context:
+            agree(what, size, workers.context)
+        return any(row[0] for row in told), any(row[1] for row in told)
+
+    def _is_ghost(self, gate: Gate) -> bool:
+        return bool(gate.shapes) and gate.plan().is_ghost
+
+    def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
+        # Both backwards are the same computation, and the gate applies the factors in the second.
+        # Weighted losses would round differently at every layer, beyond the bound.
+        first = First(gate.device)
+        self.watches = (*self.watches, first)
+        self.mode = "norms"
+        grads = torch.autograd.grad(
+            losses, gate.handles, grad_outputs=seed, retain_graph=True, allow_unused=True
+        )
+        # The saved pairs are attached to the graph.
+        with torch.no_grad():
+            self.compare(gate, grads)
+            squares = gate.finish_norms(grads)
+            gate.reset()
+            if squares.shape != losses.shape:
+                self._refuse_size(gate.batch_size, losses.shape[0])
+            allowed = first.allowed(squares)
+            factors = clip_factors(allowed, gate.bound, self.clip_function)
+            self.factors = self.step.rows.only(factors)
+            self.statistics.note(squares, self.factors)
+        del grads
+        self._summing = gate
+        self.watches = (Second(first, allowed, self.meeting),)
+        self.norms_again = not first.exact
+        self.mode = "sum"
+        try:
+            torch.autograd.backward(losses, seed)
+        except BackwardsDiffer:
+            self.planner.avoid_ghost()
+            raise
+
+    # Proof
+
+    def begin_proof(self, size: int) -> bool:
+        """Whether the proof repeats this call of the model, of at most `size` samples."""
+        return self.proof.begin_forward(size, new_pass=self.forward.is_over)
+
+    def expect_scalar(self, outputs: Any, size: int) -> Any:
+        """The model's outputs, wrapped for the proof where the loss may be a scalar."""
+        if self.loss_reduction is None or not self.proof.is_on:
+            return outputs
+        return self.proof.cross(outputs, size, self)
+
+    def _wants_proof(self, size: int | None) -> bool:
+        return self.proof.wants_backward(self.forward.used, size)
+
+    def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
+        """Run a backward that is only compared with the ordinary one that follows."""
+        watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
+        if watch is not None:
+            self.watches = (watch,)
+
+    def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
+        """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
+        if self._expected_size is not None:
+            return  # Losses [B] are weighted one by one instead.
+        try:
+            wanted = self._wants_proof(size)
+            rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
+            if any(row[0] for row in rows):
+                self._prove(outputs, grads, size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def compare(self, gate: Gate, grads: Sequence[Tensor | None]) -> None:
+        """Have the watches compare the gradients at a gate, before anything is released."""
+        try:
+            for watch in self.watches:
+                watch.gate(gate, grads)
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def is_compiled(self) -> bool:
+        """See `dpflash.verification.proof.ProvableBackward`."""
+        return self.forward.is_compiled
+
+    def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
+        """See `dpflash.verification.proof.ProvableBackward`."""
+        for index, gate in self.forward.gates.items():
+            for position, handle in enumerate(gate.handles):
+                yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
+        for index, handles in enumerate(self.forward.prepared_handles):
+            for position, handle in enumerate(handles):
+                layer = self.layer_of(self.groups[index].parameters[position])
+                yield (index, position), layer, True, handle
+
+    def layer_of(self, parameter: nn.Parameter) -> str:
+        """Dotted name of the module that holds a parameter."""
+        return self.names[parameter].rpartition(".")[0] or "(the model itself)"
+
+    @contextmanager
+    def only_watched(self, watch: Watch) -> Iterator[None]:
+        """See `dpflash.verification.proof.ProvableBackward`."""
+        held = self.mode, self.watches
+        self.mode, self.watches = "prove", (watch,)
+        try:
+            yield
+        finally:
+            self.mode, self.watches = held
+            for gate in self.forward.gates.values():
+                gate.reset()
+
+    def _begin(self) -> None:
+        self._arrived = set()
+        self._arrived_generation = None
+        self._task = -1
+        self.statistics.begin_backward()
+        self.step.begin_backward()
+
+    def arrived(self, gate: Gate) -> None:
+        """Check a gate whose backward runs, and refuse what would break the bound."""
+        if not self._in_backward:
+            if self.loss_reduction is None:
+                raise RuntimeError(
+                    "loss.backward() was called on a private model. Call engine.backward(losses) "
+                    "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
+                    "or 'sum') if the scalar really is that reduction over samples"
+                )
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._begin()
+                self._meet()
+                self._task = task
+                self.step.tracker.before_backward(gate.batch_size)
+        elif self._expected_size is None and not self._arrived:
+            self.step.tracker.before_backward(gate.batch_size)
+        if self._expected_size is not None and gate.batch_size != self._expected_size:
+            self._refuse_size(gate.batch_size, self._expected_size)
+        if id(gate) in self._arrived:
+            raise RuntimeError(
+                "the clipping gate ran twice in one backward, so a sample would be clipped in "
+                "parts. Use non-reentrant checkpointing and a single backward"
+            )
+        mixed = self._arrived_generation not in (None, gate.generation)
+        if mixed or (self.mode == "sum" and gate is not self._summing):
+            raise RuntimeError(
+                "losses come from more than one forward, or from an earlier one; call "
+                "engine.backward after each forward, and give every layer inputs "
+                f"whose first dimension is the batch. {SHARED}"
+            )
+        self.step.refuse_inexact(gate.batch_size)
+        self._arrived.add(id(gate))
+        self._arrived_generation = gate.generation
+        self.forward.finish()
+
+    @staticmethod
+    def _refuse_size(gate_size: int, loss_size: int) -> None:
+        raise ValueError(
+            f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
+            "loss per sample of the forward, batch first"
+            + (f". {SHARED}" if gate_size == 1 else "")
+        )
+
+    def discard(self) -> None:
+        """Drop the logical batch; see `ClippedSums.discard`."""
+        self.step.discard()
+
+    def end_batch(self, *, released: bool) -> None:
+        """The logical batch was released, and parameters are about to change, or was dropped."""
+        self.watches = self.proof.resting
+        self.forward.end_batch(released=released)

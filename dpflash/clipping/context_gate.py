@@ -1,0 +1,217 @@
+"""ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
+
+A sample's gradient is the sum of the gradients of its shards, and the norm of a sum does not
+follow from the norms of its terms. So a reduce-scatter over the context group adds per-sample
+gradients up and leaves each rank a slice of every parameter's elements. Each rank computes the
+squared norms of its slice, one all-reduce of B numbers adds them up, each rank clips and sums its
+slice, and an all-gather puts the whole sum together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpflash.kernels import (
+    block_clip_reduce,
+    bound_share,
+    clip_reduce,
+    embedding_per_sample_grad,
+    per_sample_grad,
+    squared_norm,
+)
+from dpflash.kernels.block_reference import BLOCK
+
+from ..distributed import collectives as workers
+from ..step import refuse_mixed
+from .deferred import TiledUse
+from .gate import Gate
+
+
+class ContextGate(Gate):
+    """A gate of which each rank holds a slice of the per-sample gradients."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self.owner.workers.context is not None
+        self._group = self.owner.workers.context
+        self._slices: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
+        self._mixed: list[Tensor] = []
+        self._is_settled = False
+
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
+        """See `Gate.take_linear`; nothing is left for the handle."""
+        self._only_seen(position, *((x, dy) if swapped else (dy, x)))
+        if self.owner.mode != "prove":
+            self._take(position, per_sample_grad(x, dy))
+        return None
+
+    def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
+        """See `Gate.take_embedding`."""
+        self._only_seen(position, dy, indices)
+        if self.owner.mode != "prove":
+            self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
+        return None
+
+    def take_tiled(self, position: int, use: TiledUse) -> bool:
+        """See `Gate.take_tiled`: its gradient goes to the handle."""
+        return self._only_seen(position, *use.rows)
+
+    def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms [B] of the group, from the slices of all ranks."""
+        self._settle(grads)
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        if self.squares is not None:
+            squares += self.squares
+        for piece in self._slices.values():
+            squares += squared_norm(piece)
+        if self.batch_size:
+            workers.all_reduce_(squares, self._group, "norms of the samples' gradients")
+        return squares
+
+    def reset(self) -> None:
+        super().reset()
+        self._slices = {}
+        self._taken = set()
+        self._mixed = []
+        self._is_settled = False
+
+    def _take(self, position: int, grad: Tensor) -> None:
+        """Exchange per-sample gradients of this rank's tokens, and keep its slice of the sum."""
+        piece = self._slice(position, grad)
+        mode = self.owner.mode
+        if mode not in ("norms", "sum") or not self._single(position):
+            self._add_slice(position, piece)
+            return
+        if mode == "sum":
+            self._sums[position] = clip_reduce(piece, self.owner.factors, grid=self.step.grid)
+            if not self.owner.norms_again:
+                return
+        squares = squared_norm(piece)
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def _add_slice(self, position: int, piece: Tensor) -> None:
+        held = self._slices.get(position)
+        self._slices[position] = piece if held is None else held + piece
+
+    def _settle(self, grads: Sequence[Tensor | None]) -> None:
+        """Exchange the handles' gradients, once; zeros where this rank has none.
+
+        Raises:
+            RuntimeError: ranks exchanged gradients of different parameters.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        refuse_mixed(self._mixed)
+        for position, (parameter, grad) in enumerate(
+            zip(self.group.parameters, grads, strict=True)
+        ):
+            if grad is None and position not in self._taken:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                shape = (self.batch_size, *parameter.shape)
+                grad = torch.zeros(shape, dtype=dtype, device=self.device)
+            if grad is not None:
+                self._add_slice(position, self._slice(position, grad))
+        refuse_mixed(self._mixed)
+
+    def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
+        if self.owner.mode == "sum":
+            self._settle(grads)
+        return super()._factors(grads)
+
+    def _clipped(
+        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
+    ) -> Tensor | None:
+        total, piece = self._sums.get(position), self._slices.get(position)
+        if piece is not None:
+            own = clip_reduce(piece, factors, grid=self.step.grid)
+            total = own if total is None else total + own
+        # `_settle` has a slice of every parameter.
+        assert total is not None
+        self.step.sum_to_extend(parameter)
+        return self.step.add(parameter, self._whole(position, total))
+
+    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
+        owner = self.owner
+        (parameter,) = self.group.parameters
+        self._settle([grad])
+        piece = self._slices[0]
+        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
+        width = parameter.shape[1]
+        own = self.step.rows.only(piece) * scale
+        matrix = own.view(self.batch_size, piece.shape[1] // width, width)
+        dtype = piece.dtype if self.step.grid is None else torch.float64
+        total, factors = piece.new_zeros(0, dtype=dtype), piece.new_ones(self.batch_size, 0)
+        if matrix.shape[1]:
+            total, factors = block_clip_reduce(
+                matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True
+            )
+        owner.statistics.note(None, self._least(factors))
+        whole = self._whole(0, total.flatten())
+        self.reset()
+        self.step.sum_to_extend(parameter)
+        return [self.step.add(parameter, whole)]
+
+    def _tile_bound(self, rows: int) -> float:
+        """The bound of this many rows of the tiled parameter."""
+        return self.bound * bound_share(rows, self._rows(0))
+
+    def _cut(self, position: int) -> tuple[int, int, int]:
+        """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""
+        parameter = self.group.parameters[position]
+        # Tiles are not cut.
+        unit = BLOCK[0] * parameter.shape[1] if self.group.tiled else 1
+        count = workers.world_size(self._group)
+        size = -(-parameter.numel() // (unit * count)) * unit
+        begin = min(size * workers.rank_in(self._group), parameter.numel())
+        return begin, min(begin + size, parameter.numel()), size
+
+    def _slice(self, position: int, grad: Tensor) -> Tensor:
+        """This rank's slice `[B, n]` of the sum over ranks of per-sample gradients `[B, ...]`."""
+        begin, end, size = self._cut(position)
+        parameter = self.group.parameters[position]
+        batch, count = grad.shape[0], workers.world_size(self._group)
+        grad = grad.reshape(batch, parameter.numel())
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        self._taken.add(position)
+        if batch == 0:
+            return grad.new_zeros((0, end - begin), dtype=dtype)
+        # The last element tells gradients of different parameters apart.
+        mark = self.step.mark_of(parameter)
+        sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
+        sent[:, -1] = mark
+        for rank, row in enumerate(sent):
+            theirs = grad[:, size * rank : size * (rank + 1)]
+            row[:-1].view(batch, size)[:, : theirs.shape[1]] = theirs
+        own = workers.reduce_scatter(
+            sent, self._group, "sum of the samples' gradients over their tokens"
+        )
+        self._mixed.append(own[-1] != count * mark)
+        return own[:-1].view(batch, size)[:, : end - begin]
+
+    def _whole(self, position: int, piece: Tensor) -> Tensor:
+        """A parameter's clipped sum, put together from the slices of all ranks."""
+        parameter = self.group.parameters[position]
+        size = self._cut(position)[2]
+        padded = F.pad(piece.flatten(), (0, size - piece.numel()))
+        whole = workers.all_gather(padded, self._group, "clipped sums of all ranks' slices")
+        return whole.flatten()[: parameter.numel()].view(parameter.shape)
+
+    def _least(self, factors: Tensor) -> Tensor:
+        """`[B]`: the least factor of each sample over the tiles `[B, tiles]` of all ranks."""
+        # A rank may have no tile.
+        least = F.pad(factors, (0, 1), value=1.0).amin(1)
+        if len(least):
+            workers.all_reduce_(
+                least, self._group, "factors of the samples' tiles", dist.ReduceOp.MIN
+            )
+        return least

@@ -1,0 +1,246 @@
+"""Tables for users: the clipping groups, and the planner's choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dpflash.kernels import BLOCK
+
+from ..privacy.public_facts import PublicFacts
+from .backward import PrivateBackward
+from .device_speed import Ceilings
+from .groups import Group
+from .planner import LinearShape, cost
+
+_COLUMNS = 110
+_SHORTEST_NAME = 20
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """Parameters that are clipped together, or a matrix that is clipped tile by tile.
+
+    Attributes:
+        name: dotted name of the module or parameter, or "all".
+        parameters: dotted names.
+        elements: number of elements.
+        bound: L2 bound of one sample's contribution to the sum of these parameters.
+        tiles: clipping groups inside; 1 unless the matrix is clipped tile by tile.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    elements: int
+    bound: float
+    tiles: int
+
+
+@dataclass(frozen=True)
+class ClippingGroups:
+    """All groups; one sample moves all of them together by at most `sensitivity` in L2."""
+
+    groups: tuple[GroupInfo, ...]
+    sensitivity: float
+
+    def __iter__(self) -> Iterator[GroupInfo]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __str__(self) -> str:
+        rows = [("group", "elements", "tiles", "bound")]
+        rows += [(g.name, f"{g.elements:,}", str(g.tiles), f"{g.bound:.6g}") for g in self.groups]
+        return f"{_table(rows)}\nsensitivity {self.sensitivity:.6g} (one sample)"
+
+
+@dataclass(frozen=True)
+class PlannedUse:
+    """How one matrix parameter's clipped gradient is computed.
+
+    Attributes:
+        parameter: dotted name.
+        grad_sample_mode: "instantiate", "book_keeping", "ghost" or "tiles" (per_block clipping).
+        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
+        moved_bytes: bytes read and written beyond those of a non-private backward.
+        memory_bytes: bytes kept until the gradients are clipped.
+        seconds: predicted time, the ordinary weight gradient's product included.
+        share: fraction of the predicted time of all parameters, 0 to 1.
+        why: the reason for the choice.
+        exact: whether the clipped sum is exact, or rounded in float32.
+    """
+
+    parameter: str
+    grad_sample_mode: str
+    flops: int
+    moved_bytes: int
+    memory_bytes: int
+    seconds: float
+    share: float
+    why: str
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class ClippingPlan:
+    """The uses of all matrix parameters in the last forward.
+
+    The modes differ in time and memory; each bounds every sample, and finite gradients give equal
+    sums up to rounding. On one machine with one file of ceilings the plan is always the same.
+
+    Attributes:
+        uses: one for each parameter.
+        ceilings: speed of the device, from which times were predicted.
+        public: the public facts about the batches.
+    """
+
+    uses: tuple[PlannedUse, ...]
+    ceilings: Ceilings
+    public: PublicFacts
+
+    def __iter__(self) -> Iterator[PlannedUse]:
+        return iter(self.uses)
+
+    def __len__(self) -> int:
+        return len(self.uses)
+
+    def __str__(self) -> str:
+        rows = [("mode", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows += [
+            (
+                u.grad_sample_mode,
+                "exact" if u.exact else "rounded",
+                f"{u.flops / 1e6:.1f}",
+                f"{u.moved_bytes / 2**20:.1f}",
+                f"{u.memory_bytes / 2**20:.1f}",
+                f"{u.share:.0%}",
+                u.why,
+            )
+            for u in self.uses
+        ]
+        figures = _table(rows).splitlines()
+        room = max(_SHORTEST_NAME, _COLUMNS - 2 - max(map(len, figures)))
+        names = ["parameter", *(_cut(use.parameter, room) for use in self.uses)]
+        predicted = 1e3 * sum(use.seconds for use in self.uses)
+        return (
+            f"{_table(list(zip(names, figures, strict=True)))}\n"
+            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms\n"
+            f"ceilings: {self.ceilings}\n"
+            f"{self.public}"
+        )
+
+
+def describe_groups(
+    groups: Sequence[Group], names: dict[nn.Parameter, str], max_grad_norm: float
+) -> ClippingGroups:
+    """See `PrivacyEngine.groups`."""
+    found = tuple(
+        GroupInfo(
+            name=group.name,
+            parameters=tuple(names[p] for p in group.parameters),
+            elements=sum(p.numel() for p in group.parameters),
+            bound=group.share * max_grad_norm,
+            tiles=_tiles(group.parameters[0]) if group.tiled else 1,
+        )
+        for group in groups
+    )
+    sensitivity = math.sqrt(sum(group.share**2 for group in groups)) * max_grad_norm
+    return ClippingGroups(found, min(sensitivity, max_grad_norm))
+
+
+def _tiles(weight: nn.Parameter) -> int:
+    return math.prod(-(-size // side) for size, side in zip(weight.shape, BLOCK, strict=True))
+
+
+def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
+    """See `PrivacyEngine.plan`."""
+    if not backward.forward.shapes:
+        raise ValueError(
+            "plan() before the private model has run: call the model on a batch first"
+        )
+    uses = []
+    for group, shapes in backward.forward.shapes.items():
+        planned = backward.planner.plan(shapes)
+        for (position, of_parameter), mode in zip(shapes.items(), planned.modes, strict=True):
+            name = backward.names[backward.groups[group].parameters[position]]
+            tiled = backward.groups[group].tiled
+            asked = backward.planner.mode != "auto"
+            use = (
+                _explain_tiles(name, of_parameter, planned.ceilings)
+                if tiled
+                else _explain(name, of_parameter, mode, planned.ceilings, asked)
+            )
+            uses.append(
+                replace(use, exact=backward.step.exact and (tiled or mode == "instantiate"))
+            )
+    total = sum(use.seconds for use in uses)
+    return ClippingPlan(
+        tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
+        planned.ceilings,
+        public,
+    )
+
+
+def _explain(
+    name: str, shapes: list[LinearShape], mode: str, ceilings: Ceilings, asked: bool
+) -> PlannedUse:
+    found = cost(shapes, mode, ceilings)
+    return PlannedUse(
+        parameter=name,
+        grad_sample_mode=mode,
+        flops=found.flops,
+        moved_bytes=found.moved,
+        memory_bytes=found.kept,
+        seconds=found.seconds,
+        share=0.0,
+        why="you asked for it" if asked else _why(shapes, mode, ceilings),
+    )
+
+
+def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
+    if mode == "ghost":
+        return "memory budget is too small"
+    other = "book_keeping" if mode == "instantiate" else "instantiate"
+    seconds = cost(shapes, mode, ceilings).seconds
+    if not seconds:
+        return "there was no token"
+    ratio = cost(shapes, other, ceilings).seconds / seconds
+    if ratio < 1:
+        return f"memory budget; {other} is {1 / ratio:.1f}x as fast"
+    forms = {shape.norm_form(ceilings.device != "cpu"): None for shape in shapes}
+    return f"{other} takes {ratio:.2f}x; norm: {'+'.join(forms)}"
+
+
+def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> PlannedUse:
+    plain = [work for shape in shapes for work in shape.plain()]
+    return PlannedUse(
+        parameter=name,
+        grad_sample_mode="tiles",
+        flops=0,
+        moved_bytes=0,
+        memory_bytes=sum(s.book_keeping_bytes for s in shapes),
+        seconds=sum(work.seconds(ceilings) for work in plain),
+        share=0.0,
+        why="clipped as they are made; none is kept",
+    )
+
+
+def _cut(name: str, width: int) -> str:
+    """Shorten a name in its first half: names differ at their end."""
+    if len(name) <= width:
+        return name
+    head = width // 4
+    return f"{name[:head]}...{name[head + 3 - width :]}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

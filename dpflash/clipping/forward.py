@@ -1,0 +1,273 @@
+"""PrivateForward: infers the batch size of a forward, and opens its clipping gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..verification.forward_rows import ForwardRows
+from .groups import Group
+from .planner import LinearShape
+
+if TYPE_CHECKING:
+    from .gate import Gate
+
+SHARED = (
+    "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
+    "layer that got the batch; elsewhere expand it"
+)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing has it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass
+class _Call:
+    """A call of the model itself.
+
+    Attributes:
+        sizes: first dimensions of the tensors that the model was given.
+        batch_size: first dimension of the input of its first private operation.
+    """
+
+    sizes: frozenset[int]
+    batch_size: int | None = None
+
+
+@dataclass
+class _State:
+    """One forward, from its first private operation on.
+
+    Attributes:
+        batch_size: its number of rows.
+        gates: by number of the clipping group.
+        used: how often each module ran.
+        shared: modules whose input of one row is what all samples share.
+        shapes: uses of matrix parameters, by group and position; the planner reads them.
+        is_over: whether the next private operation begins another forward.
+    """
+
+    batch_size: int | None = None
+    gates: dict[int, Gate] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    shapes: dict[int, dict[int, list[LinearShape]]] = field(default_factory=dict)
+    is_over: bool = True
+
+
+class PrivateForward:
+    """The forward of one private model.
+
+    Args:
+        groups: the clipping groups.
+        open_gate: makes the gate of a group, given the batch size and the number of the forward.
+
+    Attributes:
+        batch_hint: rows of the microbatch that the loader yielded last; None without one.
+        rows: records the inputs of the layers; None where nothing is recorded.
+        is_compiled: whether the model runs through this library's own torch.compile.
+    """
+
+    def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
+        self.batch_hint: int | None = None
+        self.rows: ForwardRows | None = None
+        self.is_compiled = False
+        self._groups = groups
+        self._open_gate = open_gate
+        self._state = _State()
+        self._call: _Call | None = None
+        self._prepared: list[tuple[Tensor, ...]] = []
+        self._number = 0
+
+    @property
+    def gates(self) -> dict[int, Gate]:
+        """The gates of the current forward, by number of the group."""
+        return self._state.gates
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How often each module ran in the current forward."""
+        return self._state.used
+
+    @property
+    def layers(self) -> Collection[str]:
+        """Names of the modules that ran in the current forward."""
+        return self._state.used.keys()
+
+    @property
+    def shapes(self) -> dict[int, dict[int, list[LinearShape]]]:
+        """Uses of matrix parameters in the last forward, by group and position."""
+        return self._state.shapes
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the current forward."""
+        return self._state.batch_size
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next private operation begins another forward."""
+        return self._state.is_over
+
+    def finish(self) -> None:
+        """Have the next private operation begin another forward."""
+        self._state.is_over = True
+
+    # Calls of the model
+
+    @contextmanager
+    def call(self, sizes: frozenset[int]) -> Iterator[bool]:
+        """A call of the model itself, given tensors with these first dimensions.
+
+        The batch size is inferred afresh in each call. Yields whether this is the outermost call
+        of a forward: neither a call by the model itself nor a recomputation.
+        """
+        if self._call is not None or is_recomputing():
+            yield False
+            return
+        self._call = _Call(sizes)
+        try:
+            yield True
+        finally:
+            self._call = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A forward apart from the current one, which it leaves as it is."""
+        held = self._state, self._call
+        self._state, self._call = _State(), None
+        try:
+            yield
+        finally:
+            self._close_gates()
+            self._state, self._call = held
+
+    def record(self, rows: ForwardRows | None) -> None:
+        """Record the inputs of the layers in `rows` from now on; None for nowhere."""
+        self.rows = rows
+
+    def set_compiled(self) -> None:
+        """The model runs through this library's own torch.compile."""
+        self.is_compiled = True
+
+    def batch_size_for(self, x: Tensor, name: str) -> int:
+        """Batch size B of the forward in which module `name` gets the input x.
+
+        It is x's first dimension, unless that is a 1 which all samples of this call share.
+
+        Raises:
+            ValueError: x may be one sample as well.
+        """
+        leading, call, state = x.shape[0], self._call, self._state
+        if is_recomputing():
+            shared = leading == 1 and name in state.shared and state.batch_size is not None
+            return state.batch_size if shared else leading  # type: ignore[return-value]
+        # A layer that is called by itself may have got one sample.
+        if call is None:
+            return leading
+        if call.batch_size is None:
+            call.batch_size = leading
+        size = call.batch_size
+        if leading != 1 or size == 1:
+            return leading
+        if x.requires_grad:
+            why = "and depends on layers that are trained: one sample, or a sum over samples"
+        elif size not in call.sizes:
+            why = f"no tensor that the model got has {size} of them: it may be one sample"
+        else:
+            state.shared.add(name)
+            return size
+        raise ValueError(
+            f"input of module '{name}' has shape {tuple(x.shape)} after others with {size} "
+            f"entries in the first dimension, {why}. Give each layer inputs whose first dimension "
+            f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
+        )
+
+    def known_batch_size(self) -> int | None:
+        """B where an operation of this call has determined it, or the compiler needs it."""
+        if torch.compiler.is_compiling():
+            return self.batch_hint
+        if is_recomputing():
+            return self._state.batch_size
+        return None if self._call is None else self._call.batch_size
+
+    # Gates
+
+    def gate(self, group: int, batch_size: int, name: str) -> Gate:
+        """The group's gate for a use in module `name`; begins another forward where it is due."""
+        recomputing = is_recomputing()
+        if recomputing:
+            if name not in self._state.used:
+                raise RuntimeError(
+                    f"module '{name}' ran its first differentiable forward inside a backward, as "
+                    "reentrant activation checkpointing does; clipping would then see a part of "
+                    "the gradient. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+        elif self._state.is_over or batch_size != self._state.batch_size:
+            self._close_gates()
+            self._number += 1
+            self._state = _State(batch_size, is_over=False)
+        state = self._state
+        if not recomputing:
+            state.used[name] = state.used.get(name, 0) + 1
+        gate = state.gates.get(group)
+        if gate is None:
+            gate = self._open_gate(self._groups[group], batch_size, self._number)
+            state.gates[group] = gate
+        return gate
+
+    def note_shapes(self, group: int, shapes: dict[int, list[LinearShape]]) -> None:
+        """Keep the uses of a group's matrix parameters, for the planner."""
+        self._state.shapes[group] = shapes
+
+    # Handles for torch.compile
+
+    def begin_batch(self, rows: int) -> None:
+        """The loader yields a microbatch of so many rows."""
+        self.batch_hint = rows
+        self.finish()
+        self.prepare(rows)
+
+    def prepare(self, batch_size: int) -> None:
+        """Make the handles that a compiled model reads; an eager model makes its own."""
+        self._number += 1
+        gates = [self._open_gate(group, batch_size, self._number) for group in self._groups]
+        self._prepared = [gate.handles for gate in gates]
+        for gate in gates:
+            gate.close()
+
+    @property
+    def prepared_handles(self) -> list[tuple[Tensor, ...]]:
+        """Handles for a compiled model, by group; empty where none were prepared."""
+        return self._prepared
+
+    def prepared(self, group: int) -> tuple[Tensor, ...]:
+        """Handles of one group for a compiled model."""
+        if not self._prepared:
+            raise RuntimeError(
+                "a compiled private model needs its gradient handles before the call: iterate "
+                "over the loader that make_private returned, or call engine.prepare(batch_size)"
+            )
+        return self._prepared[group]
+
+    def end_batch(self, *, released: bool) -> None:
+        """The logical batch was released, and parameters are about to change, or was dropped."""
+        self._close_gates()
+        self.finish()
+        if released:
+            self.batch_hint = None
+            # They are views of the parameters as they were.
+            self._prepared = []
+
+    def _close_gates(self) -> None:
+        for gate in self._state.gates.values():
+            gate.close()
+            gate.reset()
+        self._state.gates = {}

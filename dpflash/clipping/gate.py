@@ -1,0 +1,315 @@
+"""Gate: the autograd node where per-sample gradients become a clipped sum.
+
+A private operation takes a handle in place of a parameter: the parameter expanded to [B, ...],
+which needs no memory. Its backward returns per-sample gradients for the handle. Autograd adds
+those of all uses (tied weights, a module that is called twice) and then runs the handle's own
+node, the gate: it computes norms, clips, sums over the samples and adds the sum to the logical
+batch. Flat clipping has one gate for all parameters, per-layer clipping one for each module.
+
+The per-sample gradients of matrix parameters need not exist: a use may leave (x, dy) with the
+gate instead, see `planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpflash.kernels import (
+    block_clip_reduce,
+    clip_factors,
+    clip_reduce,
+    embedding_per_sample_grad,
+    per_sample_grad,
+    squared_norm,
+)
+from dpflash.kernels.reference import rounded_down
+
+from ..distributed.fsdp import is_sharded
+from .deferred import DeferredGradients, TiledUse
+from .groups import Group
+from .planner import LinearShape, Plan
+from .precision import without_autocast
+
+if TYPE_CHECKING:
+    from .backward import PrivateBackward
+
+# In these modes a gate follows the planner; "prove" only compares.
+_CLIPS = ("clip", "prove")
+
+
+class _ClipGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        shapes = (p.shape for p in gate.group.parameters)
+        return tuple(
+            p.expand(gate.batch_size, *shape) for p, shape in zip(parameters, shapes, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        gate = ctx.gate
+        gate.owner.refuse_coarse_products(gate.device.type)
+        gate.owner.refuse_coarse_use(gate.group.parameters[0])
+        # The user may call `loss.backward()` inside an autocast region.
+        with without_autocast(gate.device.type):
+            sums = gate.finish(grads)
+            return (None, *gate.step.settled(gate.group.parameters, sums))
+
+
+def _source(parameter: nn.Parameter) -> Tensor:
+    """The tensor that a handle expands: the parameter, or a stand-in for a sharded one."""
+    if not is_sharded(parameter):
+        return parameter
+    stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return stand_in.requires_grad_()
+
+
+class Gate:
+    """One clipping group in one forward: its handles, and what its uses left for the backward.
+
+    Args:
+        owner: the private backward.
+        group: whose parameters it has.
+        batch_size: rows of the forward.
+        generation: number of the forward.
+    """
+
+    def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
+        self.owner = owner
+        self.step = owner.step
+        self.group = group
+        self.batch_size = batch_size
+        self.generation = generation
+        self.shapes: dict[int, list[LinearShape]] = {}
+        self._dense: set[int] = set()
+        self._plan: dict[int, str] | None = None
+        self._task = -1
+        self._kept: dict[int, DeferredGradients] = {}
+        self._sums: dict[int, Tensor] = {}
+        self.squares: Tensor | None = None
+        self.device = group.parameters[0].device
+        owner.refuse_coarse_products(self.device.type)
+        self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, group.parameters))
+
+    @property
+    def index(self) -> int:
+        """Number of its group."""
+        return self.owner.index_of(self.group)
+
+    def close(self) -> None:
+        """Let go of the handles. They, the gate and their node refer to each other."""
+        self.handles = ()
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+        return len(self.group.parameters)
+
+    def layer_of(self, position: int) -> str:
+        """Dotted name of the module of a parameter."""
+        return self.owner.layer_of(self.group.parameters[position])
+
+    def is_dense(self, position: int) -> bool:
+        """Whether some use of the parameter returns its per-sample gradient to the handle."""
+        return position not in self.shapes or position in self._dense
+
+    def register(self, position: int, shape: LinearShape) -> None:
+        """Note a use of a matrix parameter, so that its mode can be planned."""
+        self.shapes.setdefault(position, []).append(shape)
+        self._plan = None
+        self.owner.forward.note_shapes(self.index, self.shapes)
+
+    def register_dense(self, position: int) -> None:
+        """Note a use that returns its per-sample gradient to the handle."""
+        self._dense.add(position)
+
+    def take_linear(
+        self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
+    ) -> Tensor | None:
+        """Take a linear use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
+
+        Where they are `swapped`, for a transposed weight, x is the output gradient.
+
+        Returns:
+            The handle's gradient; None where (x, dy) is saved instead.
+        """
+        if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
+            return None
+        mode = self.owner.mode
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, DeferredGradients(self._rows(position), linear=[(x, dy)]))
+        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
+            return per_sample_grad(x, dy)
+        else:
+            self._keep(position).linear.append((x, dy))
+        return None
+
+    def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
+        """Take a look-up, indices [B, T], dy [B, T, E]; returns as `take_linear` does."""
+        if self._only_seen(position, dy, indices):
+            return None
+        mode = self.owner.mode
+        rows = self._rows(position)
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, DeferredGradients(rows, embedding=[(indices, dy)]))
+        elif mode in _CLIPS and self._way(position) == "instantiate":
+            return embedding_per_sample_grad(indices, dy, rows)
+        else:
+            self._keep(position).embedding.append((indices, dy))
+        return None
+
+    def take_tiled(self, position: int, use: TiledUse) -> bool:
+        """Take a use that can recompute its gradient; False: return it to the handle."""
+        if self._only_seen(position, *use.rows):
+            return True
+        mode = self.owner.mode
+        if mode in _CLIPS and self._way(position) == "instantiate":
+            return False
+        if mode in ("sum", "norms") and self._single(position):
+            self._take_once(position, DeferredGradients(self._rows(position), tiled=[use]))
+        else:
+            self._keep(position).tiled.append(use)
+        return True
+
+    @property
+    def bound(self) -> float:
+        """L2 bound of one sample's contribution to this group's sums."""
+        return self.group.share * self.step.bound
+
+    def plan(self) -> Plan:
+        """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
+        return self.owner.planner.plan(self.shapes)
+
+    def _enter(self) -> None:
+        """Drop what another backward left, such as one for the gradient of the inputs."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self.reset()
+            self._task = task
+
+    def _only_seen(self, position: int, *rows: Tensor) -> bool:
+        """Show the rows of a use to the watches; returns whether the use ends there."""
+        self._enter()
+        for watch in self.owner.watches:
+            watch.use(self, position, rows)
+        return self.owner.mode == "prove" and position not in self._dense
+
+    def _single(self, position: int) -> bool:
+        """Whether the parameter has one use only, and so no cross terms."""
+        return len(self.shapes[position]) == 1 and position not in self._dense
+
+    def _way(self, position: int) -> str:
+        if self._plan is None:
+            self._plan = dict(zip(self.shapes, self.plan().modes, strict=True))
+        return self._plan[position]
+
+    def _rows(self, position: int) -> int:
+        return self.group.parameters[position].shape[0]
+
+    def _keep(self, position: int) -> DeferredGradients:
+        return self._kept.setdefault(position, DeferredGradients(self._rows(position)))
+
+    def _take_once(self, position: int, use: DeferredGradients) -> None:
+        """Ghost clipping of a parameter with one use: norm or sum it without saving it."""
+        if self.owner.mode == "sum":
+            self._sums[position] = use.clipped(self.owner.factors, self.bound)
+            if not self.owner.norms_again:
+                return
+        squares = use.squared_norm()
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms [B] of the group, from the handles' gradients and the saved pairs."""
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        if self.squares is not None:
+            squares += self.squares
+        for position, grad in enumerate(grads):
+            kept = self._kept.get(position)
+            if kept is not None:
+                squares += kept.squared_norm(grad)
+            elif grad is not None:
+                squares += squared_norm(grad)
+        return squares
+
+    def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of the gate: per-sample gradients in, clipped sums out."""
+        self._enter()
+        self.owner.arrived(self)
+        self.owner.compare(self, grads)
+        if self.group.tiled:
+            return self._finish_tiles(grads[0])
+        factors = self._factors(grads)
+        results: list[Tensor | None] = []
+        for position, (parameter, grad) in enumerate(
+            zip(self.group.parameters, grads, strict=True)
+        ):
+            results.append(self._clipped(position, parameter, grad, factors))
+        self.reset()
+        return results
+
+    def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Clipping factors, `[B]`."""
+        owner = self.owner
+        if owner.mode == "sum":
+            return owner.factors
+        scale = self.batch_size if owner.loss_reduction == "mean" else 1
+        squares = self.finish_norms(grads) * scale**2
+        factors = self.step.rows.only(clip_factors(squares, self.bound, owner.clip_function))
+        owner.statistics.note(squares, factors)
+        return factors if scale == 1 else rounded_down(factors.double() * scale)
+
+    def _clipped(
+        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
+    ) -> Tensor | None:
+        """Add the clipped sum of one parameter; returns what autograd adds to `.grad`."""
+        step = self.step
+        total, kept = self._sums.get(position), self._kept.get(position)
+        if kept is not None:
+            own = kept.clipped(factors, self.bound)
+            total = own if total is None else total + own
+        if grad is None and total is None:
+            step.add_zero(parameter)
+            return None
+        if total is None:
+            assert grad is not None
+            return step.add_clipped(parameter, grad, factors)
+        step.sum_to_extend(parameter)
+        if grad is not None:
+            total = total + clip_reduce(grad, factors, grid=step.grid)
+        return step.add(parameter, total, is_exact=False)
+
+    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
+        """`finish` for the one parameter of a group that is clipped tile by tile."""
+        owner, step = self.owner, self.step
+        (parameter,) = self.group.parameters
+        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
+        kept = self._kept.get(0)
+        if kept is None and grad is None or not parameter.numel():
+            step.add_zero(parameter)
+            self.reset()
+            return [None]
+        into = step.sum_to_extend(parameter)
+        if kept is not None and grad is None:
+            # The factors of tiles do not know of padding rows, so these lose their gradients here.
+            kept.drop_padding(step.rows)
+            total, factors = kept.block_clipped(self.bound, step.grid, into, scale=scale)
+        else:
+            assert grad is not None
+            dense = step.rows.only(grad if kept is None else grad + kept.dense())
+            total, factors = block_clip_reduce(
+                dense * scale, self.bound, grid=step.grid, into=into, return_factors=True
+            )
+        owner.statistics.note(None, factors.amin(1))
+        self.reset()
+        return [step.add(parameter, total)]
+
+    def reset(self) -> None:
+        self._kept = {}
+        self._sums = {}
+        self.squares = None

@@ -1,0 +1,71 @@
+"""Groups of parameters that are clipped together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dpflash.kernels import bound_share
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with one common per-sample norm.
+
+    Attributes:
+        name: dotted name of the module, or "all".
+        parameters: the trainable parameters, each once.
+        share: the group's bound as a fraction of max_grad_norm.
+        tiled: the one parameter is a matrix, and each of its tiles is clipped by itself to its
+            part of the group's bound, see `dpflash.kernels.block_clipped_grad`.
+    """
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    share: float
+    tiled: bool = False
+
+
+def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
+    """One group of everything, with the whole bound."""
+    return [Group("all", tuple(parameters), 1.0)]
+
+
+def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> list[Group]:
+    """One group a module, modules that share a parameter merged, each with an equal part of C^2.
+
+    Guarantees:
+        The shares' squares sum to at most 1, so that one sample moves all groups together by at
+        most max_grad_norm.
+    """
+    merged: list[tuple[str, dict[int, nn.Parameter]]] = []
+    for name, parameters in modules:
+        own = {id(p): p for p in parameters}
+        if not own:
+            continue
+        touching = [entry for entry in merged if entry[1].keys() & own.keys()]
+        for entry in touching:
+            merged.remove(entry)
+            own = {**entry[1], **own}
+        merged.append(("+".join([entry[0] for entry in touching] + [name]), own))
+    share = 1.0 if len(merged) < 2 else bound_share(1, len(merged))
+    return [Group(name, tuple(own.values()), share) for name, own in merged]
+
+
+def per_block_groups(
+    parameters: Sequence[nn.Parameter], names: dict[nn.Parameter, str], tiled: set[int]
+) -> list[Group]:
+    """One group a parameter, those whose id is in `tiled` cut into tiles, C^2 by element count.
+
+    Guarantees:
+        The shares' squares sum to at most 1, so that one sample moves all groups together by at
+        most max_grad_norm.
+    """
+    elements = sum(p.numel() for p in parameters)
+    shares = [bound_share(p.numel(), elements) for p in parameters]
+    return [
+        Group(names[p], (p,), share, id(p) in tiled)
+        for p, share in zip(parameters, shares, strict=True)
+    ]

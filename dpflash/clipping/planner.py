@@ -1,0 +1,450 @@
+"""Planner: how the flat-clipped gradient of each matrix parameter is computed.
+
+instantiate    keep G_i = dy_i^T x_i (no extra product), reduce sum_i c_i G_i at the end.
+book_keeping   keep (x, dy), norm without keeping G_i, then one weighted product.
+ghost          norms in one backward, the backward of sum_i c_i loss_i in a second.
+
+Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
+device with given ceilings (a roofline), and a mode the sum over its kernels. The choice follows
+from these costs: it depends on shapes, the device and public sizes, never on how many samples
+were drawn. Each mode bounds every sample; their results differ by rounding, and by what counts as
+infinite (and is removed) at the end of fp32's range.
+
+Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .device_speed import CPU_RULE, Ceilings
+
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
+
+# What `make_private(optimize=)` takes, see `optimization`.
+LEVELS = ("none", "conservative", "balanced", "aggressive")
+DEFAULT_LEVEL = "conservative"
+
+_ELEMENT = 4
+_DOUBLE = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel: FLOPs of products in a dtype, and bytes that it reads from memory or writes."""
+
+    flops: int = 0
+    moved: int = 0
+    dtype: str = "float32"
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """The roofline."""
+        return max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One use of a matrix parameter: B samples, T tokens, I inputs, O outputs.
+
+    Kernels read each operand once and write each result once; what stays in caches is not
+    counted. Neither is what all modes have alike: the product for dx, and what is done once for a
+    whole batch, such as writing the sum [O, I]. So all costs are proportional to B.
+    """
+
+    batch: int
+    tokens: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def stored_bytes(self) -> int:
+        """G [B, O, I], fp32 at least."""
+        return self.batch * self.inputs * self.outputs * max(_ELEMENT, self.dtype.itemsize)
+
+    @property
+    def book_keeping_bytes(self) -> int:
+        """(x, dy), in their own dtype."""
+        return self.batch * self.tokens * (self.inputs + self.outputs) * self.dtype.itemsize
+
+    def norm_form(self, gpu: bool) -> str:
+        """How `dpflash.kernels.grad_norm` gets ||G_i||: "gram" or "tile"."""
+        gram, tile = self._norm_costs(gpu)
+        return "gram" if gram < tile else "tile"
+
+    def norm_flops(self, gpu: bool) -> int:
+        """Of `dpflash.kernels.grad_norm`; those of fp64 products count twice."""
+        return self.batch * min(self._norm_costs(gpu))
+
+    def plain(self) -> list[Work]:
+        """What a non-private backward does for the weight."""
+        return [Work(self._product, self._operands, _name(self.dtype))]
+
+    def gradient(self, gpu: bool) -> list[Work]:
+        """Make G and write it."""
+        return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
+
+    def norm(self, gpu: bool) -> list[Work]:
+        """The norms, and the magnitudes of what cancels in them, from (x, dy)."""
+        product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
+        return [Work(moved=self._operands), product]
+
+    def weighted(self, gpu: bool) -> list[Work]:
+        """sum_i c_i G_i from (x, dy)."""
+        product = Work(self._product, self._operands, self._kernel(gpu))
+        if self._fused(gpu):
+            return [product]
+        scaled = self.batch * self.tokens * self.outputs * max(_ELEMENT, self.dtype.itemsize)
+        return [Work(moved=2 * scaled), product]
+
+    def again(self) -> list[Work]:
+        """What one more backward through the layer repeats: dx."""
+        return [Work(self._product, self._operands, _name(self.dtype))]
+
+    @property
+    def _product(self) -> int:
+        return 2 * self.batch * self.tokens * self.inputs * self.outputs
+
+    @property
+    def _operands(self) -> int:
+        return self.batch * self.tokens * (self.inputs + self.outputs) * self.dtype.itemsize
+
+    def _fused(self, gpu: bool) -> bool:
+        """Whether the Triton kernels run: not for fp64."""
+        return gpu and self.dtype != torch.float64
+
+    def _kernel(self, gpu: bool) -> str:
+        return _kernel_dtype(self.dtype, gpu)
+
+    def _norm_costs(self, gpu: bool) -> tuple[int, int]:
+        """One sample's FLOPs by Gram and by tile."""
+        gram = 2 * self.tokens**2 * (self.inputs + self.outputs)
+        # Triton takes half of the symmetric matrix; the plain twin all of it, in fp64.
+        gram = gram // 2 if self._fused(gpu) else 2 * gram
+        return gram, 2 * self.tokens * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class EmbeddingShape(LinearShape):
+    """A look-up: T tokens of a sample in a table of O rows and width I. No products at all."""
+
+    @property
+    def book_keeping_bytes(self) -> int:
+        """(indices, dy)."""
+        return self._operands + self.batch * self.tokens * _DOUBLE
+
+    def norm_form(self, gpu: bool) -> str:
+        return "rows"
+
+    def norm_flops(self, gpu: bool) -> int:
+        return 0
+
+    def norm(self, gpu: bool) -> list[Work]:
+        """Magnitudes by an fp64 copy; the plain twin makes one for the norms too, and sums it."""
+        double = self.batch * self.tokens * self.inputs * _DOUBLE
+        summed = 0 if self._fused(gpu) else 5 * double
+        return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
+
+    def gradient(self, gpu: bool) -> list[Work]:
+        """Zeros, then the touched rows are read, added to and written."""
+        return [Work(moved=self.stored_bytes + 3 * self._operands)]
+
+    def again(self) -> list[Work]:
+        """Nothing: there is no dx."""
+        return []
+
+    @property
+    def _product(self) -> int:
+        return 0
+
+    @property
+    def _operands(self) -> int:
+        return self.batch * self.tokens * self.inputs * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class HeadShape(LinearShape):
+    """A linear head with its cross-entropy in chunks: O classes, logits are made anew.
+
+    The dlogits that the backward makes for dx serve a weight's gradient beside it, so `plain` and
+    `gradient` have none of their own.
+    """
+
+    @property
+    def book_keeping_bytes(self) -> int:
+        """Of x alone."""
+        return self.batch * self.tokens * self.inputs * self.dtype.itemsize
+
+    def norm_form(self, gpu: bool) -> str:
+        return "tile"
+
+    def norm_flops(self, gpu: bool) -> int:
+        """Logits anew, then G_i tile by tile."""
+        return 2 * self._product
+
+    def norm(self, gpu: bool) -> list[Work]:
+        return self._tiles(gpu)
+
+    def weighted(self, gpu: bool) -> list[Work]:
+        return self._tiles(gpu)
+
+    def again(self) -> list[Work]:
+        return [*self._dlogits(), *super().again()]
+
+    @property
+    def _operands(self) -> int:
+        return self.book_keeping_bytes + self._logits
+
+    @property
+    def _logits(self) -> int:
+        return self.batch * self.tokens * self.outputs * max(_ELEMENT, self.dtype.itemsize)
+
+    def _dlogits(self) -> list[Work]:
+        """The product, then three passes over its result: sub, exp, mul."""
+        return [
+            Work(self._product, self._operands, _name(self.dtype)),
+            Work(moved=6 * self._logits),
+        ]
+
+    def _tiles(self, gpu: bool) -> list[Work]:
+        """All tiles of G_i, each used once where it is made."""
+        return [*self._dlogits(), *self.gradient(gpu), Work(moved=self.stored_bytes)]
+
+    def _kernel(self, gpu: bool) -> str:
+        """The dlogits are fp32 at least, so the products with them are."""
+        return _kernel_dtype(torch.promote_types(self.dtype, torch.float32), gpu)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way costs one parameter.
+
+    Attributes:
+        flops: beyond those of a non-private backward; fp64 products count twice.
+        moved: bytes through memory beyond those of a non-private backward.
+        kept: bytes that are kept until the clip.
+        seconds: predicted for all of the mode's kernels, the ordinary product among them.
+    """
+
+    flops: int
+    moved: int
+    kept: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen mode of each parameter, in the order asked for, and the ceilings that chose."""
+
+    modes: tuple[str, ...]
+    ceilings: Ceilings
+
+    @property
+    def is_ghost(self) -> bool:
+        return "ghost" in self.modes
+
+
+def clipping_for(level: str, clipping: str | None, mode: str) -> str:
+    """The clipping of a level: what was asked for, or, where that is nothing, the level's own.
+
+    Modes belong to flat clipping, so asking for a mode asks for flat clipping.
+    """
+    if clipping is not None:
+        return clipping
+    return "per_layer" if level == "aggressive" and mode == "auto" else "flat"
+
+
+def default_memory_budget(device: torch.device) -> int:
+    """A quarter of the device's memory, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // 4
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
+    """What a way costs a parameter with these uses in one forward pass."""
+    gpu = ceilings.device != "cpu"
+    works = _stored(shapes, gpu) if mode == "instantiate" else _book_kept(shapes, gpu)
+    if mode == "ghost":
+        works += [work for shape in shapes for work in shape.again()]
+    plain = [work for s in shapes for work in s.plain()]
+    return Cost(
+        flops=sum(w.flops for w in works) - sum(w.flops for w in plain),
+        moved=sum(w.moved for w in works) - sum(w.moved for w in plain),
+        kept=_kept(shapes, mode),
+        seconds=sum(w.seconds(ceilings) for w in works),
+    )
+
+
+def plan(
+    uses: Sequence[Sequence[LinearShape]],
+    *,
+    mode: str,
+    memory_budget: int,
+    batch_size: int,
+    ghost_allowed: bool,
+    book_keeping_allowed: bool = True,
+    ceilings: Ceilings = CPU_RULE,
+) -> Plan:
+    """Choose a way for each parameter.
+
+    Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
+    exceeds the budget, all take ghost, or, where that is not allowed, what keeps less.
+
+    Guarantees:
+        The modes do not depend on the number of samples in `uses`: at the end of the
+        floating-point range modes do differ, and one sample more or less must not change what the
+        others contribute.
+
+    Args:
+        uses: for each parameter, the shapes of its uses in this forward pass.
+        mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
+        memory_budget: bytes that kept gradients or activations may take together.
+        batch_size: the public number of samples for which the budget shall last.
+        ghost_allowed: whether per-sample losses are at hand.
+        book_keeping_allowed: whether norms may be taken without the gradients themselves.
+        ceilings: of the device that computes.
+
+    Returns:
+        A plan with one mode a parameter; "ghost" is chosen for all parameters or none. Equal
+        arguments give equal plans.
+    """
+    if mode != "auto":
+        return Plan((mode,) * len(uses), ceilings)
+    choices = GRAD_SAMPLE_MODES[:2] if book_keeping_allowed else ("instantiate",)
+    singles = [tuple(replace(shape, batch=1) for shape in shapes) for shapes in uses]
+    # Models repeat few shapes, and this runs in every step.
+    faster = {
+        single: _least({mode: cost(single, mode, ceilings).seconds for mode in choices})
+        for single in set(singles)
+    }
+    fastest = tuple(faster[single] for single in singles)
+    if batch_size * sum(map(_kept, singles, fastest)) <= memory_budget:
+        return Plan(fastest, ceilings)
+    if ghost_allowed:
+        return Plan(("ghost",) * len(uses), ceilings)
+    smallest = tuple(_least({mode: _kept(single, mode) for mode in choices}) for single in singles)
+    return Plan(smallest, ceilings)
+
+
+def _least(by_way: dict[str, float]) -> str:
+    """The mode of the least number; of equals the first."""
+    return min(by_way, key=by_way.__getitem__)
+
+
+def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
+    if mode == "ghost":
+        return 0
+    if mode == "instantiate":
+        return max(shape.stored_bytes for shape in shapes)
+    return sum(shape.book_keeping_bytes for shape in shapes)
+
+
+def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
+    """Each use's G, added to the others'; read for the norm; read for the sum."""
+    size = max(s.stored_bytes for s in shapes)
+    works = [work for s in shapes for work in s.gradient(gpu)]
+    works += [Work(moved=3 * size)] * (len(shapes) - 1)
+    return [*works, Work(moved=size), Work(moved=size)]
+
+
+def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
+    """Uses of one kind are one use of a longer sequence, copied together; kinds have products."""
+    joined: dict[type[LinearShape], LinearShape] = {}
+    works: list[Work] = []
+    for shape in shapes:
+        before = joined.get(type(shape))
+        tokens = shape.tokens + (before.tokens if before else 0)
+        joined[type(shape)] = replace(shape, tokens=tokens)
+    if len(joined) < len(shapes):
+        works.append(Work(moved=2 * sum(s.book_keeping_bytes for s in shapes)))
+    for shape in joined.values():
+        works += [*shape.norm(gpu), *shape.weighted(gpu)]
+    look_up = joined.pop(EmbeddingShape, None)
+    if look_up is not None:
+        works += [work for other in joined.values() for work in _inner(look_up, other)]
+    return works
+
+
+def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
+    """<G_i, H_i> of a look-up and another use of the table."""
+    if isinstance(other, HeadShape):
+        # The look-up's rows join each tile, for the norm and for the sum.
+        return [Work(moved=6 * look_up.stored_bytes)]
+    pairs = look_up.tokens * other.tokens
+    flops = 2 * 2 * look_up.batch * pairs * look_up.inputs
+    moved = look_up.batch * (2 * other.tokens * other.outputs + 3 * pairs) * _DOUBLE
+    return [Work(flops, moved)]
+
+
+def _kernel_dtype(dtype: torch.dtype, gpu: bool) -> str:
+    """In what `dpflash.kernels` multiplies operands: fp32 at least where Triton does not run."""
+    if dtype == torch.float64 or not gpu:
+        return "float64" if dtype == torch.float64 else "float32"
+    return "tf32x3" if dtype == torch.float32 else _name(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Planner:
+    """Plans the matrix parameters of one model, see `plan`.
+
+    Args:
+        mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
+        memory_budget: bytes that kept gradients or activations may take together.
+        batch_size: the public number of samples for which the budget shall last; never the drawn
+            number, so that nobody's presence decides how the others are clipped.
+        ghost_allowed: whether per-sample losses are at hand, and clipping is flat.
+        book_keeping_allowed: whether norms may be taken without the gradients themselves.
+        ceilings: of the device that computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        memory_budget: int,
+        batch_size: int,
+        ghost_allowed: bool,
+        book_keeping_allowed: bool,
+        ceilings: Ceilings,
+    ):
+        self.mode = mode
+        self._memory_budget = memory_budget
+        self._batch_size = batch_size
+        self._ghost_allowed = ghost_allowed
+        self._book_keeping_allowed = book_keeping_allowed
+        self._ceilings = ceilings
+
+    def plan(self, shapes: Mapping[int, list[LinearShape]]) -> Plan:
+        """A mode for each parameter, given the shapes of its uses."""
+        return plan(
+            list(shapes.values()),
+            mode=self.mode,
+            memory_budget=self._memory_budget,
+            batch_size=self._batch_size,
+            ghost_allowed=self._ghost_allowed,
+            book_keeping_allowed=self._book_keeping_allowed,
+            ceilings=self._ceilings,
+        )
+
+    def avoid_ghost(self) -> None:
+        """Do not choose "ghost" any more: two backwards of this model differ."""
+        self._ghost_allowed = self._ghost_allowed and self.mode != "auto"
+
+
+# Keeps the gradients of all parameters.
+STORED = Planner(
+    mode="instantiate",
+    memory_budget=1,
+    batch_size=1,
+    ghost_allowed=False,
+    book_keeping_allowed=False,
+    ceilings=CPU_RULE,
+)

@@ -1,0 +1,106 @@
+"""Refuses precision settings of torch under which the bound of a sample would not hold."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+WHY_NO_COARSE_MEAN = (
+    "dividing by the batch's size would be rounded into every sample's gradient, so that one "
+    "sample moves the sum by more than max_grad_norm"
+)
+INSTEAD_OF_A_MEAN = (
+    "declare loss_reduction='sum', or call engine.backward(losses) with one loss a sample"
+)
+OF_16_BIT = (
+    "16 bit in batches without public slots or lengths (BatchMemoryManager, batches that are not "
+    "the private loader's, a collate_fn that pads to the longest sample): their shape chooses the "
+    "kernels, so that a sample more may move the sum by slightly more than max_grad_norm"
+)
+_COARSE = ("tf32", "bf16")
+# Of torch.backends.
+_SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "cudnn.conv")}
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Switch autocast off: norms and sums in 16 bit would round beyond the bound."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def refuse_coarse_mean(found: str | None) -> None:
+    """Refuse loss_reduction='mean' where something rounds more than float32 does.
+
+    The factor 1 / B of the mean goes through the backward, which then rounds differently for each
+    B: one sample more changes the contribution of every other.
+
+    Args:
+        found: the setting or parameter that rounds more, for the message; None for none.
+
+    Raises:
+        ValueError: `found` is not None.
+    """
+    if found is not None:
+        raise ValueError(
+            f"loss_reduction='mean' with {found}: {WHY_NO_COARSE_MEAN}; {INSTEAD_OF_A_MEAN}"
+        )
+
+
+def refuse_coarse_products(device_type: str) -> None:
+    """Refuse to train on a CPU where torch may multiply float32 in fewer digits.
+
+    Torch does so above some size of the operands. One sample more would then change how every
+    sample is rounded, and how sums of clipped gradients are.
+
+    Raises:
+        ValueError: a setting allows it.
+    """
+    found = coarse_products(device_type) if device_type == "cpu" else None
+    if found is not None:
+        way_out = "set it to 'ieee'"
+        if "matmul" in found:
+            way_out = "call torch.set_float32_matmul_precision('highest')"
+        raise ValueError(
+            f"{found} on a CPU: from some batch size on float32 products would be rounded, so "
+            f"that one sample moves the sum by more than max_grad_norm; {way_out}"
+        )
+
+
+def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
+    """The setting that lets torch round the operands of float32 products, for a message.
+
+    Args:
+        device_type: "cpu" or "cuda"; others have no such setting.
+        convolves: whether convolutions through cudnn count, which rounds unless told otherwise.
+    """
+    for name in _SETTINGS.get(device_type, ()):
+        precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
+        # Scripts for GPUs ask for TF32, which few CPUs have.
+        if device_type == "cpu" and precision == "tf32" and not torch.cpu._is_amx_fp16_supported():
+            continue
+        if precision in _COARSE and (convolves or name != "cudnn.conv"):
+            return f"torch.backends.{name}.fp32_precision={precision!r}"
+    return None
+
+
+def coarse_use(x: Tensor) -> str | None:
+    """Why an operation on x rounds more than float32 does, for a message; or None."""
+    if _is_narrow(x):
+        return f"a tensor of {x.dtype}"
+    if torch.is_autocast_enabled(x.device.type):
+        return f"autocast to {torch.get_autocast_dtype(x.device.type)}"
+    return None
+
+
+def narrow_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters with fewer digits than float32, frozen ones included."""
+    return [name for name, parameter in model.named_parameters() if _is_narrow(parameter)]
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Whether a tensor has fewer digits than float32."""
+    return x.is_floating_point() and x.dtype.itemsize < 4

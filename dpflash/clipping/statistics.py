@@ -1,0 +1,73 @@
+"""ClipStatistics: how many samples were clipped or removed. Private: depends on the data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..sampling.slots import RealRows
+
+
+class ClipStatistics:
+    """Counts over all samples so far, and norms of the last backward. No epsilon covers them.
+
+    Args:
+        rows: which rows of a microbatch are samples.
+    """
+
+    def __init__(self, rows: RealRows):
+        self._rows = rows
+        self._squares: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._removed: Tensor | None = None
+        self._counted = [0, 0]
+        self._counts: list[Tensor] = []
+        self.seen_samples = 0
+
+    def begin_backward(self) -> None:
+        """Samples that are removed from now on are of another backward."""
+        self._removed = None
+
+    def note(self, squares: Tensor | None, factors: Tensor) -> None:
+        """Note the squared norms and the clipping factors of one group, `[B]` each.
+
+        Numbers stay on their device until they are asked for.
+        """
+        real = self._rows.of(factors)
+        self._squares = (None if squares is None else squares.detach(), real)
+        removed, clipped = factors == 0, factors < 1
+        if real is not None:
+            removed, clipped = removed & real, clipped & real
+        # A sample that several groups remove is one sample.
+        anew = removed if self._removed is None else removed & ~self._removed
+        self._removed = removed if self._removed is None else removed | self._removed
+        counts = torch.stack([anew.sum(), clipped.sum() - removed.sum()])
+        if self._counts and self._counts[-1].device == counts.device:
+            self._counts[-1] = self._counts[-1] + counts
+        else:
+            self._counts.append(counts)
+        self.seen_samples += self._rows.count(len(factors))
+
+    def _count(self) -> list[int]:
+        """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
+        if self._counts:
+            device = self._counts[0].device
+            new = torch.stack([counts.to(device) for counts in self._counts]).sum(0).tolist()
+            self._counted = [held + n for held, n in zip(self._counted, new, strict=True)]
+            self._counts = []
+        return self._counted
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Samples that contributed nothing, since a gradient of theirs was NaN or infinite."""
+        return self._count()[0]
+
+    @property
+    def clipped_samples(self) -> int:
+        """How often a sample was clipped by a group, and not removed."""
+        return self._count()[1]
+
+    @property
+    def squared_norms(self) -> Tensor | None:
+        """Of the samples of the last backward's last group, `[n]`; None if it has none."""
+        squares, real = self._squares
+        return squares if squares is None or real is None else squares[real]

@@ -1,0 +1,458 @@
+"""transformers models on the attention of this library, under a name of transformers' registry.
+
+Three lines::
+
+    from dpflash import huggingface
+    huggingface.register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dpflash")
+
+Letters: B samples, H query heads, T query tokens, S key tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..attn.functional import attention
+from ..patterns import Documents, Pattern, SlidingWindow
+
+NAME = "dpflash"
+
+# For models that treat every name with "flash" in it as FlashAttention's (GPT-OSS, GPT-J).
+NEUTRAL_NAME = "dp_attention"
+
+_ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
+_UNCACHED = f"pass the whole sequence with use_cache=False, or {_ELSEWHERE}"
+
+# What models hand on to attention functions without wanting anything of them.
+_IGNORED = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "return_dict",
+        "use_cache",
+    }
+)
+_REMEDIES = {
+    "head_mask": "prune the heads from the weights instead",
+    "output_attentions": "leave it out; no attention weights exist in memory here",
+    "position_bias": "use a model without a bias on the scores",
+    "softcap": "set the config's attn_logit_softcapping=None",
+}
+
+# The mask functions of transformers.masking_utils that `_attention` can follow.
+_CAUSAL = "causal_mask_function"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+_FOLLOWED = {
+    _CAUSAL,
+    _PACKED,
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+}
+
+
+def register() -> str:
+    """Makes ``attn_implementation="dpflash"`` known to transformers; again is harmless.
+
+    Such a model trains and generates like one on ``"sdpa"``, in memory O(T): padding on the left
+    or right, causal or not, grouped heads, sliding windows, sinks, packed documents (one row with
+    `cu_seq_lens_q` and `cu_seq_lens_k` or with `position_ids` that restart), and decoding one
+    token at a time. Compiled models run too, but for packed documents. What it cannot do raises
+    ValueError when the model runs: attention dropout, softcap, head_mask, position_bias,
+    output_attentions, masks of more than two dimensions, masks with holes, several new tokens on a
+    filled cache, and a preallocated cache longer than the prompt. At padded queries the hidden
+    states differ from those of ``"sdpa"``; they are finite, and no other token sees them.
+
+    Some models (GPT-OSS, GPT-J, Falcon, ...) take every name with "flash" in it for one of
+    FlashAttention's packages; for those the same functions are also known as "dp_attention".
+
+    Returns:
+        The name, "dpflash".
+
+    Raises:
+        ImportError: transformers is missing or older than 5.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            "dpflash.integrations.transformers needs transformers>=5: install it"
+        ) from error
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError("dpflash.integrations.transformers needs transformers>=5: upgrade it")
+    for name in (NAME, NEUTRAL_NAME):
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, _mask)
+    _load_nothing_for_our_name()
+    return NAME
+
+
+def _load_nothing_for_our_name() -> None:
+    """Keeps transformers from looking for a FlashAttention package named "dpflash"."""
+    from transformers import modeling_utils
+
+    load = modeling_utils.lazy_import_flash_attention
+    if getattr(load, "_dpflash", False):
+        return
+
+    @functools.wraps(load)
+    def load_unless_ours(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation == NAME:
+            return None
+        return load(implementation, *args, **kwargs)
+
+    load_unless_ours._dpflash = True  # type: ignore[attr-defined]
+    modeling_utils.lazy_import_flash_attention = load_unless_ours
+
+
+def _refuse(what: str, why: str, remedy: str) -> NoReturn:
+    raise ValueError(f'{what} with attn_implementation="{NAME}": {why}; {remedy}')
+
+
+def _mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Tensor | None:
+    """What `_attention` gets as its mask: None, padding or documents.
+
+    Returns:
+        None where no key is masked; `[B, S]`, bool, True where a key is attended to; or `[n + 1]`,
+        int32, the borders of n packed documents.
+    """
+    if q_length == 1:
+        from transformers.masking_utils import sdpa_mask
+
+        seen: Any = sdpa_mask(
+            batch_size=batch_size,
+            q_length=1,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return seen[:, 0, 0]
+
+    compiling = torch.compiler.is_compiling()
+    names = _names_compiling(mask_function) if compiling else set(_names(mask_function))
+    if compiling and local_size is not None:
+        # A compiled call cannot look into the function, and chunks differ from windows in it only.
+        if local_size == getattr(config, "attention_chunk_size", None):
+            names.add("chunked_overlay")
+    if use_vmap or not names <= _FOLLOWED:
+        unknown = sorted(names - _FOLLOWED) or ["an overlay of the model's own"]
+        _refuse(f"mask_function={unknown[0]}", "no pattern stands for this mask", _ELSEWHERE)
+    if _CAUSAL in names and q_length != kv_length:
+        _refuse(
+            f"past_key_values with {q_length} new tokens and {kv_length} keys",
+            "expected one new token, or an empty cache that grows",
+            _UNCACHED,
+        )
+    if attention_mask is not None:
+        return _padding(attention_mask, batch_size, kv_length)
+    # No token of a window of one sees its neighbour, whatever the documents.
+    if _PACKED in names and q_length == kv_length and local_size not in (0, 1):
+        return _packed_borders(mask_function, batch_size, q_length, device)
+    return None
+
+
+def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the mask functions of which all must hold."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    if name == "and_masks.<locals>.and_mask":
+        for part in _closure(mask_function)["mask_functions"]:
+            yield from _names(part)
+    elif name == _REMAPPED:
+        yield from _names(_closure(mask_function)["mask_function"])
+    else:
+        yield name
+
+
+def _names_compiling(mask_function: Callable[..., Any]) -> set[str]:
+    """As `_names`, as far as the compiler lets see: windows and documents are one."""
+    name = mask_function.__code__.co_name
+    return {_PACKED} if name == "and_mask" else {name}
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _padding(mask: Tensor, batch_size: int, keys: int) -> Tensor | None:
+    if tuple(mask.shape) != (batch_size, keys):
+        _refuse(
+            f"attention_mask of shape {list(mask.shape)}",
+            f"expected [B, S]={[batch_size, keys]}, nonzero where a key is attended to",
+            f"pass the tokenizer's mask, or {_ELSEWHERE}",
+        )
+    mask = mask.bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+def _packed_borders(
+    mask_function: Callable[..., Any], batch_size: int, tokens: int, device: torch.device | str
+) -> Tensor | None:
+    """The borders of packed documents; None for one document in each row."""
+    batch = torch.arange(batch_size, device=device)[:, None]
+    token = torch.arange(1, tokens, device=device)[None, :]
+    # A token that does not see the one before it starts a document.
+    starts = ~mask_function(batch, torch.zeros_like(batch), token, token - 1)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~starts.any(), "packed position_ids: expected not while compiling")
+        return None
+    if not starts.any():
+        return None
+    if batch_size > 1:
+        _refuse_packed_batch(batch_size)
+    return _borders(starts)
+
+
+def _borders(starts: Tensor) -> Tensor:
+    """`[n + 1]`, int32, from ``[1, T - 1]``: whether a document starts at tokens 1, 2, ..."""
+    inner = starts[0].nonzero()[:, 0] + 1
+    ends = inner.new_tensor([0]), inner, inner.new_tensor([starts.shape[1] + 1])
+    return torch.cat(ends).int()
+
+
+def _refuse_packed_batch(samples: int) -> NoReturn:
+    _refuse(
+        f"packed position_ids in {samples} rows",
+        "expected documents packed into one row, or one document in each row",
+        "flatten the batch into one row, or pad it and pass attention_mask",
+    )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: q `[B, H, T, D]` in, ``(o, None)`` with o `[B, T, H, D]` out."""
+    _refuse_unsupported(module, dropout, kwargs)
+    padding = borders = None
+    if attention_mask is not None and attention_mask.ndim == 1:
+        borders = attention_mask
+    elif attention_mask is not None:
+        padding = _require_padding(attention_mask, key)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        borders = _given_borders(cu_seq_lens_q, cu_seq_lens_k, borders, padding, query, key)
+    elif position_ids is not None:
+        shown = _borders_of_positions(position_ids, padding, causal, query, key)
+        borders = borders if shown is None else shown
+    if kwargs.get("seq_idx") is not None and borders is None:
+        _refuse("seq_idx", "expected cu_seq_lens_q and cu_seq_lens_k beside it", "pass them too")
+
+    pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
+    q, k, v = (_autocast(x) for x in (query, key, value))
+    o = attention(
+        q,
+        k,
+        v,
+        pattern=pattern,
+        causal=pattern is None and causal and query.shape[2] > 1,
+        softmax_scale=scaling,
+        key_padding_mask=None if padding is None else ~padding,
+        sinks=s_aux,
+    )
+    return o.transpose(1, 2), None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast makes of the inputs of torch's own attention."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        _refuse(
+            f"dropout={dropout}",
+            "expected 0.0 on attention weights",
+            "set the config's attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0.0",
+        )
+    for name, value in kwargs.items():
+        if value is None or name in _IGNORED or name == "seq_idx":
+            continue
+        if name == "output_attentions" and not value:
+            continue
+        shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        _refuse(
+            f"{name}={shown}",
+            "expected None, as it would change the result",
+            f"{_REMEDIES[name]}, or {_ELSEWHERE}" if name in _REMEDIES else _ELSEWHERE,
+        )
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        _refuse("output_attentions=True", "no weights are kept", _REMEDIES["output_attentions"])
+
+
+def _require_padding(mask: Tensor, key: Tensor) -> Tensor:
+    if mask.dtype != torch.bool or tuple(mask.shape) != (key.shape[0], key.shape[2]):
+        _refuse(
+            f"attention_mask of shape {list(mask.shape)} and dtype {mask.dtype}",
+            f"expected None or padding [B, S]={[key.shape[0], key.shape[2]]}",
+            f"pass the tokenizer's 2-D mask to the model, or {_ELSEWHERE}",
+        )
+    return mask
+
+
+def _given_borders(
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    borders: Tensor | None,
+    padding: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor:
+    """`cu_seq_lens_q`, where nothing else that was given contradicts it."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        name = "cu_seq_lens_k" if cu_seq_lens_k is None else "cu_seq_lens_q"
+        _refuse(f"{name}=None", "expected both cu_seq_lens_q and cu_seq_lens_k", "pass both")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        _refuse(
+            f"cu_seq_lens_q with q {list(query.shape)} and k {list(key.shape)}",
+            "expected one row and as many queries as keys",
+            "flatten the batch into one row and use no cache",
+        )
+    if padding is not None:
+        _refuse("cu_seq_lens_q beside attention_mask", "expected one of both", "pass one of them")
+    others = [cu_seq_lens_k] if borders is None else [cu_seq_lens_k, borders]
+    for other in others:
+        if cu_seq_lens_q.tolist() != other.tolist():
+            _refuse(
+                f"cu_seq_lens_q={cu_seq_lens_q.tolist()}",
+                f"cu_seq_lens_k or position_ids say {other.tolist()}",
+                "let all name the same documents",
+            )
+    return cu_seq_lens_q
+
+
+def _borders_of_positions(
+    position_ids: Tensor, padding: Tensor | None, causal: bool, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """The documents that positions show where they restart; None for one document in each row."""
+    batch_size, tokens = query.shape[0], query.shape[2]
+    if position_ids.ndim != 2 or not 1 < tokens == key.shape[2] == position_ids.shape[1]:
+        return None
+    if batch_size > 1 and not causal:
+        return None
+    starts = position_ids.diff(dim=1) != 1
+    compiling = torch.compiler.is_compiling()
+    if padding is not None:
+        # Without compiling, a mask that is here masks something, and padding shifts positions.
+        if compiling and batch_size == 1:
+            fine = ~starts.any() | ~padding.all()
+            torch._assert_async(fine, "packed position_ids: not while compiling")
+        return None
+    if compiling or (batch_size > 1 and position_ids.is_cuda):
+        torch._assert_async(
+            ~starts.any(), "packed position_ids: expected one row, and not while compiling"
+        )
+        return None
+    if not starts.any():
+        return None
+    if batch_size > 1:
+        _refuse_packed_batch(batch_size)
+    restarts = position_ids == position_ids.min()
+    if not (causal and restarts[0, 0] and torch.equal(starts, restarts[:, 1:])):
+        _refuse(
+            f"position_ids={position_ids[0].tolist()}",
+            "expected consecutive ones, or in a causal model documents that each start alike",
+            "pass cu_seq_lens_q and cu_seq_lens_k for packed documents",
+        )
+    return _borders(starts)
+
+
+def _pattern(
+    queries: int,
+    keys: int,
+    causal: bool,
+    sliding_window: int | None,
+    borders: Tensor | None,
+    padding: Tensor | None,
+) -> Pattern | None:
+    """The pattern meant; None for dense attention, which for one query is never causal."""
+    if borders is not None:
+        documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
+        lengths = borders.diff()
+        if sliding_window is not None and int(lengths.max()) > sliding_window:
+            _refuse(
+                f"sliding_window={sliding_window} with packed documents of {lengths.tolist()}",
+                "expected no document longer than the window",
+                "pad the documents into a batch instead",
+            )
+        return documents
+    if queries == 1:
+        # The mask of a single query holds the window, see _mask.
+        if sliding_window is not None and sliding_window < keys and padding is None:
+            _refuse(
+                f"sliding_window={sliding_window} with 1 query, {keys} keys and no mask",
+                "expected a mask that says which keys are in the window",
+                _UNCACHED,
+            )
+        return None
+    if queries != keys and (causal or sliding_window is not None):
+        what = "is_causal=True" if causal else f"sliding_window={sliding_window}"
+        _refuse(
+            f"{what} with {queries} queries and {keys} keys",
+            "expected as many queries as keys, or one query",
+            _UNCACHED,
+        )
+    if sliding_window is not None and sliding_window < keys:
+        return _sliding_window(sliding_window, causal)
+    return None
+
+
+# Patterns are made in plain Python, also for a compiled model.
+@torch.compiler.assume_constant_result
+def _sliding_window(tokens: int, causal: bool) -> Pattern:
+    """The window of `tokens` tokens: a token itself and those before it (and behind)."""
+    return SlidingWindow(window=tokens - 1, causal=causal)

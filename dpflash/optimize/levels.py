@@ -1,0 +1,267 @@
+"""Optimization levels: what each changes, and the sentences that say so to users.
+
+none          textbook DP-SGD: each layer keeps its per-sample gradients.
+conservative  a planner chooses the mode of flat clipping; nothing changes but rounding.
+balanced      conservative, and the model's forward under bfloat16 autocast.
+aggressive    balanced, per-layer clipping and a compiled forward.
+
+No level changes what a step costs in privacy: batches, noise and clipping are the same. Clipping
+and noise run in the gates' backward, outside of autocast and of the compiled graph. `_OF_16_BIT`
+says what 16 bit does to the bound of batches without public slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..clipping.planner import clipping_for
+from ..distributed.mesh import Workers
+
+__all__ = ["PLAIN", "Asked", "Optimization", "choose"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `make_private` that a level depends on.
+
+    Attributes:
+        level: one of `planner.LEVELS`.
+        clipping: None for that of the level.
+        mode: how flat clipping gets its norms.
+        public_batch_size: samples of a microbatch that the planner plans for.
+        memory_budget: bytes that their per-sample gradients may take.
+        workers: the ranks that train the model.
+    """
+
+    level: str
+    clipping: str | None
+    mode: str
+    public_batch_size: int
+    memory_budget: int
+    workers: Workers
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What an optimization level does to a private model.
+
+    Attributes:
+        level: "none", "conservative", "balanced" or "aggressive".
+        clipping: "flat", "per_layer" or "per_block".
+        autocast: whether the model's forward runs under bfloat16 autocast.
+        compiled: whether the model's forward goes through torch.compile where it trains.
+        changes: sentences, each with its subject first: privacy, clipping, numerics, memory,
+            kernels, or what was left out and why.
+        stored_bytes: size of the per-sample gradients of all layers, for a microbatch as planned.
+    """
+
+    level: str
+    clipping: str
+    autocast: bool
+    compiled: bool
+    changes: tuple[str, ...]
+    stored_bytes: int
+
+    def __str__(self) -> str:
+        return "\n  ".join((f"optimize={self.level!r}", *self.changes))
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        parts = [f"{self.clipping} clipping"]
+        parts += ["bfloat16 autocast"] * self.autocast + ["torch.compile"] * self.compiled
+        return f"optimize={self.level!r}: {', '.join(parts)}"
+
+    def without_compiler(self, why: str) -> Optimization:
+        """A copy with torch.compile left out, and the reason."""
+        gone = _of_compiler(self.stored_bytes)
+        kept = (change for change in self.changes if change not in gone)
+        changes = (*kept, f"left out: torch.compile, since {why}")
+        return replace(self, compiled=False, changes=changes)
+
+
+PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(), stored_bytes=0)
+
+
+def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> Optimization:
+    """What a level changes for a model, which is not private yet.
+
+    Raises:
+        ValueError: for a device that cannot do what the level is about.
+    """
+    level, device = asked.level, trained[0].device
+    clipping = clipping_for(level, asked.clipping, asked.mode)
+    autocast = False
+    changes = [_PRIVACY]
+    if level == "none":
+        changes += [*_of_none(clipping), *_of_narrow(trained)]
+    else:
+        changes.append(_clipping(asked, clipping))
+    if level == "conservative":
+        changes += [*_CONSERVATIVE, *_of_narrow(trained)]
+    elif level != "none":
+        autocast, numerics = _autocast(level, trained)
+        changes += [*numerics, _kernels(device)]
+    # All per-sample gradients, in fp32 or wider.
+    size = sum(max(4, p.element_size()) * p.numel() for p in trained) * asked.public_batch_size
+    if level != "aggressive":
+        return Optimization(level, clipping, autocast, False, tuple(changes), size)
+    changes += _of_compiler(size)
+    compiled = Optimization(level, clipping, autocast, True, tuple(changes), size)
+    obstacle = _obstacle(asked, module, device, size)
+    return compiled if obstacle is None else compiled.without_compiler(obstacle)
+
+
+_PRIVACY = (
+    "privacy: epsilon is that of every other level: sampling, noise and clipping are the same, "
+    "and norms, clip factors, sums and noise stay float32 or wider"
+)
+_OF_16_BIT = (
+    "numerics: products in 16 bit are rounded by kernels that the batch's shape chooses. Batches "
+    "of the private loader have a public number of rows, so no sample chooses for the others. "
+    "BatchMemoryManager's batches, those from elsewhere, and those of a collate_fn that pads to "
+    "the longest sample have not: one sample was seen to move the sum by 1.0009 max_grad_norm "
+    "there, by 1.0083 where that was searched for"
+)
+_CONSERVATIVE = (
+    "numerics: those of the model as it is; modes differ by rounding alone",
+    "memory: gradients that the planner stores stay within memory_budget",
+    "left out: a fused optimizer step, since the optimizer is yours; torch.optim.AdamW(..., "
+    "fused=True) is one",
+)
+
+
+def _of_none(clipping: str) -> tuple[str, ...]:
+    tiles = " but the tiles of per_block, which are clipped as they are made"
+    return (
+        f"clipping: {clipping}; each layer keeps its per-sample gradients"
+        f"{tiles if clipping == 'per_block' else ''}; no planner",
+        "numerics: those of the model as it is",
+        "memory: one gradient of each matrix for each sample of the batch, whatever "
+        "memory_budget says",
+    )
+
+
+def _clipping(asked: Asked, clipping: str) -> str:
+    """The sentence about clipping."""
+    aggressive, is_own = asked.level == "aggressive", asked.clipping is None
+    text = f"clipping: {clipping}"
+    if aggressive and not is_own:
+        text += " as asked for"
+        text += "" if clipping == "per_layer" else " (this level would clip per_layer)"
+    if asked.mode != "auto":
+        text += f", grad_sample_mode={asked.mode!r} as asked for"
+    elif clipping == "flat":
+        text += ", the planner chooses each layer's mode"
+    if not aggressive or not is_own:
+        return text
+    if clipping == "flat":
+        return f"{text}, so not per_layer"
+    return (
+        f"{text} instead of flat, each module with an equal share of the squared bound: another "
+        "estimate of the gradient, so learning rate and max_grad_norm may want tuning. per_block "
+        "is no faster; clipping='flat' keeps one norm for all"
+    )
+
+
+def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[str, ...]]:
+    """Whether autocast is used, and the sentences about it.
+
+    Raises:
+        ValueError: where the device cannot multiply in bfloat16.
+    """
+    device = trained[0].device
+    others = sorted({str(p.dtype) for p in trained} - {"torch.float32"})
+    if others:
+        text = f"left out: autocast, since parameters are {', '.join(others)}"
+        return False, (text, *_of_narrow(trained))
+    able = torch.amp.is_autocast_available(device.type)
+    if able and device.type == "cuda":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+    if not able:
+        raise ValueError(
+            f"optimize={level!r}: the device {device} has no bfloat16; pass "
+            "optimize='conservative', which keeps the model's own dtype"
+        )
+    text = (
+        "numerics: the model's forward multiplies in bfloat16 (about 3 digits), its backward too; "
+        "outputs are float32, so losses are. In an autocast region of your own, yours counts"
+    )
+    if device.type == "cpu" and not _has_bfloat16():
+        text += ". This CPU is not known to have bfloat16 instructions, so it may be slower"
+    memory = "memory: activations that the backward needs take about half"
+    return True, (text, _OF_16_BIT, memory)
+
+
+def _of_narrow(trained: Sequence[nn.Parameter]) -> tuple[str, ...]:
+    narrow = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in trained)
+    return (_OF_16_BIT,) if narrow else ()
+
+
+def _has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _kernels(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"kernels: nothing is tuned for {device.type}; tables of tile sizes are for GPUs"
+    from dpflash.kernels.attention_configs import architecture
+
+    return (
+        f"kernels: attention takes the tile sizes of {architecture(device)} for 16 bit from "
+        "kernels/attention_configs.json"
+    )
+
+
+def _of_compiler(size: int) -> tuple[str, ...]:
+    return (
+        "numerics: torch.compile fuses the model's operations where it trains, and rounds less "
+        "often; the first batches take up to minutes; batch sizes do not recompile, but a batch "
+        "of one sample does, once",
+        "memory: per-sample gradients of all layers leave the compiled backward together, "
+        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
+        "left out: CUDA graphs, since it is not proven on a GPU yet that a replay is safe",
+    )
+
+
+def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) -> str | None:
+    """Why the model cannot be compiled; None where it can."""
+    compiled = (
+        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
+        for m in module.modules()
+    )
+    if any(compiled):
+        return "the model is compiled already"
+    if asked.mode not in ("auto", "instantiate"):
+        return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
+    if asked.workers.everyone is not None:
+        return "several workers exchange what a compiled backward would hold back"
+    if size > asked.memory_budget:
+        return (
+            f"its per-sample gradients would take {size} bytes together, beyond "
+            f"memory_budget={asked.memory_budget}"
+        )
+    return _missing_compiler(device)
+
+
+def _missing_compiler(device: torch.device) -> str | None:
+    if not torch._dynamo.is_dynamo_supported():
+        return "torch.compile does not know this Python"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is missing"
+    if device.type != "cpu":
+        return f"it is not tried on {device.type}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler (g++ or clang++)"
+    return None

@@ -1,0 +1,422 @@
+"""Wraps the model's forward: batch size, proof of the first batch, autocast, torch.compile.
+
+Autocast and the compiler belong to the optimization level; clipping and noise run in the gates'
+backward, outside of both. Until the model is proven, a forward is repeated with other samples.
+Random masks are seeded around the forward, see `dpflash.privacy.masks`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..clipping.backward import PrivateBackward
+from ..clipping.precision import without_autocast
+from ..grad_rules import PrivateModule
+from ..privacy.masks import SecretMasks
+from ..sampling.row_order import RowOrder
+from ..verification.forward_rows import (
+    ForwardRows,
+    OwnAttributes,
+    Replacement,
+    first_difference,
+    own_copies,
+)
+from ..verification.proof import allow_second_backwards
+from ..verification.random_state import RandomState
+from ..verification.unchanged import Unchanged
+from .levels import Optimization
+
+__all__ = ["ForwardWrapper"]
+
+# Tests use a quicker one.
+_BACKEND = "inductor"
+_LOW = (torch.bfloat16, torch.float16)
+_LONGEST_REASON = 200
+
+
+class ForwardWrapper:
+    """The wrapped forward of a model, from `put` to `remove`.
+
+    The model changes its class, as private layers do: it is the same object with the same
+    `state_dict()`, and copies and pickles are of the plain model.
+
+    Attributes:
+        optimization: what the level does; updated where the compiler fails.
+        unchanged: checks the model's buffers and frozen parameters; None for no check.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backward: PrivateBackward,
+        optimization: Optimization,
+        unchanged: Unchanged | None = None,
+        masks: SecretMasks | None = None,
+        order: RowOrder | None = None,
+    ):
+        self.optimization = optimization
+        self.unchanged = unchanged
+        self._module = module
+        self._backward = backward
+        self._masks = masks
+        self._order = order
+        self._original = type(module)
+        self._parameter_device = backward.groups[0].parameters[0].device
+        self._device = self._parameter_device.type
+        self._compiled = self._compile() if optimization.compiled else None
+        # Users save the inner model of a DistributedDataParallel.
+        self._inner = module.module if isinstance(module, DistributedDataParallel) else None
+        self._inner_class: type[nn.Module] = type(self._inner or module)
+
+    def put(self) -> None:
+        """Wrap the model's forward, and guard its state_dict."""
+        object.__setattr__(self._module, "__class__", _class_around(self._original, self))
+        if self._inner is not None:
+            kind = _class_with(self._inner_class, _guards(self._inner_class, self, "module."))
+            object.__setattr__(self._inner, "__class__", kind)
+
+    def remove(self) -> None:
+        """Give the model its class back."""
+        object.__setattr__(self._module, "__class__", self._original)
+        if self._inner is not None:
+            object.__setattr__(self._inner, "__class__", self._inner_class)
+
+    def leave_compiler(self, why: str) -> None:
+        """Go on without torch.compile, and record the reason."""
+        if self._compiled is None:
+            return
+        self._compiled = None
+        self.optimization = self.optimization.without_compiler(why)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the wrapped forward."""
+        if torch.compiler.is_compiling():
+            return self._eagerly(module, self._autocast_dtype(), args, kwargs)
+        tensors = _tensors((args, kwargs))
+        if self._order is not None and torch.is_grad_enabled():
+            self._order.check(tensors)
+        with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
+            if not outermost or not torch.is_grad_enabled() or module is not self._module:
+                return self._called(module, tensors, args, kwargs)
+            if self._backward.begin_proof(max(_first_dimensions(tensors), default=0)):
+                outputs = self._proven(module, tensors, args, kwargs)
+            else:
+                outputs = self._called(module, tensors, args, kwargs)
+            return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+
+    def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the forward, then repeat it with the contents of most samples replaced.
+
+        Raises:
+            RuntimeError: results of the other samples changed, or a buffer of the model did.
+        """
+        backward, proof = self._backward, self._backward.proof
+        alone = proof.group is None
+        copies = own_copies((args, kwargs))
+        before = self._state()
+        first = ForwardRows()
+        outputs = self._noted(first, lambda: self._called(module, tensors, args, kwargs))
+        size = self._size_of_call(tensors)
+        if alone and size < 2:
+            return outputs
+        refusal = None if self.unchanged is None else self.unchanged.refusal()
+        if alone and refusal is not None:
+            backward.discard()
+            raise RuntimeError(refusal)
+        second, layers = ForwardRows(), list(backward.forward.layers)
+        real = backward.step.rows.mask_of(size)
+        replacement = Replacement.drawn(copies, size, real, first, proof.draw)
+        others, changed = replacement.applied(copies)
+        if alone and not changed:
+            proof.forward_repeated(layers, 0)
+            return outputs
+        after = self._state()
+        with backward.forward.aside():
+            try:
+                before.restore()
+                self._noted(second, lambda: self._again(module, *others))
+            finally:
+                after.restore()
+        refusal = refusal or first_difference(first, second, replacement.kept)
+        samples = size if real is None else int(real.sum())
+        try:
+            proof.forward_repeated(layers, samples if changed and samples > 1 else 0, refusal)
+        except RuntimeError:
+            backward.discard()
+            raise
+        return outputs
+
+    def _state(self) -> _State:
+        """State that a forward may change; a repeated one must find and leave it as it was."""
+        parts: list[_Restorable] = [
+            RandomState(self._parameter_device),
+            OwnAttributes(self._module.modules()),
+        ]
+        if self.unchanged is not None:
+            parts.append(self.unchanged.allowed_contents())
+        return _State(parts)
+
+    def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
+        """Run a call and record the inputs of its layers and its outputs."""
+        self._backward.forward.record(rows)
+        try:
+            outputs = call()
+        finally:
+            self._backward.forward.record(None)
+        rows.note_outputs(outputs)
+        return outputs
+
+    def _again(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a forward that has no backward."""
+        tensors = _tensors((args, kwargs))
+        with self._backward.call(_first_dimensions(tensors)):
+            if self._compiles(module):
+                return self._called(module, tensors, args, kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                dtype = self._autocast_dtype()
+                return self._eagerly(module, dtype, args, kwargs, inner=True)
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Seed random masks from a secret during a forward with gradients."""
+        if self._masks is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
+
+    def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        dtype = self._autocast_dtype()
+        size = self._batch_size(tensors) if self._compiles(module) else 0
+        if size:
+            batch = [t for t in tensors if t.shape[0] == size]
+            return self._through_compiler(size, batch, dtype, args, kwargs)
+        return self._eagerly(module, dtype, args, kwargs)
+
+    def _batch_size(self, tensors: list[Tensor]) -> int:
+        """B of a call: that of the current microbatch where a tensor has it, else the first."""
+        drawn = self._backward.forward.batch_hint
+        first = [t.shape[0] for t in tensors]
+        return drawn if drawn in first else next(iter(first), 0)
+
+    def _size_of_call(self, tensors: list[Tensor]) -> int:
+        """B of a call that has returned."""
+        size = self._backward.forward.known_batch_size()
+        return self._batch_size(tensors) if size is None else size
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """Dtype of autocast: the user's own region comes first."""
+        if torch.is_autocast_enabled(self._device):
+            return torch.get_autocast_dtype(self._device)
+        return torch.bfloat16 if self.optimization.autocast else None
+
+    def _eagerly(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        args: Any,
+        kwargs: Any,
+        *,
+        inner: bool = False,
+    ) -> Any:
+        with self._autocast(dtype):
+            if inner and self._inner is not None:
+                # DistributedDataParallel prepares for the backward of its last forward.
+                outputs = self._inner(*args, **kwargs)
+            else:
+                outputs = self._original.forward(module, *args, **kwargs)
+        return _widened(outputs) if self.optimization.autocast else outputs
+
+    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+        return nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
+
+    def _compiles(self, module: nn.Module) -> bool:
+        """Whether this call runs compiled: with gradients on, and outside of a backward."""
+        return (
+            self._compiled is not None
+            and module is self._module
+            and torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    def _compile(self) -> Callable[..., Any]:
+        module, forward, device = self._module, self._original.forward, self._device
+        widen = self.optimization.autocast
+
+        def run(dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
+            if dtype is None:
+                return forward(module, *args, **kwargs)
+            with torch.autocast(device, dtype=dtype):
+                outputs = forward(module, *args, **kwargs)
+            return outputs.float() if widen and _is_low(outputs) else outputs
+
+        # The compiler counts recompilations per code object, so each model needs its own.
+        own = types.FunctionType(
+            run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__
+        )
+        return torch.compile(own, fullgraph=True, backend=_BACKEND)
+
+    def _through_compiler(
+        self, size: int, batch: list[Tensor], dtype: torch.dtype | None, args: Any, kwargs: Any
+    ) -> Any:
+        handles = self._backward.forward.prepared_handles
+        if not handles or handles[0][0].shape[0] != size:
+            # A batch that did not come from the private loader.
+            self._backward.forward.prepare(size)
+        if size > 1:
+            for tensor in (
+                *batch,
+                *(h for own in self._backward.forward.prepared_handles for h in own),
+            ):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        assert self._compiled is not None
+        if self._backward.proof.is_on:
+            allow_second_backwards()
+        self._backward.forward.set_compiled()
+        # Inside the user's autocast region the compiler would autocast the backward too.
+        try:
+            with without_autocast(self._device):
+                outputs = self._compiled(dtype, args, kwargs)
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            torch._dynamo.exc.FailOnRecompileLimitHit,
+        ) as error:
+            # Where the model itself fails, this call raises its error.
+            outputs = self._eagerly(self._module, dtype, args, kwargs)
+            text = " ".join(str(error).split())
+            why = f"it failed: {type(error).__name__}: {text[:_LONGEST_REASON]}"
+            self.leave_compiler(why)
+            warnings.warn(
+                f"optimize={self.optimization.level!r} goes on without torch.compile, since {why}",
+                stacklevel=7,
+            )
+        return _widened(outputs) if self.optimization.autocast else outputs
+
+
+class _Restorable(Protocol):
+    def restore(self) -> None: ...
+
+
+class _State:
+    """Several states that are restored together."""
+
+    def __init__(self, parts: list[_Restorable]) -> None:
+        self._parts = parts
+
+    def restore(self) -> None:
+        for part in self._parts:
+            part.restore()
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
+
+
+def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
+    return frozenset(t.shape[0] for t in tensors)
+
+
+def _drop(x: Tensor) -> None:
+    """Save nothing for a backward."""
+
+
+def _dropped(packed: None) -> Tensor:
+    raise AssertionError("a backward through a forward of which only the results count")
+
+
+def _is_low(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dtype in _LOW
+
+
+def _widened(outputs: Any) -> Any:
+    """The outputs with 16-bit tensors as float32."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if _is_low(outputs) else outputs
+    return tree_map_only(Tensor, _widened, outputs)
+
+
+class _Wrapped(nn.Module):
+    """A model without a rule of its own, with the wrapped forward."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are of the plain model, as those of private layers.
+        twin: nn.Module = object.__new__(type(self).__bases__[1])
+        twin.__dict__ = dict(self.__dict__)
+        build, *rest = tuple(twin.__reduce_ex__(protocol))
+        return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn.Module]:
+    """A subclass of the same name with the wrapped forward."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, args, kwargs)
+
+    return _class_with(original, {"forward": forward, **_guards(original, wrapper, "")})
+
+
+def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """A subclass of the same name with other methods."""
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    if not issubclass(original, PrivateModule):
+        return type(original.__name__, (_Wrapped, original), {**methods, **names})
+    # Private modules find their plain class as the second base.
+    rule, plain = original.__bases__
+    return type(original.__name__, (type(rule.__name__, (rule,), methods), plain), names)
+
+
+def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
+    """Methods that check the model's state before it leaves, and note intended changes.
+
+    Args:
+        original: the class whose methods are wrapped.
+        wrapper: of the whole model.
+        prefix: of the names in the whole model.
+    """
+    unchanged = wrapper.unchanged
+    if unchanged is None:
+        return {}
+
+    @functools.wraps(original.state_dict)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unchanged.compare()
+        return original.state_dict(self, *args, **kwargs)
+
+    @functools.wraps(original.load_state_dict)
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.load_state_dict(self, state_dict, *args, **kwargs)
+        unchanged.loaded(prefix + name for name in state_dict)
+        return result
+
+    @functools.wraps(original._apply)
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        changed = unchanged.changed()
+        result = original._apply(self, *args, **kwargs)
+        unchanged.moved(apart_from=changed)
+        return result
+
+    base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Wrapped
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        unchanged.compare()
+        return base.__reduce_ex__(self, protocol)
+
+    return {
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "_apply": apply,
+        "__reduce_ex__": reduce,
+    }

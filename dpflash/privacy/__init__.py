@@ -1,0 +1,1 @@
+"""What a run has spent and may spend: ledger, budget, keys and neighbouring relations."""

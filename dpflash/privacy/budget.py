@@ -1,0 +1,46 @@
+"""How much privacy a run may spend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._validate import finite, one_of, positive, probability
+
+WHEN_SPENT = ("raise", "stop")
+
+
+class BudgetSpent(RuntimeError):
+    """A step was refused before it was taken: it would have exceeded the `PrivacyBudget`.
+
+    Nothing was released, charged or written; the batch is dropped.
+    """
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """A limit on the epsilon of everything that one engine, or one ledger, has released.
+
+    Args:
+        epsilon: the most that may be spent at delta, > 0 and finite.
+        delta: in (0, 1), well below 1 / number of samples.
+        when_spent: "raise": the step that does not fit raises `BudgetSpent`. "stop": besides,
+            a loop over the private loader ends before it draws a batch that no step could
+            release.
+
+    Raises:
+        ValueError: naming the argument, its value and the way out.
+
+    Guarantees:
+        After each step that `make_private(..., budget=...)` allows, the engine's epsilon at delta
+        is at most epsilon, steps that a ledger brought along included.
+    """
+
+    epsilon: float
+    delta: float
+    when_spent: str = "raise"
+
+    def __post_init__(self) -> None:
+        positive(epsilon=self.epsilon)
+        finite(epsilon=self.epsilon)
+        probability(delta=self.delta)
+        one_of(when_spent=(self.when_spent, WHEN_SPENT))

@@ -1,0 +1,194 @@
+"""Keys of a run's random streams, from the operating system or a seed.
+
+A stream's value at an address is a pure function of (key, address): `dpflash.kernels.noise`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from dpflash.kernels.noise import KEY_BYTES, WORDS_PER_BLOCK, keystream
+
+from ..distributed.mesh import Workers
+
+_CHUNK_WORDS = 1 << 20
+_numbers = itertools.count()
+
+
+def master_key(seed: int | None = None) -> bytes:
+    """A new 32-byte key: from the operating system, or from a seed for reproducible research."""
+    if seed is None:
+        return os.urandom(KEY_BYTES)
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(
+            f"seed={seed!r}: expected an integer, or None for keys from the operating system"
+        )
+    return hashlib.blake2b(
+        str(int(seed)).encode(), digest_size=KEY_BYTES, person=b"dpflash-seed"
+    ).digest()
+
+
+def derive_key(key: bytes, purpose: str) -> bytes:
+    """An independent 32-byte key for one purpose, so that sampling and noise never share bits."""
+    return hashlib.blake2b(purpose.encode(), key=key, digest_size=KEY_BYTES).digest()
+
+
+def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
+    """Uniform words [count], uint64, at address `index`."""
+    parts = [
+        np.frombuffer(
+            keystream(
+                key,
+                first=index,
+                second=0,
+                block=start // WORDS_PER_BLOCK,
+                count=min(_CHUNK_WORDS, count - start),
+            ),
+            dtype="<u8",
+        )
+        for start in range(0, count, _CHUNK_WORDS)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, dtype="<u8")
+
+
+class RunKeys:
+    """The secret keys of one run, under which no two releases get the same noise.
+
+    Args:
+        seed: derives the keys from this number; None for keys from the operating system.
+        ranks: the ranks that share the keys.
+
+    Attributes:
+        seed: as given, or that of the checkpoint which was loaded.
+        run: the run's name in the ledger, which no other run has.
+        incarnation: part of both keys; changes where a checkpoint is behind the ledger.
+    """
+
+    def __init__(self, seed: int | None, ranks: Workers):
+        self.seed = seed
+        self.incarnation = 0
+        self._ranks = ranks
+        self._master = ranks.from_first(master_key(seed), "the engine's key")
+        # Tells two processes apart that go on from one state.
+        self._branch = ""
+        self.run = self._new_token()
+        self._engine = next(_numbers)
+        self._is_restored = False
+        self._has_warned = False
+
+    @property
+    def master(self) -> bytes:
+        """The key that the others derive from."""
+        return self._master
+
+    @property
+    def noise(self) -> bytes:
+        """The key of the noise."""
+        return derive_key(self._master, f"noise-{self.incarnation}{self._branch}")
+
+    @property
+    def sampling(self) -> bytes:
+        """The key of the draws."""
+        return derive_key(self._master, f"sampling-{self.incarnation}")
+
+    def begin_model(self) -> None:
+        """Keys for another model, whose releases count from 0 again."""
+        self._master = derive_key(self._master, "next model")
+        self.run = self._new_token()
+
+    def branch_off(self) -> None:
+        """Draw other noise from now on than anyone else with these keys. A seed's noise stays."""
+        if self.seed is None:
+            self._branch = f"-{self._new_token()}"
+
+    def leave_ranks(self) -> None:
+        """Go on in a forked process, which is none of the ranks, with noise of its own."""
+        self._ranks = Workers()
+        self.branch_off()
+
+    def claim(self, step: int) -> None:
+        """Note a release, before it is made, of an engine that has no ledger.
+
+        Warns where the engine that wrote a checkpoint and one restored from it both go on.
+
+        Raises:
+            RuntimeError: another engine of this process, restored from the same checkpoint, made
+                this release.
+        """
+        claims = _claims.setdefault((self.run, self.incarnation), {})
+        others = [c for engine, c in claims.items() if engine != self._engine and step in c.steps]
+        if self._is_restored and any(other.is_restored for other in others):
+            raise RuntimeError(
+                "another engine of this process was restored from the same checkpoint and has "
+                "released steps since: the epsilon of neither covers both, and under a seed both "
+                "have the same noise, so that their difference shows the data. Go on from the "
+                "other's newest checkpoint, or use PrivacyEngine(ledger=...) from the start, "
+                "which counts both"
+            )
+        own = claims.setdefault(self._engine, _Claim(range(step, step), self._is_restored))
+        own.steps, own.is_restored = range(own.steps.start, step + 1), self._is_restored
+        if others and not self._has_warned:
+            self._has_warned = True
+            if self.seed is None:
+                warnings.warn(
+                    "the engine that wrote this run's checkpoint and one restored from it both go "
+                    "on in this process: the epsilon of neither covers the other's steps. Release "
+                    "the results of one of them, or use PrivacyEngine(ledger=...)",
+                    stacklevel=5,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values. Secret: noise can be subtracted with these keys."""
+        return {
+            "key": self._master,
+            "incarnation": self.incarnation,
+            "run": self.run,
+            "branch": self._branch,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
+        """Go on with the keys of a checkpoint.
+
+        Args:
+            state: of the run that wrote the checkpoint.
+            ledger_releases: how many releases the ledger has; None without a ledger, where the
+                other run may have gone on and noise needs a branch of its own.
+        """
+        self._master = state["key"]
+        self.incarnation = state["incarnation"]
+        self.run = state["run"]
+        self.seed = state["seed"]
+        self._branch = state["branch"]
+        if ledger_releases is None:
+            self._is_restored = True
+            self.branch_off()
+        elif ledger_releases != state["ledger_releases"]:
+            # Each release made the ledger longer, so no other branch of this key has its number.
+            self.incarnation = ledger_releases
+
+    def _new_token(self) -> str:
+        return self._ranks.from_first(secrets.token_bytes(32), "a run's name").hex()
+
+
+@dataclass
+class _Claim:
+    """The releases that one engine of this process made in one run."""
+
+    steps: range
+    is_restored: bool
+
+
+# (run, incarnation) -> engine -> what it released. Without a ledger only this process can tell
+# whether noise is used twice.
+_claims: dict[tuple[str, int], dict[int, _Claim]] = {}

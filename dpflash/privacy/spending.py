@@ -1,0 +1,439 @@
+"""What all releases on one data set have cost together: accountant, relation, ledger and budget.
+
+Accountants of ours take any event; others, such as those of Opacus, know Poisson sampling and the
+plain Gaussian, and nothing of neighbouring relations.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpflash.accounting import (
+    Accountant,
+    Event,
+    Interval,
+    PoissonGaussian,
+    create_accountant,
+    noise_multiplier_for,
+    remaining_steps,
+)
+from dpflash.accounting.calibration import as_accountant, as_phase
+from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE
+
+from .._validate import one_of
+from .budget import BudgetSpent, PrivacyBudget
+from .ledger import Ledger
+from .relations import DEFAULT_ACCOUNTANT, class_name, common_relation, converted
+
+# Accountants whose epsilon is an upper bound and quick to compute.
+_RECOMPUTED = ("contour", "rdp")
+
+
+@dataclass
+class _Room:
+    """How many more of one event fit, as long as the accountant is at `state`."""
+
+    event: Event
+    count: int
+    state: tuple[Any, ...]
+
+
+class Spending:
+    """The releases of an engine and of its ledger, and what may still be spent.
+
+    Args:
+        accountant: a name, or an object; its history counts.
+        relation: the neighbouring relation that was asked for; None for the events' own.
+        ledger: the ledger, whose lines count; None for none.
+
+    Attributes:
+        budget: the limit, or None.
+        delta: at which ledger lines tell epsilon; None for nowhere.
+        noiseless: whether something was released without noise.
+        has_foreign_batches: whether some releases were of batches that no private loader drew.
+    """
+
+    def __init__(
+        self,
+        accountant: str | Accountant,
+        *,
+        relation: str | None = None,
+        ledger: Ledger | None = None,
+    ):
+        one_of(neighboring_relation=(relation, (None, *RELATIONS)))
+        self.accountant: Accountant = as_accountant(accountant)
+        self.is_ours = isinstance(self.accountant, Accountant)
+        if self.is_ours and relation is None:
+            own = self.accountant.neighboring_relation
+            relation = None if own == ADD_REMOVE else own
+        if not self.is_ours and relation == REPLACE_ONE:
+            raise ValueError(
+                f"neighboring_relation={relation!r}: {class_name(self.accountant)} does not know "
+                f"it; use accountant={DEFAULT_ACCOUNTANT!r}"
+            )
+        self.asked = relation
+        self.budget: PrivacyBudget | None = None
+        self.delta: float | None = None
+        self.noiseless = False
+        self.has_foreign_batches = False
+        self._relation = ADD_REMOVE if relation is None else relation
+        self._room: _Room | None = None
+        self._last: Event | None = None
+        if relation is not None:
+            self._convert(relation)
+        self.ledger = ledger
+        if self.ledger is not None:
+            self._check_epsilon(self.ledger)
+            for line in self.ledger.lines:
+                if line.event is not None:
+                    self.add(line.event, line.steps)
+
+    # What was spent
+
+    @property
+    def relation(self) -> str:
+        """What epsilon is for."""
+        return self.accountant.neighboring_relation if self.is_ours else self._relation
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was released yet."""
+        events = self.accountant.events if self.is_ours else []
+        return not (self.noiseless or self.accountant.history or events)
+
+    def epsilon(self, delta: float) -> Interval:
+        """Both ends of epsilon at delta; inf once something was released without noise."""
+        if self.noiseless:
+            return Interval(math.inf, math.inf)
+        if self.is_empty:
+            return Interval(0.0, 0.0)
+        return self._epsilon_of(self.accountant, delta)
+
+    def add(self, event: Event, count: int = 1) -> None:
+        """Count an event that was paid for, `count` times."""
+        event = self.adopt(event)
+        if _is_noiseless(event):
+            self.noiseless = True
+            return
+        self._compose(self.accountant, event, count)
+
+    def adopt(self, event: Event) -> Event:
+        """The event as it is accounted for, after the history was brought to its relation.
+
+        Raises:
+            ValueError: the accountant does not know such events, or there is no guarantee under
+                the relation that was asked for; nothing is changed then.
+        """
+        relation = self._relation_with(event)
+        event = converted(event, relation)
+        if not self.is_ours:
+            as_phase(self.accountant, event)
+        if relation != self.relation:
+            self._convert(relation)
+        return event
+
+    def check(self, event: Event) -> None:
+        """Refuse, without changing anything, what `adopt` would refuse."""
+        event = converted(event, self._relation_with(event))
+        if not self.is_ours:
+            as_phase(self.accountant, event)
+
+    def admit(self, event: Event | None) -> None:
+        """Refuse, without changing anything, an event that must not happen.
+
+        Raises:
+            BudgetSpent: it does not fit.
+            ValueError: it cannot be accounted for.
+        """
+        if event is None:
+            return
+        self.check(event)
+        if not self.fits(event):
+            raise BudgetSpent(self._refusal(event))
+        if not self.is_ours and not _is_noiseless(event):
+            # One of Opacus loses its history where it refuses a step.
+            self._compose(self._meter(), event, 1)
+
+    def charge(self, event: Event | None, *, run: str, is_foreign: bool = False) -> None:
+        """Pay for one admitted release before it is made; None for one that was paid for."""
+        self.has_foreign_batches |= is_foreign
+        if event is not None:
+            event = self.adopt(event)
+        if self.ledger is not None:
+            self.ledger.append(
+                run=run,
+                event=event,
+                epsilon=self._epsilon_with(event),
+                delta=self.delta,
+                accountant=self._mechanism(),
+            )
+        if event is None:
+            return
+        room = self._room
+        known = room is not None and room.event == event and room.state == self._state()
+        self.add(event)
+        self._last = event
+        if known:
+            assert room is not None
+            room.count -= 1
+            room.state = self._state()
+
+    # What may still be spent
+
+    def set_budget(self, budget: PrivacyBudget | None) -> None:
+        """Limit what may be spent from now on; None for no limit."""
+        self.budget = budget
+
+    def set_delta(self, delta: float) -> None:
+        """Write epsilon at this delta into the ledger's lines."""
+        self.delta = delta
+
+    def fits(self, event: Event | None) -> bool:
+        """Whether the budget allows the event once more."""
+        if self.budget is None or event is None:
+            return True
+        event = converted(event, self._relation_with(event))
+        room = self._room
+        # The first of a kind may be the only one, as under a noise scheduler.
+        if event != self._last and not (
+            room is not None and room.event == event and room.state == self._state()
+        ):
+            return self._after(event, self.budget.delta) <= self.budget.epsilon
+        return self.remaining(event) > 0
+
+    def remaining(self, event: Event) -> int:
+        """How many more such events the budget allows; counted once, then counted down."""
+        assert self.budget is not None
+        if _is_noiseless(event) or self.noiseless:
+            return 0
+        event = converted(event, self._relation_with(event))
+        if self._room is None or (self._room.event, self._room.state) != (event, self._state()):
+            meter = self._meter()
+            if self.is_ours:
+                _convert_all(meter, event.relation)
+            count = remaining_steps(
+                meter,
+                event,
+                target_epsilon=self.budget.epsilon,
+                target_delta=self.budget.delta,
+            )
+            self._room = _Room(event, count, self._state())
+        return self._room.count
+
+    def begin(self, event: Event, budget: PrivacyBudget | None) -> None:
+        """Get ready for a run of such events.
+
+        Raises:
+            ValueError: they cannot be accounted for, or the budget does not allow even one;
+                nothing is changed then.
+        """
+        self.check(event)
+        before, self.budget = self.budget, budget
+        try:
+            if budget is not None and _is_noiseless(event):
+                raise ValueError(
+                    f"budget={budget!r} with noise_multiplier=0: steps without noise have no "
+                    "epsilon; pass a noise_multiplier > 0, or leave budget out"
+                )
+            if budget is not None and self.is_ours and not self.accountant.is_bound:
+                raise ValueError(
+                    f"budget={budget!r} with accountant={self.accountant.mechanism()!r}, whose "
+                    "epsilon is an estimate and bounds nothing; use accountant='contour'"
+                )
+            if budget is not None and self.remaining(event) == 0:
+                raise ValueError(f"budget={budget!r}: {self._refusal(event)}")
+        except BaseException:
+            self.budget = before
+            raise
+        self.delta = None if budget is None else budget.delta
+        self.adopt(event)
+
+    def noise_for(
+        self, event: Callable[[float], Event], count: int, *, epsilon: float, delta: float
+    ) -> float:
+        """The noise at which `count` events alone stay within (epsilon, delta)."""
+        relation = self._relation_with(event(1.0))
+        return noise_multiplier_for(
+            lambda noise_multiplier: converted(event(noise_multiplier), relation),
+            count,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            accountant=self.accountant,
+        )
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent, as plain values."""
+        return {
+            "accountant": self.accountant.state_dict(),
+            "relation": self.relation,
+            "noiseless": self.noiseless,
+            "has_foreign_batches": self.has_foreign_batches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was spent according to a checkpoint; with a ledger, the ledger knows more."""
+        if self.ledger is None and self.is_ours:
+            loaded = self._meter()
+            loaded.load_state_dict(state["accountant"])
+            _convert_all(loaded, self.asked or self._joined(loaded, state["relation"]))
+            self.accountant.load_state_dict(loaded.state_dict())
+        elif self.ledger is None:
+            self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
+            self._relation = common_relation((self._relation, state["relation"]))
+        self.noiseless |= state["noiseless"]
+        self.has_foreign_batches |= state["has_foreign_batches"]
+
+    # Inside
+
+    def _mechanism(self) -> str:
+        """What a ledger line calls the accountant; those of Opacus have names of ours."""
+        return self.accountant.mechanism() if self.is_ours else class_name(self.accountant)
+
+    def _check_epsilon(self, ledger: Ledger) -> None:
+        """Refuse a ledger whose events cost less than its last line with an epsilon tells."""
+        lines = list(ledger.lines)
+        while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
+            lines.pop()
+        if not lines:
+            return
+        last = lines[-1]
+        counts: dict[Event, int] = {}
+        for line in lines:
+            if line.event is not None:
+                counts[line.event] = counts.get(line.event, 0) + line.steps
+                relation = line.event.relation
+        if any(map(_is_noiseless, counts)):
+            return
+        # The accountant's own history may be in the epsilon, and is in no line.
+        meter = create_accountant(last.accountant)
+        meter.history = list(self.accountant.history)
+        if self.is_ours:
+            meter.events = list(self.accountant.events)
+            meter.neighboring_relation = self.accountant.neighboring_relation
+        assert last.epsilon is not None and last.delta is not None
+        try:
+            _convert_all(meter, relation)
+            for event, count in counts.items():
+                meter.compose(converted(event, relation), count)
+            found = float(meter.get_epsilon(last.delta))
+        except (ValueError, ArithmeticError):
+            return
+        if found < last.epsilon * (1 - 1e-6):
+            raise ValueError(
+                f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon "
+                f"{found!r}, the line says {last.epsilon!r}: the file was changed, or the "
+                "engine's accountant had a history that is not in it. Restore it from a copy, "
+                "or pass the accountant with that history"
+            )
+
+    def _joined(self, loaded: Accountant, relation: str) -> str:
+        """The relation of a loaded history and of what this engine will add to it."""
+        if not (loaded.history or loaded.events):
+            return self.relation
+        return common_relation((relation, self.relation))
+
+    def _relation_with(self, event: Event) -> str:
+        if self.asked is not None:
+            return self.asked
+        own = event.relation if self.is_empty else self.relation
+        return common_relation((own, event.relation))
+
+    def _convert(self, relation: str) -> None:
+        if self.is_ours:
+            _convert_all(self.accountant, relation)
+        self._relation = relation
+
+    def _state(self) -> tuple[Any, ...]:
+        """What changes with the accountant, whoever changes it."""
+        history = self.accountant.history
+        events = self.accountant.events if self.is_ours else []
+        return (
+            *(len(history), tuple(history[-1]) if history else None),
+            *(len(events), events[-1] if events else None),
+            *(self.relation, self.budget),
+        )
+
+    def _meter(self) -> Accountant:
+        """A copy of the accountant that may be spent."""
+        meter = copy.copy(self.accountant)
+        meter.history = list(self.accountant.history)
+        if self.is_ours:
+            meter.events = list(self.accountant.events)
+        return meter
+
+    def _compose(self, accountant: Accountant, event: Event, count: int) -> None:
+        if not self.is_ours:
+            noise_multiplier, sample_rate = as_phase(accountant, event)
+        elif type(event) is PoissonGaussian:
+            noise_multiplier, sample_rate = event.noise_multiplier, event.sample_rate
+        else:
+            accountant.compose(event, count)
+            return
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+        if count > 1:
+            *before, (noise_multiplier, sample_rate, steps) = accountant.history
+            accountant.history = [*before, (noise_multiplier, sample_rate, steps + count - 1)]
+
+    def _epsilon_of(self, accountant: Accountant, delta: float) -> Interval:
+        if self.is_ours:
+            found: Interval = accountant.get_epsilon(delta, interval=True)
+            return found
+        return Interval(None, float(accountant.get_epsilon(delta)))
+
+    def _after(self, event: Event, delta: float) -> float:
+        """Epsilon after one more event."""
+        if _is_noiseless(event) or self.noiseless:
+            return math.inf
+        meter = self._meter()
+        if self.is_ours:
+            _convert_all(meter, event.relation)
+        self._compose(meter, event, 1)
+        return self._epsilon_of(meter, delta).upper
+
+    def _epsilon_with(self, event: Event | None) -> float | None:
+        """What a ledger line tells."""
+        if self.delta is None:
+            return None
+        if event is None:
+            found = self.epsilon(self.delta).upper
+        else:
+            found = self._after(event, self.delta)
+        return found if math.isfinite(found) else None
+
+    def _refusal(self, event: Event) -> str:
+        assert self.budget is not None
+        event = converted(event, self._relation_with(event))
+        limit, delta = self.budget.epsilon, self.budget.delta
+        spent, after = self.epsilon(delta).upper, self._after(event, delta)
+        names = {"shuffled": "pass over the data", "none": "step on a batch of unknown origin"}
+        what = names.get(event.sampler, f"{event.sampler} step")
+        if after == math.inf and event.failure() > 0:
+            return (
+                f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: draws "
+                f"exceed max_batch_size with a chance of {event.failure():.3g}, against which "
+                "delta is too small. Pass a greater max_batch_size, or none"
+            )
+        return (
+            f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
+            f"{spent:.6g} is spent and one more {what} would reach {after:.6g}. "
+            "Nothing was released. Stop here, raise noise_multiplier, or pass a greater "
+            "budget=PrivacyBudget(...)"
+        )
+
+
+def _convert_all(accountant: Accountant, relation: str) -> None:
+    """Bring an accountant of ours to another relation."""
+    if accountant.neighboring_relation != relation:
+        for event, _ in accountant.events:
+            converted(event, relation)
+        accountant.convert(relation)
+
+
+def _is_noiseless(event: Event) -> bool:
+    return getattr(event, "noise_multiplier", 1.0) == 0

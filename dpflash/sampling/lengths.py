@@ -1,0 +1,128 @@
+"""Lengths of samples: whether they are public, and a collate function that makes them so.
+
+A collate function that pads to the longest sample of a batch lets that sample choose the shapes,
+and with them the kernels, of everybody's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from .._validate import positive_int
+
+__all__ = ["Lengths", "PadTo", "tensors_of"]
+
+
+class PadTo:
+    """A `collate_fn` that pads each sample to one public length, and cuts what is longer.
+
+    Args:
+        length: T, of dimension 0 of each tensor or list of a sample.
+        padding_value: what is appended; for samples that are mappings or tuples also a mapping
+            from keys or positions to values, with 0 for what it does not name. Targets that shall
+            not count get the index that the loss ignores: ``PadTo(512, {"labels": -100})``.
+
+    A sample is a tensor, a list of numbers, or a mapping or tuple of such; its scalars and strings
+    are collated as they are.
+    """
+
+    def __init__(self, length: int, padding_value: float | Mapping[Any, float] = 0) -> None:
+        positive_int(length=length)
+        self.length = length
+        self.padding_value = padding_value
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """`[B, length, ...]` of each tensor of the samples."""
+        return default_collate([self._sample(sample) for sample in samples])
+
+    def _sample(self, sample: Any) -> Any:
+        if isinstance(sample, Mapping):
+            return {key: self._padded(value, key) for key, value in sample.items()}
+        if isinstance(sample, tuple):
+            parts = [self._padded(value, place) for place, value in enumerate(sample)]
+            return type(sample)(*parts) if hasattr(sample, "_fields") else tuple(parts)
+        return self._padded(sample, None)
+
+    def _padded(self, value: Any, name: Any) -> Any:
+        if isinstance(value, list):
+            value = torch.tensor(value)
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        missing = self.length - value.shape[0]
+        given = self.padding_value
+        padding = given.get(name, 0) if isinstance(given, Mapping) else given
+        sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative one cuts
+        return F.pad(value, sides, value=padding)
+
+
+class Lengths:
+    """What the shapes of a loader's batches have shown so far.
+
+    Args:
+        declared: public length that batches must have; None where nothing is declared.
+
+    Attributes:
+        differ: whether two batches had other shapes, dimension 0 apart.
+    """
+
+    def __init__(self, declared: int | None = None) -> None:
+        if declared is not None:
+            positive_int(public_length=declared)
+        self.declared = declared
+        self.differ = False
+        self._seen: dict[str, tuple[int, ...]] | None = None
+
+    def observe(self, batch: Any) -> None:
+        """Compare the shapes of a batch with those of the first one.
+
+        Raises:
+            ValueError: they differ from what is declared to be public.
+        """
+        shapes = {place: tuple(x.shape[1:]) for place, x in tensors_of(batch) if x.ndim}
+        if self._seen is None:
+            self._seen = shapes
+            lengths = [shape[0] for shape in shapes.values() if shape]
+            if self.declared is not None and self.declared not in lengths:
+                raise ValueError(
+                    f"public_length={self.declared}: no tensor of a batch has so many entries in "
+                    f"dimension 1, found {lengths}; pass collate_fn=dpflash.sampling.PadTo("
+                    f"{self.declared}) to the DataLoader"
+                )
+        if shapes == self._seen:
+            return
+        self.differ = True
+        if self.declared is not None:
+            different = [p for p in shapes if shapes[p] != self._seen.get(p)] or ["the batch"]
+            raise ValueError(
+                f"public_length={self.declared}, and batch{different[0]} had other shapes in two "
+                "batches, so its length is not public; pad every sample to one length, such as "
+                f"with collate_fn=dpflash.sampling.PadTo({self.declared})"
+            )
+
+    def __str__(self) -> str:
+        if self.declared is not None:
+            return f"public, {self.declared} as declared"
+        if self.differ:
+            return (
+                "not public, shapes differ between batches: the bound holds up to the rounding "
+                "of other lengths (pad with dpflash.sampling.PadTo to have it exactly)"
+            )
+        return "no batch seen yet" if self._seen is None else "the same in all batches so far"
+
+
+def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of nested mappings and sequences, with where they stand."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{place}[{key!r}]")
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for number, part in enumerate(value):
+            yield from tensors_of(part, f"{place}[{number}]")

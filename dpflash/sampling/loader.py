@@ -1,0 +1,650 @@
+"""Which samples make a batch, and what that costs.
+
+A logical batch is what one noisy step releases; it may come as several physical batches. The
+mark that ends a logical batch travels with the data, so that a loop which is left in mid-batch
+leaves nothing behind. Which rows of a physical batch hold samples, `slots` says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from dpflash.accounting import (
+    Event,
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+)
+from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
+
+from .._validate import positive_int
+from ..privacy.keys import uniform_words
+from .collate import TriedCollate
+from .lengths import Lengths, PadTo
+from .row_order import RowOrder
+from .slots import SlotSampler, slots_of_draws, slots_of_size
+from .tracker import EARLIER_EPOCH, BatchMark, BatchTracker
+
+__all__ = [
+    "SAMPLINGS",
+    "BatchMark",
+    "BatchTracker",
+    "FixedSizeBatchSampler",
+    "PadTo",
+    "PoissonBatchSampler",
+    "PrivateDataLoader",
+    "PublicSize",
+    "check_loader",
+]
+
+SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+
+
+@dataclass(frozen=True)
+class PublicSize:
+    """Public numbers that rate, steps and divisor come from, instead of the dataset's own size.
+
+    Attributes:
+        dataset_size: the public size, which the private one may differ from.
+        sample_rate: the chance of an entry to be drawn; None for batch_size / dataset_size.
+        steps_per_epoch: logical batches of a pass; None for ceil(dataset_size / batch_size).
+    """
+
+    dataset_size: int | None = None
+    sample_rate: float | None = None
+    steps_per_epoch: int | None = None
+
+    def of(self, batch_size: int) -> tuple[int, float, int]:
+        """(public size, sample rate, steps of a pass) for an expected batch size.
+
+        Raises:
+            ValueError: the batch is larger than the dataset.
+        """
+        if self.dataset_size is None:
+            assert self.sample_rate is not None and self.steps_per_epoch is not None
+            size = round(Fraction(batch_size) / Fraction(self.sample_rate))
+            return size, self.sample_rate, self.steps_per_epoch
+        if batch_size > self.dataset_size:
+            raise ValueError(
+                f"dataset_size={self.dataset_size!r} below the loader's batch_size={batch_size}: "
+                "the sample rate would be above 1; pass a smaller batch_size"
+            )
+        steps = -(-self.dataset_size // batch_size)
+        return self.dataset_size, batch_size / self.dataset_size, steps
+
+
+class _DrawSampler(ABC):
+    """Draws logical batches that are functions of (key, number of the draw).
+
+    Iterated, it yields a rank's own samples only, in parts of at most physical_batch_size: for
+    loaders other than the private one, which adds padding rows (see `slots`).
+
+    Args:
+        num_samples: size of the dataset.
+        steps_per_epoch: logical batches of one pass.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Attributes:
+        share: (number of this rank, number of ranks) among which each draw is dealt out. All
+            ranks emit as many parts of a draw, some of them empty.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        positive_int(num_samples=num_samples, steps_per_epoch=steps_per_epoch)
+        if physical_batch_size is not None:
+            positive_int(physical_batch_size=physical_batch_size)
+        self.num_samples = num_samples
+        self.steps_per_epoch = steps_per_epoch
+        self.physical_batch_size = physical_batch_size
+        self.position = 0
+        self.share = (0, 1)
+        self.pass_remainder: int | None = None
+        self.on_pass: Callable[[], None] = lambda: None
+        self.on_draw: Callable[[int], None] = lambda size: None
+        self.may_begin: Callable[[bool], bool] = lambda new_pass: True
+        self._key = key
+
+    @abstractmethod
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
+
+    def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
+        """(number of the draw, its samples on all ranks) over one pass."""
+        if not self.may_begin(True):
+            return
+        self.on_pass()
+        steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
+        self.pass_remainder = None
+        for step in range(steps):
+            if step and not self.may_begin(False):
+                return
+            draw = self.position
+            self.position += 1
+            drawn = self.draw(draw)
+            self.on_draw(len(self._own(drawn)))
+            yield draw, drawn
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, drawn in self.logical_batches():
+            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
+            size = self.physical_batch_size or most
+            for start in range(0, most, size):
+                yield indices[start : start + size]
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def set_key(self, key: bytes) -> None:
+        self._key = key
+
+    def resume(self, position: int) -> None:
+        """Go on at a draw; the next pass is what was left of the pass it belongs to."""
+        self.position = position
+        remainder = -position % self.steps_per_epoch
+        self.pass_remainder = remainder or None
+
+    def _own(self, drawn: list[int]) -> list[int]:
+        number, count = self.share
+        return drawn[number::count]
+
+    def _words(self, index: int) -> np.ndarray:
+        return uniform_words(self._key, index=index, count=self.num_samples)
+
+
+class PoissonBatchSampler(_DrawSampler):
+    """Draws each sample with probability sample_rate, independently, for every logical batch.
+
+    Args:
+        num_samples: size of the dataset.
+        sample_rate: probability of each sample in each draw.
+        steps_per_epoch: logical batches of one pass.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        max_batch_size: of a draw with more samples only so many are kept, a uniform subset;
+            None for no truncation.
+        accounted_size: public size that the chance of a truncation is accounted for with, at
+            least num_samples where that is private; None for num_samples.
+        relation: the neighboring relation of its event.
+
+    Guarantees:
+        Inclusions are independent over samples and draws (64-bit thresholds, so that the
+        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        accounted_size: int | None = None,
+        relation: str = ADD_REMOVE,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
+        if max_batch_size is not None:
+            positive_int(max_batch_size=max_batch_size)
+        self.sample_rate = sample_rate
+        self.max_batch_size = max_batch_size
+        self.accounted_size = accounted_size or num_samples
+        self.relation = relation
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        cap = self.max_batch_size
+        if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
+            return list(range(self.num_samples))
+        words = self._words(index)
+        if self.sample_rate == 1:
+            included = np.arange(self.num_samples)
+        else:
+            included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
+        if cap is not None and len(included) > cap:
+            # Below the threshold the words are uniform, so the least of them are any subset.
+            included = included[_least(words[included], cap)]
+        return [int(i) for i in included]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
+        if self.max_batch_size is None:
+            return PoissonGaussian(
+                relation=self.relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=self.sample_rate,
+            )
+        return TruncatedPoissonGaussian(
+            relation=self.relation,
+            noise_multiplier=noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_batch_size=self.max_batch_size,
+            num_samples=self.accounted_size,
+        )
+
+
+class FixedSizeBatchSampler(_DrawSampler):
+    """Draws batch_size different samples, each such set equally likely, for every logical batch.
+
+    Args:
+        num_samples: size of the dataset.
+        batch_size: samples of a draw, at most num_samples.
+        steps_per_epoch: logical batches of one pass.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Guarantees:
+        Draws are independent of each other, and uniform but for equal 64-bit words, which appear
+        in a draw with probability below num_samples^2 / 2^65.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        positive_int(batch_size=batch_size)
+        if batch_size > num_samples:
+            raise ValueError(
+                f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
+                "smaller batch"
+            )
+        self.batch_size = batch_size
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        return [int(i) for i in _least(self._words(index), self.batch_size)]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise."""
+        return FixedSizeGaussian(
+            noise_multiplier=noise_multiplier,
+            batch_size=self.batch_size,
+            num_samples=self.num_samples,
+        )
+
+
+def _least(words: np.ndarray, count: int) -> np.ndarray:
+    """Where the `count` least words stand, ascending."""
+    if count >= len(words):
+        return np.arange(len(words))
+    return np.sort(np.argpartition(words, count - 1)[:count])
+
+
+class _PassBatchSampler(BatchSampler):
+    """The loader's own batches; says when a pass begins, also where another loader iterates it."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
+        super().__init__(sampler, batch_size, drop_last)
+        self._tracker = tracker
+        self._passes = 0
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What a whole pass costs, of whose noise multipliers this is the least."""
+        return ShuffledGaussian(noise_multiplier=noise_multiplier)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        tracker = self._tracker
+        if not tracker.may_begin(True):
+            return
+        tracker.begin_epoch()
+        self._passes += 1
+        own = self._passes
+        try:
+            for number, batch in enumerate(super().__iter__()):
+                if own != self._passes:
+                    raise RuntimeError(EARLIER_EPOCH)
+                if number and not tracker.may_begin(False):
+                    return
+                tracker.emitted.append(len(batch))
+                tracker.still_to_come(len(self) - number - 1)
+                yield batch
+        finally:
+            if own == self._passes:
+                tracker.still_to_come(0)
+
+
+class _CollateWithEmpty:
+    """The user's collate function, and for an empty draw a batch of the same structure, size 0."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
+        self.collate = collate
+        self.dataset = dataset
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self.collate(samples)
+        return _emptied(self.collate([self.dataset[0]]))
+
+
+def _emptied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:
+            raise ValueError(
+                "the collate function made a tensor without a batch dimension, so an empty batch "
+                "cannot be built; give collate_fn results with the batch first"
+            )
+        return value[:0]
+    if isinstance(value, Mapping):
+        emptied = {k: _emptied(v) for k, v in value.items()}
+        return emptied if type(value) is dict else type(value)(emptied)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_emptied(v) for v in value))
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(v, str | bytes | int | float) for v in value):
+            return type(value)()
+        return type(value)(_emptied(v) for v in value)
+    raise ValueError(
+        f"cannot build an empty batch from a {type(value).__name__}; make collate_fn return "
+        "tensors, dicts, lists or tuples of tensors"
+    )
+
+
+class PrivateDataLoader(DataLoader):
+    """A DataLoader whose batches carry marks, and of draws have a public number of rows.
+
+    The samples of a draw sit in secret random rows of its physical batches; the other rows, here
+    called padding rows, repeat a sample of the batch (of an empty one entry 0) and count for
+    nothing: their clipping factor is 0. A loader that iterates `batch_sampler` by itself, such as
+    Opacus' BatchMemoryManager, gets the samples alone, without public slots.
+
+    Args:
+        share: (number of this rank, number of ranks) that deal each draw out among them.
+        public_size: what rate, steps and divisor come from; None for the size of the dataset.
+        public_length: of dimension 1 of what varies in length; None where nothing is declared.
+
+    Attributes:
+        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
+            over the data without amplification.
+        sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
+        expected_batch_size: the public divisor of a step.
+        steps_per_epoch: logical batches of one pass.
+        dataset_size: the public size; that of the dataset where none was declared.
+        slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
+            the loader's own sizes.
+        lengths: what is known of the shapes of its batches.
+        order: compares the rows that the model gets with those of its batches.
+        tracker: follows the loop over its batches.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        *,
+        sampling: str,
+        key: bytes,
+        physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        share: tuple[int, int] = (0, 1),
+        public_size: PublicSize | None = None,
+        public_length: int | None = None,
+    ):
+        num_samples, batch_size = check_loader(loader, sampling=sampling)
+        self.dataset_size, rate = num_samples, 1.0
+        if public_size is None:
+            batch_size = min(batch_size, num_samples)
+            rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
+        else:
+            self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
+        self.tracker = tracker = BatchTracker(
+            fetched_ahead=loader.num_workers > 0, equal_sizes=sampling != "poisson"
+        )
+        self.sample_rate = rate if sampling == "poisson" else None
+        self.expected_batch_size = float(batch_size)
+        self.max_batch_size = max_batch_size
+        self.has_public_size = public_size is not None
+        if public_length is None and isinstance(loader.collate_fn, PadTo):
+            public_length = loader.collate_fn.length
+        self.lengths = Lengths(public_length)
+        self.order = RowOrder()
+        self.slots: int | None = None
+        self._draws: _DrawSampler | None = None
+        self._mark: BatchMark | None = None
+        if sampling == "shuffled":
+            assert loader.batch_size is not None
+            own = _PassBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
+            self.steps_per_epoch = len(own)
+            self._source: _DrawSampler | _PassBatchSampler = own
+        else:
+            drawn: dict[str, Any] = {
+                "steps_per_epoch": self.steps_per_epoch,
+                "key": key,
+                "physical_batch_size": physical_batch_size,
+            }
+            bounds: dict[str, Any] = {"ranks": share[1], "at_most": physical_batch_size}
+            if sampling == "fixed_size":
+                self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
+                self.slots = slots_of_size(batch_size, **bounds)
+            else:
+                self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
+                if public_size is None and (max_batch_size or 0) >= num_samples:
+                    max_batch_size = None  # no draw is larger
+                self._draws = PoissonBatchSampler(
+                    num_samples,
+                    rate,
+                    max_batch_size=max_batch_size,
+                    accounted_size=self.dataset_size,
+                    relation=ZERO_OUT if public_size is None else ADD_REMOVE,
+                    **drawn,
+                )
+            self._draws.share = share
+            self._draws.on_pass = tracker.begin_epoch
+            self._draws.on_draw = tracker.emitted.append
+            self._draws.may_begin = tracker.may_begin
+            self._source = self._draws
+        self.sampler_name = self.event(1.0).sampler
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+        collate = loader.collate_fn
+        if loader.num_workers:
+            collate = TriedCollate(collate, may_sort=self.slots is None)
+        super().__init__(
+            loader.dataset,
+            batch_sampler=self._source,
+            # Other loaders take it along, and get empty draws as empty lists.
+            collate_fn=collate
+            if self.slots is None
+            else _CollateWithEmpty(collate, loader.dataset),
+            **options,
+        )
+        if self.slots is not None:
+            assert self._draws is not None
+            self._rows = SlotSampler(self._draws, self.slots, key)
+            # Only this one gets padding rows: who iterates batch_sampler would train on them.
+            self._padded: DataLoader[Any] = DataLoader(
+                loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
+            )
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one logical batch costs when its sum is released with this noise.
+
+        A shuffled loader's event is a whole pass, whose least noise multiplier counts.
+        """
+        return self._source.event(noise_multiplier)
+
+    @property
+    def is_real(self) -> Tensor:
+        """`[B]`, bool: which rows of the batch at hand are samples. PRIVATE: do not release it.
+
+        The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
+        """
+        mark = self._at_hand()
+        # The gates read the mark's own.
+        return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch at hand is the last of its logical batch, which step() releases."""
+        return self._at_hand().last
+
+    def _at_hand(self) -> BatchMark:
+        if self._mark is None:
+            raise RuntimeError("no batch is at hand: iterate over this loader first")
+        return self._mark
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # The samplers ask too, but workers fetch batches before those at hand are released.
+        if not self.tracker.may_begin(True):
+            return
+        marked = self._marked_pass() if self._draws is None else self._marked_draws()
+        for batch, mark in marked:
+            self._mark = mark
+            self.lengths.observe(batch)
+            self.order.observe(batch, mark)
+            yield batch
+            if mark.last and not self.tracker.may_begin(False):
+                return
+
+    def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
+        """Physical batches of draws, and their marks."""
+        marks = None
+        for batch in self._padded:
+            if marks is None:
+                marks, own = self._rows.marks, self.tracker.epochs
+            mark = marks.popleft()
+            self.tracker.begin_batch(mark, own)
+            yield batch, mark
+
+    def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
+        """The batches of the loader's own pass."""
+        remaining = len(self.dataset)  # type: ignore[arg-type]
+        for number, batch in enumerate(super().__iter__()):
+            size = min(int(self.expected_batch_size), remaining)
+            remaining -= size
+            if not number:
+                own = self.tracker.epochs
+            mark = BatchMark(number, size, True)
+            self.tracker.begin_batch(mark, own)
+            self.tracker.still_to_come(self.steps_per_epoch - number - 1)
+            yield batch, mark
+
+    def set_key(self, key: bytes) -> None:
+        """Draw from another key, that of a checkpoint."""
+        if self._draws is not None:
+            self._draws.set_key(key)
+            self._rows.set_key(key)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position among the draws; a draw that was not released is drawn again."""
+        # Under another loader's signals nothing tells which draw is in the loop's hands.
+        if self.tracker.signalled and self._draws is not None:
+            return {"next_draw": self._draws.position}
+        return {"next_draw": self.tracker.next_draw}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.tracker.resume(int(state["next_draw"]))
+        if self._draws is not None:
+            self._draws.resume(self.tracker.next_draw)
+
+
+def _length(dataset: Any) -> int:
+    """Entries of a map-style dataset, of which some are needed."""
+    remedy = "use a map-style dataset, with __len__ and __getitem__"
+    try:
+        num_samples = len(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no length (len raised "
+            f"{type(error).__name__}), so the chance of a sample is unknown; {remedy}"
+        ) from error
+    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, by which its "
+            f"entries are drawn; {remedy}"
+        )
+    if num_samples == 0:
+        raise ValueError("data_loader.dataset is empty; training needs at least one sample")
+    return num_samples
+
+
+def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
+    """Refuse loaders whose sampling cannot be replaced or accounted for.
+
+    Returns:
+        (number of samples, batch size).
+    """
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"data_loader={type(loader).__name__}: expected a torch.utils.data.DataLoader"
+        )
+    if isinstance(loader, PrivateDataLoader):
+        raise ValueError("data_loader is private already; pass the DataLoader it was made from")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "data_loader.dataset is an IterableDataset, whose samples cannot be drawn "
+            "independently; use a map-style dataset (with __len__ and __getitem__)"
+        )
+    if loader.batch_size is None:
+        raise ValueError(
+            "data_loader has no batch_size (a batch_sampler of its own, or batching disabled), "
+            "so the expected batch size is unknown; pass DataLoader(dataset, batch_size=...)"
+        )
+    positive_int(**{"data_loader.batch_size": loader.batch_size})
+    num_samples = _length(loader.dataset)
+    # A subclass may draw as it likes.
+    plain = type(loader.sampler) is SequentialSampler or (
+        type(loader.sampler) is RandomSampler
+        and not loader.sampler.replacement
+        and len(loader.sampler) == num_samples
+    )
+    if not plain:
+        what = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
+        raise ValueError(
+            f"data_loader.sampler={type(loader.sampler).__name__} cannot be {what}: a sample's "
+            "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"
+        )
+    return num_samples, loader.batch_size

@@ -1,0 +1,148 @@
+"""Whether the model gets the batch at hand, with its rows in the loader's order.
+
+Padding rows are known by their place. Who sorts a batch, by length for instance, would put padding
+where a sample is known to be, and count a sample once for each row that repeats it. So would a
+loop that asks for the next batch before it trains on this one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..verification.digests import row_digests
+from .lengths import tensors_of
+from .tracker import BatchMark
+
+__all__ = ["RowOrder"]
+
+# A loop does the same to each batch. On a CPU all are looked at; elsewhere that would wait for it.
+_LOOKED_AT = 8
+_REMEMBERED = 1 << 16
+# Rows of fewer numbers may stand in another batch by chance.
+_TELLING = 8
+_REMEDY = (
+    "so padding rows could not be told from samples and nothing was released: keep the loader's "
+    "order, and sort inside of the model where a layer needs it (pack_padded_sequence has "
+    "enforce_sorted=False)"
+)
+
+
+class RowOrder:
+    """Compares what the model gets with the loader's batches, and looks for rows that repeat one.
+
+    Rows that were changed at random (masked tokens, augmented images) are no copies any more, and
+    tell nothing; neither does a batch all of whose rows are one sample. Of what a loop gives to
+    the model only tensors with a row for each row of the batch are compared; targets that it
+    gives to the loss alone are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._left = _LOOKED_AT
+        self._batch: list[_Rows] = []
+        self._copies: Tensor | None = None
+        self._size: int | None = None
+        # Hashes of whole tensors in the batches before the one at hand.
+        self._past: OrderedDict[int, None] = OrderedDict()
+
+    def observe(self, batch: Any, mark: BatchMark) -> None:
+        """The loop gets this batch.
+
+        Raises:
+            RuntimeError: the collate function put its rows in another order.
+        """
+        self._past.update((rows.hash, None) for rows in self._batch if rows.is_telling)
+        while len(self._past) > _REMEMBERED:
+            self._past.popitem(last=False)
+        self._batch, self._copies, self._size = [], None, None
+        tensors = [x for _, x in tensors_of(batch)]
+        if mark.real is None or not self._looks_at(tensors):
+            return
+        self._left = max(0, self._left - 1)
+        self._batch, self._size = _rows_of(tensors, mark.size), mark.size
+        for rows in self._batch:
+            self._past.pop(rows.hash, None)
+        if not 1 < mark.count < mark.size:
+            return
+        # Padding repeats the first sample, see `slots`.
+        copies = ~mark.real
+        copies[mark.real.int().argmax()] = True
+        if _misplaced(self._batch, copies):
+            raise RuntimeError(
+                "collate_fn put the rows of a batch in another order than the entries that it was "
+                f"given, {_REMEDY}"
+            )
+        self._copies = copies
+
+    def check(self, given: Sequence[Tensor]) -> None:
+        """The model is called with these tensors.
+
+        Raises:
+            RuntimeError: one of them has the rows of the batch in another order, or they are those
+                of an earlier batch.
+        """
+        if self._size is None or not self._looks_at(given):
+            return
+        found = _rows_of(given, self._size)
+        is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
+        if not is_present and any(rows.is_telling and rows.hash in self._past for rows in found):
+            raise RuntimeError(
+                "the model got a batch that the loader gave before the one at hand, so padding "
+                "rows could not be told from samples and nothing was released: train on each "
+                "batch before the next one is asked for (no list of the private loader's batches, "
+                "and no prefetching around it; the DataLoader's num_workers= fetches ahead)"
+            )
+        moved = self._copies is not None and _misplaced(found, self._copies)
+        if moved or any(_reordered(rows, self._batch) for rows in found):
+            raise RuntimeError(
+                f"the model got the rows of the loader's batch in another order, {_REMEDY}"
+            )
+
+    def _looks_at(self, tensors: Sequence[Tensor]) -> bool:
+        return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
+
+
+class _Rows:
+    """Digests of the rows of a tensor, on the CPU.
+
+    Attributes:
+        form: shape and dtype of the tensor.
+        hash: of form and digests.
+        is_telling: whether another batch hardly has the same tensor.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.form = x.shape, x.dtype
+        self.digests = row_digests(x).cpu()
+        self.hash = hash((self.form, *self.digests.tolist()))
+        self.is_telling = x[0].numel() >= _TELLING and bool((x != x.reshape(-1)[0]).any())
+
+
+def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
+    """Of the tensors that have a row for each of `size` rows of the batch."""
+    kept = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
+    return [_Rows(x) for x in kept]
+
+
+def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
+    """Whether rows `copies` `[B]`, bool, of one sample are different, and as many others equal."""
+    if not tensors:
+        return False
+    # All tensors together: those of one number, or of a mask, are often equal by chance.
+    digests = torch.stack([rows.digests for rows in tensors], 1)
+    if len(digests[copies].unique(dim=0)) == 1:
+        return False
+    _, counts = digests.unique(dim=0, return_counts=True)
+    return int(counts.max()) >= int(copies.sum())
+
+
+def _reordered(rows: _Rows, batch: Sequence[_Rows]) -> bool:
+    """Whether this is no tensor of the batch, but is one with its rows in another order."""
+    alike = [own.digests for own in batch if own.form == rows.form]
+    if any(torch.equal(rows.digests, own) for own in alike):
+        return False
+    return any(torch.equal(rows.digests.sort().values, own.sort().values) for own in alike)

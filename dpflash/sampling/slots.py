@@ -1,0 +1,203 @@
+"""Slots: how many rows a physical batch has, and which of them hold the samples of a draw.
+
+The number of rows is public. The samples of a draw sit in secret random rows; the others are
+padding rows, whose clipping factor is 0. A draw with one sample more is then the same batches with
+one row filled, so which kernels run, and how they round the other samples, does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from scipy.special import bdtrc
+from torch import Tensor
+
+from dpflash.kernels import exact_slots, grid_of
+
+from ..privacy.keys import derive_key, uniform_words
+from .tracker import BatchMark
+
+__all__ = ["RealRows", "SlotSampler", "slots_of_draws", "slots_of_size"]
+
+# The most padding rows, as a fraction of all rows, averaged over draws.
+MOST_PADDING = 0.1
+# Below so many samples of a rank, a batch of two rows would be half empty.
+_LEAST_PAIRED = 3
+
+
+def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> int:
+    """Rows of a physical batch where every draw has `size` samples: equal parts, as few as may be.
+
+    Args:
+        size: samples of a draw.
+        ranks: that share it.
+        at_most: upper bound of the rows; None for none.
+    """
+    share = -(-size // ranks)
+    parts = -(-share // (at_most or share))
+    return -(-share // parts)
+
+
+def slots_of_draws(
+    num_samples: int,
+    sample_rate: float,
+    *,
+    ranks: int = 1,
+    at_most: int | None = None,
+    cap: int | None = None,
+) -> int:
+    """Rows of a physical batch for Poisson draws: the most with at most 10% padding on average.
+
+    Powers of two and three times such, so that loops over vectors have no odd ends. Two rows where
+    a rank expects three samples or more, whatever the padding. Where `cap` samples fit in one
+    batch, so many: every draw is one batch then, at the price of its padding.
+
+    Args:
+        num_samples: public size of the dataset.
+        sample_rate: probability of each sample in a draw.
+        ranks: that share a draw.
+        at_most: upper bound of the rows; None for none.
+        cap: most samples of a draw; None for no truncation.
+    """
+    expected = num_samples * sample_rate
+    if sample_rate == 1:
+        return slots_of_size(min(num_samples, cap or num_samples), ranks=ranks, at_most=at_most)
+    if cap is not None and at_most is not None and cap <= at_most * ranks:
+        return -(-cap // ranks)
+    bound = min(at_most or num_samples, num_samples)
+    chosen = 2 if expected >= _LEAST_PAIRED * ranks and bound > 1 else 1
+    for slots in sorted({2**k for k in range(30)} | {3 * 2**k for k in range(1, 29)}):
+        if slots > bound or slots > 2 * expected + 1:
+            break
+        rows = slots * ranks * _mean_rounds(num_samples, sample_rate, slots * ranks, cap)
+        if 1 - _mean_size(num_samples, sample_rate, cap) / rows <= MOST_PADDING:
+            chosen = max(chosen, slots)
+    return chosen
+
+
+def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | None) -> float:
+    """Mean number of physical batches of a draw, max(1, ceil(size / slots))."""
+    mean = num_samples * sample_rate
+    likely = int(mean + 12 * mean**0.5) + 40  # larger draws add nothing to a mean
+    most = min(num_samples, cap or num_samples, likely)
+    below = np.arange(1, -(-most // slots)) * slots  # a further batch for each that is exceeded
+    return 1.0 + float(bdtrc(below, num_samples, sample_rate).sum())
+
+
+def _mean_size(num_samples: int, sample_rate: float, cap: int | None) -> float:
+    if cap is None or cap >= num_samples:
+        return num_samples * sample_rate
+    return float(bdtrc(np.arange(cap), num_samples, sample_rate).sum())
+
+
+class _Draws(Protocol):
+    """What draws logical batches; see `sampling`."""
+
+    share: tuple[int, int]
+
+    def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
+        """(number of the draw, its samples) over one pass."""
+
+
+class SlotSampler:
+    """Yields the rows of each physical batch as indices of the dataset, and keeps their marks.
+
+    Args:
+        draws: the draws, their share of which is this rank's.
+        slots: rows of each physical batch of each rank.
+        key: 32 bytes, of the draws; slots are drawn under a key of their own that follows from it.
+
+    Attributes:
+        marks: of the physical batches that were yielded and not taken yet, in their order.
+
+    Guarantees:
+        The samples of a draw sit in a uniformly random choice of its slots, independent of which
+        samples they are: of all slots of all ranks, as many physical batches as the draw needs.
+    """
+
+    def __init__(self, draws: _Draws, slots: int, key: bytes):
+        self.slots = slots
+        self.marks: deque[BatchMark] = deque()
+        self._draws = draws
+        self.set_key(key)
+
+    def set_key(self, key: bytes) -> None:
+        self._key = derive_key(key, "slots")
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # One queue a pass: an older pass that is still open keeps its own marks.
+        batches = self._draws.logical_batches()
+        marks = None
+        for draw, drawn in batches:
+            if marks is None:
+                marks = self.marks = deque()
+            rounds = self.placed(draw, drawn)
+            for part, rows in enumerate(rounds):
+                real = rows >= 0
+                # Padding repeats a sample of the same batch, so that no other length comes in.
+                filler = int(rows[real.argmax()]) if real.any() else 0
+                last = part + 1 == len(rounds)
+                marks.append(BatchMark(draw, self.slots, last, part, torch.from_numpy(real)))
+                yield [int(row) if row >= 0 else filler for row in rows]
+
+    def placed(self, draw: int, drawn: list[int]) -> np.ndarray:
+        """`[physical batches, slots]` of this rank: indices of samples, -1 for padding rows."""
+        rank, ranks = self._draws.share
+        rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
+        words = uniform_words(self._key, index=draw, count=rounds * ranks * self.slots)
+        table = np.full(len(words), -1, dtype=np.int64)
+        table[words.argsort(kind="stable")[: len(drawn)]] = drawn
+        return table.reshape(ranks, rounds, self.slots)[rank]
+
+
+class RealRows:
+    """Which rows of the current microbatch are samples; padding rows count for nothing.
+
+    Args:
+        mask_of: the mask `[B]`, bool, on the CPU, of a microbatch of B rows; None without padding.
+    """
+
+    def __init__(self, mask_of: Callable[[int], Tensor | None]) -> None:
+        self.mask_of = mask_of
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def of(self, x: Tensor) -> Tensor | None:
+        """The mask for the rows of x, copied to its device once for each microbatch."""
+        mask = self.mask_of(x.shape[0])
+        if mask is None:
+            return None
+        if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
+            self._held = (mask, mask.to(x.device))
+        return self._held[1]
+
+    def count(self, rows: int) -> int:
+        """How many of a microbatch's rows are samples."""
+        mask = self.mask_of(rows)
+        return rows if mask is None else int(mask.sum())
+
+    def only(self, x: Tensor) -> Tensor:
+        """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
+        mask = self.of(x)
+        return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
+    """Refuse batches whose sums could leave what float64 holds exactly.
+
+    Raises:
+        ValueError: naming batch_size.
+    """
+    if math.isinf(max_grad_norm):
+        return
+    most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
+    # No draw is twice as large as a large batch.
+    if 2 * expected_batch_size + 4096 > most:
+        raise ValueError(
+            f"data_loader.batch_size={expected_batch_size:g}: expected at most "
+            f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
+        )

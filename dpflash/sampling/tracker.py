@@ -1,0 +1,299 @@
+"""BatchTracker: which microbatch of which logical batch the training loop holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+EARLIER_EPOCH = (
+    "an earlier epoch of the loader goes on beside a newer one, so a sample could be released "
+    "twice for one payment; finish or leave an epoch before the next begins"
+)
+
+
+@dataclass(frozen=True)
+class BatchMark:
+    """Travels with a microbatch and says which logical batch it is part of.
+
+    Attributes:
+        draw: number of the logical batch.
+        size: rows of the microbatch, padding rows included.
+        last: whether it is the last microbatch of the logical batch.
+        part: its number among the microbatches of the logical batch.
+        real: `[size]`, bool: which rows are samples; None where all rows are.
+    """
+
+    draw: int
+    size: int
+    last: bool
+    part: int = 0
+    real: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def count(self) -> int:
+        """How many rows are samples."""
+        return self.size if self.real is None else int(self.real.sum())
+
+
+class LogicalBatch(Protocol):
+    """What the microbatches add up to, as the tracker sees it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something of a logical batch waits for its release."""
+
+    def begin_batch(self, rows: int) -> None:
+        """The loader yields a microbatch of so many rows."""
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the loader may draw one more logical batch."""
+
+    def abandon(self) -> None:
+        """Drop the logical batch: the loop began another epoch."""
+
+
+class BatchTracker:
+    """Follows the training loop from microbatch to microbatch, and refuses what breaks the bound.
+
+    Args:
+        fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
+        equal_sizes: whether all logical batches are of one size.
+
+    Attributes:
+        current: mark of the microbatch that the loop holds; None where it did not come from a
+            private loader.
+        backward_done: whether it had its backward.
+        epochs: how many epochs were begun.
+        next_draw: the draw at which a resumed run goes on.
+        emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
+        signalled: whether a release was signalled by another loader, such as that of Opacus'
+            BatchMemoryManager, which calls step() for each microbatch.
+        signalled_now: whether the step under way was.
+        skipped_last_step: whether the last step ended a microbatch only.
+    """
+
+    def __init__(self, *, fetched_ahead: bool = False, equal_sizes: bool = False) -> None:
+        self.current: BatchMark | None = None
+        self.backward_done = False
+        self.epochs = 0
+        self.next_draw = 0
+        self.emitted: deque[int] = deque()
+        self.signalled = False
+        self.signalled_now = False
+        self.skipped_last_step = False
+        self._fetched_ahead = fetched_ahead
+        self._equal_sizes = equal_sizes
+        self._batch: LogicalBatch | None = None
+        self._signals: deque[bool] = deque()
+        self._seen = 0
+        self._still_to_come = 0
+        # Kept after its release, since its rows may come back.
+        self._last_yielded: BatchMark | None = None
+        self._refused: BatchMark | None = None
+
+    def attach(self, batch: LogicalBatch) -> None:
+        """Pass on to `batch` what the loader does."""
+        self._batch = batch
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the loader may draw one more logical batch, which may begin an epoch."""
+        return self._batch is None or self._batch.may_begin(new_epoch)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._batch is not None and self._batch.is_open
+
+    # Signals of another loader: Opacus' BatchMemoryManager
+
+    def signal(self, do_skip: bool) -> None:
+        """The next step ends a microbatch only (True), or a logical batch."""
+        self._signals.append(do_skip)
+
+    @property
+    def waiting_signals(self) -> int:
+        """How many signals no step has used yet."""
+        return len(self._signals)
+
+    def forget_signals(self) -> None:
+        """Drop signals for batches that will not come."""
+        self._signals.clear()
+        self.skipped_last_step = False
+
+    def step_ends_microbatch(self) -> bool:
+        """Whether the step under way ends a microbatch only; uses up its signal."""
+        self.signalled_now = bool(self._signals)
+        if self.signalled_now:
+            skip = self._signals.popleft()
+            if skip and self.current is None:
+                self.backward_done = False
+        else:
+            skip = self.current is not None and not self.current.last
+        self.skipped_last_step = skip
+        return skip
+
+    # Epochs and microbatches of the private loader
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; drops a logical batch that was not released."""
+        if self._is_open:
+            warnings.warn(
+                "the loop left its last logical batch before optimizer.step() released it; its "
+                "gradients are dropped",
+                stacklevel=3,
+            )
+        if self._batch is not None:
+            self._batch.abandon()
+        self.current = self._last_yielded = None
+        self.dropped()
+        self.emitted.clear()
+        self.epochs += 1
+
+    def dropped(self) -> None:
+        """The gradients of the logical batch were dropped."""
+        self.backward_done = False
+        self._seen = 0
+
+    def refused(self) -> None:
+        """Drop the current batch without warning about the missing step."""
+        self.dropped()
+        self._refused = self.current
+
+    def place(self) -> tuple[int, int] | None:
+        """(draw, part) of the current microbatch; None where it is not of the private loader."""
+        return None if self.current is None else (self.current.draw, self.current.part)
+
+    def real_rows(self, rows: int) -> Tensor | None:
+        """`[rows]`: which rows of the current microbatch are samples; None where all rows are.
+
+        A batch with as many rows as the one released last may be that batch again, whose padding
+        rows would count a sample twice.
+        """
+        mark = self.current or self._last_yielded
+        return None if mark is None or mark.size != rows else mark.real
+
+    def resume(self, draw: int) -> None:
+        """Go on at a draw."""
+        self.next_draw = draw
+
+    def still_to_come(self, batches: int) -> None:
+        """Set how many batches of a shuffled epoch follow the current one."""
+        self._still_to_come = batches
+
+    @property
+    def left_of_epoch(self) -> int:
+        """Batches of a shuffled epoch that wait for their release, the current one included."""
+        by_signal = self.signalled or self.waiting_signals > 0
+        at_hand = len(self.emitted) if by_signal else int(self.current is not None)
+        return self._still_to_come + at_hand
+
+    def begin_batch(self, mark: BatchMark, epoch: int) -> None:
+        """The loop received a microbatch of epoch number `epoch`."""
+        if epoch != self.epochs:
+            # DataLoader workers may have fetched the older epoch to its end before.
+            raise RuntimeError(EARLIER_EPOCH)
+        previous = self.current
+        if previous is not None and previous.draw != mark.draw:
+            if self._is_open:
+                self._refuse_unreleased()
+            if previous is not self._refused:
+                warnings.warn(
+                    "a drawn batch was not released: optimizer.step() must follow each logical "
+                    "batch, an empty one too, or the number of steps tells which draws were empty",
+                    stacklevel=3,
+                )
+        self.current = self._last_yielded = mark
+        self.backward_done = False
+        self.next_draw = mark.draw
+        if self._batch is not None:
+            self._batch.begin_batch(mark.size)
+
+    def before_backward(self, batch_size: int) -> None:
+        """Refuse to take the same samples into one release twice."""
+        mark = self.current
+        if mark is not None and batch_size != mark.size:
+            raise ValueError(
+                f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
+                "give one loss for each row, padding rows included, in the loader's order"
+            )
+        signals = self.waiting_signals if mark is None else 0
+        if signals and self._hides_repeats:
+            raise RuntimeError(
+                "BatchMemoryManager over a loader with workers whose batches are all of one size: "
+                "a second step on one batch could not be told from a step on the next, so nothing "
+                "was released. Use num_workers=0, or physical_batch_size= without the manager"
+            )
+        if signals > 1 and not self._fetched_ahead:
+            raise RuntimeError(
+                f"{signals} batches were drawn and not stepped: optimizer.step() must "
+                "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
+                "too, or samples of two draws meet in one step. Call step() before `continue`"
+            )
+        if signals and self.emitted and self._seen + batch_size > self.emitted[0]:
+            raise RuntimeError(
+                f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
+                f"has {self.emitted[0]}: samples of two draws would meet in one step. Call "
+                "optimizer.step() after every physical batch, an empty or a skipped one too"
+            )
+        if self.backward_done:
+            raise RuntimeError(
+                "a second backward on the same batch: its samples would enter the step twice and "
+                "break the bound. Add the losses up and call engine.backward once for each batch "
+                "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
+            )
+        real = self.real_rows(batch_size)
+        if mark is None and real is not None and not bool(real.all()):
+            warnings.warn(
+                f"a batch of {batch_size} rows after the loader's last one was released: it is "
+                "taken for that batch, whose padding rows count for nothing. Train on batches of "
+                "your own outside of the loop over the private loader, or in another size",
+                stacklevel=3,
+            )
+        self.backward_done = True
+        self._seen += batch_size if mark is None else mark.count
+
+    def warn_of_missing_backward(self) -> None:
+        """Warn where a batch with samples is released without a backward."""
+        mark = self.current
+        if mark is not None and mark.count and not self.backward_done:
+            warnings.warn(
+                "a drawn batch is released without engine.backward(losses) having been called on "
+                "it: the step is noise alone, and is paid for. Only an empty batch may skip it",
+                stacklevel=4,
+            )
+
+    def came_from_loader(self, signalled: bool) -> bool:
+        """Whether the samples of this release are a draw of the private sampler.
+
+        A signal alone is no proof: as many samples must have been seen since the last release as
+        the next drawn batch has.
+        """
+        if not signalled:
+            return self.current is not None
+        self.signalled = True
+        if self._hides_repeats:
+            return False
+        return bool(self.emitted) and self.emitted.popleft() == self._seen
+
+    @property
+    def _hides_repeats(self) -> bool:
+        """Whether batches that were fetched ahead have the size of the current one."""
+        return self._fetched_ahead and self._equal_sizes
+
+    def released(self) -> None:
+        """The logical batch was released."""
+        self.dropped()
+        if self.current is not None:
+            self.next_draw = self.current.draw + 1
+        self.current = None
+
+    @staticmethod
+    def _refuse_unreleased() -> None:
+        raise RuntimeError(
+            "a new logical batch began before optimizer.step() released the last one; one sample "
+            "could enter a step twice. Call step() of the optimizer that make_private returned, "
+            "and use physical_batch_size= to accumulate (or zero_grad() to drop a batch)"
+        )

@@ -1,0 +1,723 @@
+"""PrivateStep: owns one logical batch, from its first microbatch to its release.
+
+    for microbatch in logical_batch:                   # the loader marks the last one
+        losses = model(microbatch)                     # [B]
+        losses.backward():                             # autograd runs the clipping gates, which
+            factors = min(1, C / norms)                #   clip per-sample gradients
+            sums[parameter] += sum_i factors_i g_i     # add, add_clipped
+            if last microbatch:
+                charge the accountant and the ledger   # _charge: before a noisy value exists
+                sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
+    optimizer.step():
+        charge, all-reduce over the ranks, add noise   # release: what the backward left to do
+        parameter.grad = sums[parameter] / expected_batch_size
+        the wrapped optimizer's step
+
+A backward charges and adds noise where it is known to be the last one of the logical batch and
+the sum is complete on this rank: with the private loader, on a single rank. Otherwise `release`
+does both. Sums and noise are multiples of one grid (see `dpflash.kernels.grid_of`), so the order
+of microbatches and ranks does not change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpflash.accounting import Event, Gaussian
+from dpflash.kernels import (
+    NoiseStream,
+    clip_reduce,
+    exact_slots,
+    grid_of,
+    refuse_capture,
+    settle_noise,
+)
+
+from ._validate import finite, noise_fits, non_negative, positive
+from .distributed.collectives import all_reduce_all_
+from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
+from .distributed.mesh import Workers
+from .privacy.budget import BudgetSpent
+from .privacy.keys import RunKeys
+from .privacy.spending import Spending
+from .sampling.slots import RealRows
+from .sampling.tracker import BatchTracker
+
+if TYPE_CHECKING:
+    from dpflash.kernels.noise_triton import OpenList
+
+CAPTURED = "each replay would release again, without charging for it and with the same noise"
+
+
+class Clipper(Protocol):
+    """What clips the gradients of a model; it learns where logical batches begin and end."""
+
+    def begin_batch(self, rows: int) -> None:
+        """The loader yields a microbatch of so many rows."""
+
+    def end_batch(self, *, released: bool) -> None:
+        """The logical batch was released, and parameters are about to change, or was dropped."""
+
+
+class Sampler(Protocol):
+    """What draws the logical batches."""
+
+    @property
+    def sampler_name(self) -> str:
+        """Where it is "shuffled", an event covers a whole epoch."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Logical batches of an epoch."""
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What releasing one logical batch with this noise costs."""
+
+
+class BatchNoise:
+    """The noise of one logical batch, added to the sum of each parameter exactly once.
+
+    An element's noise is a function of its address in the whole parameter. A rank that holds a
+    part of a parameter, or a copy, draws what the other ranks draw for the same elements.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
+        bound: what one sample may move the sum by; it determines the grid of the noise.
+        key: 32 secret bytes.
+        step: number of the release; no other release under this key has it.
+        parameter_ids: a number for each parameter; no two are equal.
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        bound: float,
+        *,
+        key: bytes,
+        step: int,
+        parameter_ids: dict[nn.Parameter, int],
+    ):
+        # Computed in float64 and rounded up: never less noise than is paid for.
+        std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
+        self._std = math.nextafter(std, math.inf) if std else 0.0
+        self._grid = grid_of(bound) if std else 1.0
+        self._key = key
+        self._step = step
+        self._parameter_ids = parameter_ids
+        self._noised: set[nn.Parameter] = set()
+        self._unsettled: list[OpenList] = []
+
+    def stream(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise still to be added to this parameter's sum, or None."""
+        if self._std == 0 or parameter in self._noised or parameter not in self._parameter_ids:
+            return None
+        return NoiseStream(
+            std=self._std,
+            grid=self._grid,
+            key=self._key,
+            step=self._step,
+            parameter_id=self._parameter_ids[parameter],
+            offset=first_element(parameter),
+            unsettled=self._unsettled,
+        )
+
+    def was_added(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Record that `total` is the parameter's sum with its noise."""
+        if self._unsettled:
+            last = self._unsettled[-1]
+            if last.stream.parameter_id == self._parameter_ids[parameter]:
+                self._unsettled[-1] = last._replace(out=total)
+        self._noised.add(parameter)
+
+    def settle(self) -> bool:
+        """Write the noise that GPU kernels left undecided; waits for the GPU once.
+
+        Returns:
+            Whether there was any.
+        """
+        found = settle_noise(self._unsettled)
+        # Cleared last: a step that failed above can be tried again.
+        self._unsettled.clear()
+        return found
+
+
+class ClippedSums:
+    """Sums of the clipped gradients of one logical batch, over its microbatches.
+
+    Only the clipping gates add to `sums`, and only `sums` is released. A gradient that reached
+    `parameter.grad` by another road is never released.
+
+    Args:
+        trained: the parameters with private gradients.
+        names: dotted name of each parameter.
+        tracker: knows which microbatch the training loop holds.
+        ranks: this process and its peers.
+        max_grad_norm: bound of one sample's gradient, until `set_max_grad_norm` changes it.
+        exact: whether sums of per-sample gradients are multiples of the grid.
+
+    Attributes:
+        sums: the clipped sum of each parameter, over the samples of this rank. Of a sharded
+            parameter: this rank's rows, over the samples of all ranks. Exact sums are float64;
+            rounded sums, and sums with noise, are float32 or wider.
+        rounded: names of the parameters of which some sum was rounded.
+        bound: max_grad_norm of the current logical batch; nan before its first backward.
+        rows: which rows of the current microbatch are samples.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        *,
+        names: dict[nn.Parameter, str],
+        tracker: BatchTracker,
+        ranks: Workers | None = None,
+        max_grad_norm: float = math.inf,
+        exact: bool = True,
+    ):
+        self.trained = tuple(trained)
+        self.names = names
+        self.tracker = tracker
+        self.ranks = ranks or Workers()
+        self.is_sharded = any(is_sharded(p) for p in trained)
+        self.exact = exact
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.rounded: set[str] = set()
+        self.bound = math.nan
+        self.rows = RealRows(tracker.real_rows)
+        self._max_grad_norm = max_grad_norm
+        self._ids = {parameter: number for number, parameter in enumerate(self.trained)}
+        self._mixed: list[Tensor] = []
+        self._clipper: Clipper | None = None
+        tracker.attach(self)
+
+    def is_trained(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of the parameters with private gradients."""
+        return parameter in self._ids
+
+    def attach(self, clipper: Clipper) -> None:
+        """Tell `clipper` where logical batches begin and end."""
+        self._clipper = clipper
+
+    @property
+    def max_grad_norm(self) -> float:
+        """L2 bound of one sample's contribution to the next logical batch."""
+        return self._max_grad_norm
+
+    def set_max_grad_norm(self, value: float) -> None:
+        """Change the bound from the next logical batch on."""
+        self._max_grad_norm = value
+
+    @property
+    def grid(self) -> float | None:
+        """Exact sums are multiples of this number; None where sums are rounded."""
+        if not self.exact or not math.isfinite(self.bound):
+            return None
+        return grid_of(self.bound)
+
+    # Microbatches: called by the tracker, for the loader.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something of a logical batch waits for its release."""
+        return bool(self.sums)
+
+    def begin_batch(self, rows: int) -> None:
+        """The loader yields a microbatch of so many rows."""
+        if self._clipper is not None:
+            self._clipper.begin_batch(rows)
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the loader may draw one more logical batch."""
+        return True
+
+    def abandon(self) -> None:
+        """Drop the logical batch: the loop began another epoch."""
+        self.discard()
+
+    def begin_backward(self) -> None:
+        """Fix the bound of the logical batch, if this is its first backward."""
+        if math.isnan(self.bound):
+            positive(max_grad_norm=self.max_grad_norm)
+            # numpy's narrower numbers would round a group's part of it, possibly up.
+            self.bound = float(self.max_grad_norm)
+
+    # Sums: called by the clipping gates.
+
+    def refuse_inexact(self, rows: int) -> None:
+        """Refuse a microbatch of so many rows that float64 may not hold its sums.
+
+        Raises:
+            ValueError: naming the greatest number of samples.
+        """
+        # The private loader's batches were checked before; others may have any size.
+        if self.grid is None:
+            return
+        most = exact_slots(self.grid, self.bound) // self.ranks.data_size
+        if rows > most:
+            raise ValueError(
+                f"a batch of {rows} samples: expected at most {most}, whose sums are exact in "
+                "float64; use smaller batches, or make_private(..., exact=False)"
+            )
+
+    def add_clipped(
+        self, parameter: nn.Parameter, grads: Tensor, factors: Tensor
+    ) -> Tensor | None:
+        """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sum."""
+        into = self.sum_to_extend(parameter)
+        self._note_rounding(parameter)
+        noise = self._noise_to_fuse(parameter)
+        total = clip_reduce(grads, factors, grid=self.grid, into=into, noise=noise)
+        return self._add(parameter, total, has_noise=noise is not None)
+
+    def add(
+        self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True
+    ) -> Tensor | None:
+        """Add a microbatch's clipped sum, and the noise where it is due.
+
+        Args:
+            parameter: whose sum it is.
+            total: of this microbatch; or of all so far, where it is `sum_to_extend`, extended.
+            is_exact: whether `total` is a multiple of the grid, where there is one.
+
+        Returns:
+            What autograd adds to `.grad`.
+        """
+        if not is_exact:
+            self.rounded.add(self.names[parameter])
+        self._note_rounding(parameter)
+        return self._add(parameter, total)
+
+    def add_zero(self, parameter: nn.Parameter) -> None:
+        """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
+        sharded: bool = is_sharded(parameter)
+        if sharded:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._add_rows(parameter, zeros)
+
+    def sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
+        """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
+        held = self.sums.get(parameter)
+        if held is None or is_sharded(parameter):
+            return None
+        grad = parameter.grad
+        if grad is not None and torch.equal(grad, held.to(grad.dtype)):
+            # `.grad` gets the whole sum again; a sum of rounded sums would differ from it.
+            # Anything else in `.grad` stays, and is refused by the optimizer's step.
+            parameter.grad = None
+        return held if self.grid is not None and held.dtype == torch.float64 else None
+
+    def settled(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients for autograd, once all noise in them is decided."""
+        return tuple(grads)
+
+    def mark_of(self, parameter: nn.Parameter) -> int:
+        """A number that travels with a parameter's gradient and tells it from others."""
+        return 1 + self._ids[parameter] % 4093
+
+    def check_exchanges(self) -> None:
+        """Raise where ranks exchanged gradients of different parameters; drops the batch."""
+        try:
+            refuse_mixed(self._mixed)
+        except RuntimeError:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Drop the sums of an unreleased logical batch, and the gradients made of them."""
+        for parameter in self.trained:
+            parameter.grad = None
+        self._clear()
+        if self._clipper is not None:
+            self._clipper.end_batch(released=False)
+
+    def _clear(self) -> None:
+        self.sums = {}
+        self._mixed = []
+        self.bound = math.nan
+
+    def _note_rounding(self, parameter: nn.Parameter) -> None:
+        if self.grid is None:
+            self.rounded.add(self.names[parameter])
+
+    def _noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise for the kernel that makes a parameter's sum, or None."""
+        return None
+
+    def _add(
+        self, parameter: nn.Parameter, total: Tensor, *, has_noise: bool = False
+    ) -> Tensor | None:
+        sharded: bool = is_sharded(parameter)
+        if sharded:
+            self._add_rows(parameter, total)
+            return None
+        held = self.sums.get(parameter)
+        if held is not None and total is not held:
+            total = held + total
+        total = self._with_noise(parameter, total, has_noise)
+        return total.to(parameter.dtype)
+
+    def _with_noise(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> Tensor:
+        """Store a parameter's sum; with its noise, where it is due."""
+        self.sums[parameter] = total
+        return total
+
+    def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add this rank's rows of a sharded parameter's sum; `release` adds their noise."""
+        rows = parameter
+        assert is_sharded(rows)
+        # Ranks add in one dtype, however each of them got its sum.
+        total = total if self.grid is None else total.double()
+        mark = self.mark_of(parameter)
+        own, mixed = reduce_to_part(total, rows, self.ranks.data, mark)
+        self._mixed.append(mixed)
+        held = self.sums.get(parameter)
+        self.sums[parameter] = own if held is None else held + own
+
+
+class PrivateStep(ClippedSums):
+    """One logical batch at a time: clipped sums, charge, noise, and release to the optimizer.
+
+    Args:
+        optimizer: the wrapped optimizer; a release sets the gradients of its parameters.
+        trained: the parameters with private gradients.
+        names: dotted name of each parameter.
+        tracker: knows which microbatch the training loop holds.
+        sampler: draws the logical batches; tells what each costs.
+        spending: what all releases have cost so far.
+        keys: of the noise.
+        ranks: this process and its peers.
+        noise_multiplier: standard deviation of the noise over the bound.
+        max_grad_norm: L2 bound C of one sample's contribution.
+        divisor: of the released sums; public.
+        exact: whether sums of per-sample gradients are multiples of the grid.
+
+    Attributes:
+        noise_multiplier: of the next release; `set_noise_multiplier` changes it.
+        releases: how many releases were charged so far; each has its own noise.
+        noise: of the release under way; None before it was charged.
+
+    Guarantees:
+        A release is charged to the accountant, and written to the ledger, before its first noisy
+        value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
+        each coordinate once for a logical batch, over all ranks, also where a parameter got no
+        gradient. A logical batch that is dropped after its charge has been paid for.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Sequence[nn.Parameter],
+        *,
+        names: dict[nn.Parameter, str],
+        tracker: BatchTracker,
+        sampler: Sampler,
+        spending: Spending,
+        keys: RunKeys,
+        ranks: Workers,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        divisor: float,
+        exact: bool,
+    ):
+        super().__init__(
+            trained,
+            names=names,
+            tracker=tracker,
+            ranks=ranks,
+            max_grad_norm=max_grad_norm,
+            exact=exact,
+        )
+        self.releases = 0
+        self.noise: BatchNoise | None = None
+        self._optimizer = optimizer
+        self._sampler = sampler
+        self._spending = spending
+        self._keys = keys
+        self._divisor = divisor
+        self._noise_multiplier = noise_multiplier
+        self._may_charge = False
+        # The epoch of a shuffled loader that was paid for last, and with which noise.
+        self._paid = (0, math.inf)
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._noise_multiplier
+
+    def set_noise_multiplier(self, value: float) -> None:
+        """Change the noise from the next release on."""
+        self._noise_multiplier = value
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that a release changes."""
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in held if p in self._ids and p.requires_grad]
+
+    def resume(self, *, releases: int, noise_multiplier: float, max_grad_norm: float) -> None:
+        """Go on where a checkpoint was written."""
+        self.releases = releases
+        self._noise_multiplier = noise_multiplier
+        self._max_grad_norm = max_grad_norm
+        self.discard()
+
+    def leave_ranks(self) -> None:
+        """Go on as a process by itself: a forked child is none of the ranks."""
+        self.ranks = Workers()
+
+    # The last microbatch's backward
+
+    @property
+    def is_open(self) -> bool:
+        # A backward that failed may leave a release without sums.
+        return bool(self.sums) or self.noise is not None
+
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self._may_charge = True
+
+    def abandon(self) -> None:
+        self.tracker.forget_signals()
+        super().abandon()
+
+    def settled(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        try:
+            if self.noise is None or not self.noise.settle():
+                return tuple(grads)
+        except BaseException:
+            self.discard()
+            raise
+        pairs = zip(parameters, grads, strict=True)
+        return tuple(None if grad is None else self.sums[p].to(p.dtype) for p, grad in pairs)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.noise = None
+
+    def _noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
+        # Only into a sum that is exact, complete and of this process alone.
+        alone = self.grid is not None and parameter not in self.sums
+        return self._noise_due(parameter) if alone and not is_sharded(parameter) else None
+
+    def _with_noise(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> Tensor:
+        if not has_noise:
+            stream = self._noise_due(parameter)
+            if stream is not None:
+                total = stream.add_to_(total.contiguous())
+                has_noise = True
+        if has_noise:
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
+        self.sums[parameter] = total
+        # Last: what fails above leaves a sum that still lacks its noise, never one without.
+        if has_noise:
+            assert self.noise is not None
+            self.noise.was_added(parameter, total)
+        return total
+
+    def _noise_due(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise to add in this backward; the first call of the last backward charges for it."""
+        if self._may_charge:
+            self._may_charge = False
+            if self.noise is None and self._ends_here():
+                self.noise = self._charge(signalled=False)
+        return None if self.noise is None else self.noise.stream(parameter)
+
+    def _ends_here(self) -> bool:
+        """Whether the backward under way completes the sums of the logical batch."""
+        refuse_capture(CAPTURED)
+        mark = self.tracker.current
+        if self.tracker.waiting_signals or mark is None or not mark.last:
+            return False
+        if self.ranks.data is not None or self.is_sharded:
+            return False  # Noise is for the sum over all ranks' samples.
+        non_negative(noise_multiplier=self.noise_multiplier)
+        finite(noise_multiplier=self.noise_multiplier)
+        return self.noise_multiplier != 0
+
+    # Charge
+
+    def _charge(self, *, signalled: bool) -> BatchNoise:
+        """Charge accountant and ledger for this logical batch; only then is there noise for it.
+
+        Args:
+            signalled: whether another loader said that the logical batch ends here.
+
+        Raises:
+            BudgetSpent: the release does not fit into the budget; the batch is dropped.
+            ValueError: the accountant does not know this event; the batch is dropped.
+        """
+        bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
+        noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
+        bound, noise_multiplier = float(bound), float(self.noise_multiplier)
+        drawn = self.tracker.came_from_loader(signalled)
+        self._require_same_release(noise_multiplier, bound, drawn)
+        # No amplification can be claimed for a batch of unknown origin.
+        event = (
+            self._next_event(noise_multiplier)
+            if drawn
+            else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
+        )
+        try:
+            self._spending.admit(event)
+        except (BudgetSpent, ValueError):
+            self.discard()
+            self.tracker.refused()
+            raise
+        if self._spending.ledger is None and noise_multiplier > 0:
+            self._keys.claim(self.releases)
+        if not drawn and not self._spending.has_foreign_batches and noise_multiplier > 0:
+            warnings.warn(
+                "a step was made on a batch that did not come from the private loader; it is "
+                "accounted for without amplification by sampling, and epsilon is for zero_out "
+                "from now on. Iterate over the loader that make_private returned",
+                stacklevel=4,
+            )
+        self._pay(event, is_foreign=not drawn)
+        if drawn and event is not None:
+            self._paid = (self.tracker.epochs, noise_multiplier)
+        step = self.releases
+        self.releases += 1
+        return BatchNoise(
+            noise_multiplier, bound, key=self._keys.noise, step=step, parameter_ids=self._ids
+        )
+
+    def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
+        """What the next release costs; None where it is paid for."""
+        event = self._sampler.event(noise_multiplier)
+        if self._sampler.sampler_name == "shuffled" and not new_epoch:
+            # Batches of an epoch are disjoint, so the step with the least noise pays for all.
+            epoch, least = self._paid
+            if epoch == self.tracker.epochs and noise_multiplier >= least:
+                return None
+        return event
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        budget = self._spending.budget
+        if budget is None or budget.when_spent != "stop":
+            return True
+        return self._spending.fits(self._next_event(self.noise_multiplier, new_epoch=new_epoch))
+
+    def remaining_steps(self) -> int | None:
+        """How many more releases the budget allows; None without a budget."""
+        if self._spending.budget is None:
+            return None
+        fit = self._spending.remaining(self._sampler.event(self.noise_multiplier))
+        if self._sampler.sampler_name != "shuffled":
+            return fit
+        left, whole = self.tracker.left_of_epoch, self._sampler.steps_per_epoch
+        if self._next_event(self.noise_multiplier) is None:
+            return left + fit * whole
+        return left + (fit - 1) * whole if fit and left else fit * whole
+
+    def _require_same_release(self, noise_multiplier: float, bound: float, drawn: bool) -> None:
+        """Make sure that all ranks are about to make the same release.
+
+        Raises:
+            ValueError: on all ranks, naming what differs; the batch is dropped.
+            RuntimeError: the batch is not of the private loader.
+        """
+        if self.ranks.everyone is None:
+            return
+        current = self.tracker.current
+        try:
+            self.ranks.agree(
+                "optimizer.step()",
+                {
+                    "release": self.releases,
+                    "draw": None if current is None else current.draw,
+                    "noise_multiplier": noise_multiplier,
+                    "max_grad_norm": bound,
+                    "batch of the private loader": drawn,
+                    "trained parameters": [self.names[p] for p in self.parameters],
+                },
+            )
+            if not drawn:
+                raise RuntimeError(
+                    "a step on a batch that did not come from the private loader, with a mesh: "
+                    "workers may hold the same samples, or different ones in one row, and nothing "
+                    "bounds that. Iterate over the loader that make_private returned"
+                )
+        except (ValueError, RuntimeError):
+            self.discard()
+            self.tracker.refused()
+            raise
+
+    def _pay(self, event: Event | None, *, is_foreign: bool) -> None:
+        """Charge a release on all ranks; first on the first rank, which writes the ledger."""
+
+        def charge() -> bytes:
+            self._spending.charge(event, run=self._keys.run, is_foreign=is_foreign)
+            return b""
+
+        self.ranks.first_does("the payment of a release", charge)
+        if not self.ranks.is_first:
+            charge()
+
+    # Release
+
+    def finish_backward(self) -> None:
+        """Warn where the loop skipped the backward, and decide noise that a failed one left."""
+        self.tracker.warn_of_missing_backward()
+        if self.noise is not None:
+            self.noise.settle()
+
+    def release(self) -> list[nn.Parameter]:
+        """Set the gradients of the logical batch: sums with noise, over the public divisor.
+
+        A release that is interrupted can be made again: sums and noise are the same then.
+
+        Returns:
+            The parameters whose gradients were set.
+        """
+        self.check_exchanges()
+        parameters = self.parameters
+        if self.noise is None:
+            self.noise = self._charge(signalled=self.tracker.signalled_now)
+        # Ranks add in one dtype; a sum that has its noise is of this process alone.
+        wide = self.ranks.data is not None
+        totals = [_copy_of_sum(p, self.sums.get(p), wide=wide) for p in parameters]
+        whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
+        all_reduce_all_(whole, self.ranks.data)
+        for parameter, total in zip(parameters, totals, strict=True):
+            stream = self.noise.stream(parameter)
+            if stream is not None:
+                stream.add_to_(total)
+        self.noise.settle()
+        for parameter, total in zip(parameters, totals, strict=True):
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.grad = as_grad(total.div_(self._divisor).to(parameter.dtype), parameter)
+        self._clear()
+        if self._clipper is not None:
+            self._clipper.end_batch(released=True)
+        self.tracker.released()
+        return parameters
+
+
+def refuse_mixed(mixed: Sequence[Tensor]) -> None:
+    """Raise where ranks exchanged gradients of different parameters."""
+    if mixed and bool(torch.stack(list(mixed)).any()):
+        raise RuntimeError(
+            "workers had gradients of different parameters at a time, so nothing was released: "
+            "each of them must run the same layers in the same order, and use their outputs in "
+            "its losses (with weight 0 where it has nothing to add)"
+        )
+
+
+def _copy_of_sum(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:
+    """A copy of a parameter's sum (of a sharded one, of this rank's rows); zeros without one."""
+    dtype = torch.float64 if wide or parameter.dtype == torch.float64 else torch.float32
+    if clipped_sum is not None:
+        dtype = torch.promote_types(dtype, clipped_sum.dtype)
+        return clipped_sum.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)

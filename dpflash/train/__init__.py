@@ -1,0 +1,1 @@
+"""`dpflash train`: a training job from its configuration to its report."""

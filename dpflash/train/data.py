@@ -1,0 +1,365 @@
+"""Documents of bytes for language modelling, where one document is one unit of privacy.
+
+Files of a folder become documents, documents become windows of tokens: the 256 byte values and a
+token that stands before each document's first byte.
+"""
+
+import os
+import sysconfig
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .. import _validate
+
+DOCUMENT_START = 256
+VOCAB_SIZE = 257
+IGNORE_INDEX = -100
+
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
+# A binary file shows a NUL byte early, and need not be read to its end.
+_SNIFFED_BYTES = 65_536
+# Expected share of held-out documents.
+_HELD_OUT = 0.1
+
+
+def default_data_dir() -> Path:
+    """The folder of Python's standard library: text that every machine has (take ``*.py``)."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+@dataclass(frozen=True)
+class ByteDocuments(Sequence[bytes]):
+    """The documents of a folder, each a privacy unit, in the order of their paths.
+
+    Attributes:
+        paths: path of each document relative to the folder, with forward slashes.
+        contents: its bytes, never empty and no two equal.
+        num_binary: files left out because they hold a NUL byte.
+        num_unreadable: files and folders left out because they could not be read.
+        num_empty: files left out because they are empty.
+        num_duplicates: files left out because an earlier one has the same bytes.
+
+    Guarantees:
+        No document occurs twice, so a unit of privacy is one document. Documents that differ in a
+        byte (another licence header, say) are different units, however alike they are.
+    """
+
+    paths: tuple[str, ...]
+    contents: tuple[bytes, ...]
+    num_binary: int = 0
+    num_unreadable: int = 0
+    num_empty: int = 0
+    num_duplicates: int = 0
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        suffixes: Collection[str] | None = None,
+        max_total_bytes: int = 512 * 2**20,
+    ) -> "ByteDocuments":
+        """Reads the files below a folder.
+
+        Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are passed
+        over, and links to folders are not followed.
+
+        Args:
+            folder: where to look.
+            suffixes: endings of the files to take, such as ``(".py", ".md")``; None takes all.
+            max_total_bytes: the most bytes that are held.
+
+        Raises:
+            FileNotFoundError: if there is no such folder.
+            ValueError: if it is no folder, cannot be listed, or holds no usable file, or if its
+                documents exceed max_total_bytes.
+        """
+        root = Path(folder)
+        _validate.positive_int(max_total_bytes=max_total_bytes)
+        if isinstance(suffixes, str):
+            raise ValueError(f"suffixes={suffixes!r}: expected a collection; pass ({suffixes!r},)")
+        names, num_unreadable = _file_names(root, suffixes)
+        reader = _Reader(root, max_total_bytes, num_unreadable)
+        for name in names:
+            reader.read(name)
+        documents = cls(
+            tuple(reader.documents.values()),
+            tuple(reader.documents),
+            reader.num_binary,
+            reader.num_unreadable,
+            reader.num_empty,
+            reader.num_duplicates,
+        )
+        if documents.num_unreadable:
+            warnings.warn(
+                f"{root}: {documents.num_unreadable} files or folders could not be read and are "
+                "left out; check their permissions",
+                stacklevel=2,
+            )
+        if not documents:
+            wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
+            raise ValueError(
+                f"{root}: no usable file of {wanted} (left out: {documents.left_out or 'none'}); "
+                "pass a folder with text files or other suffixes"
+            )
+        return documents
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
+    def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
+        return self.contents[index]
+
+    @property
+    def left_out(self) -> str:
+        """How many files, or folders, were left out and why; empty if none was, or of a part."""
+        counts = {
+            "binary": self.num_binary,
+            "unreadable": self.num_unreadable,
+            "empty": self.num_empty,
+            "the same as another": self.num_duplicates,
+        }
+        return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+
+    def split(self) -> tuple["ByteDocuments", "ByteDocuments"]:
+        """Splits into training and held-out documents, about a tenth of them.
+
+        Returns:
+            The pair (train, held_out); the counts of what was left out stay with neither.
+
+        Raises:
+            ValueError: if one part would be empty.
+
+        Guarantees:
+            Where a document falls depends on its path alone: adding or removing another one
+            moves no document from one part to the other.
+        """
+        held_out: list[tuple[str, bytes]] = []
+        train: list[tuple[str, bytes]] = []
+        for path, content in zip(self.paths, self.contents, strict=True):
+            part = held_out if _uniform(path) < _HELD_OUT else train
+            part.append((path, content))
+        if not held_out or not train:
+            raise ValueError(
+                f"{len(self)} documents gave {len(train)} for training and {len(held_out)} held "
+                "out, expected some in both; add files to the folder of data, "
+                f"{round(5 / _HELD_OUT)} or more to be nearly sure of it"
+            )
+        return _documents(train), _documents(held_out)
+
+
+def _documents(pairs: list[tuple[str, bytes]]) -> ByteDocuments:
+    """Documents of (path, content) pairs."""
+    paths, contents = zip(*pairs, strict=True)
+    return ByteDocuments(paths, contents)
+
+
+def _uniform(path: str) -> float:
+    """A number in [0, 1) that looks random and depends on the path alone."""
+    digest = blake2b(path.encode(errors="surrogateescape"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str], int]:
+    """The relative paths to look at, sorted, and how many folders could not be listed."""
+    if not root.exists():
+        raise FileNotFoundError(f"{root}: no such folder; check the path")
+    if not root.is_dir():
+        raise ValueError(f"{root}: expected a folder of text files; pass the folder that holds it")
+    unlisted: list[OSError] = []
+    names = []
+    for parent, folders, files in os.walk(root, onerror=unlisted.append):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in _SKIPPED_FOLDERS]
+        for file in files:
+            if not file.startswith(".") and (suffixes is None or file.endswith(tuple(suffixes))):
+                names.append(Path(parent, file).relative_to(root).as_posix())
+    if any(error.filename == os.fspath(root) for error in unlisted):
+        raise ValueError(f"{root}: cannot be listed ({unlisted[0]}); check its permissions")
+    return sorted(names), len(unlisted)
+
+
+class _Reader:
+    """Reads files one by one, keeping each distinct content under its first path."""
+
+    def __init__(self, root: Path, max_total_bytes: int, num_unreadable: int) -> None:
+        self.root = root
+        self.max_total_bytes = max_total_bytes
+        self.documents: dict[bytes, str] = {}
+        self.total_bytes = 0
+        self.num_binary = 0
+        self.num_unreadable = num_unreadable
+        self.num_empty = 0
+        self.num_duplicates = 0
+
+    def read(self, name: str) -> None:
+        """Takes in one file, or counts why it is left out."""
+        path = self.root / name
+        try:
+            # Opening a named pipe would wait for its writer.
+            if not path.is_file():
+                raise FileNotFoundError(path)
+            with path.open("rb") as file:
+                content = file.read(_SNIFFED_BYTES)
+                if b"\0" not in content:
+                    # One byte above the cap shows that the cap is exceeded.
+                    content += file.read(self.max_total_bytes + 1)
+        except OSError:
+            self.num_unreadable += 1
+            return
+        if b"\0" in content:
+            self.num_binary += 1
+        elif not content:
+            self.num_empty += 1
+        elif content in self.documents:
+            self.num_duplicates += 1
+        else:
+            self._keep(name, content)
+
+    def _keep(self, name: str, content: bytes) -> None:
+        """Adds a new document, unless the cap is exceeded with it."""
+        self.total_bytes += len(content)
+        if self.total_bytes > self.max_total_bytes:
+            raise ValueError(
+                f"max_total_bytes={self.max_total_bytes}: exceeded by the documents of "
+                f"{self.root} at {name}; raise it, or pass a smaller folder or fewer suffixes"
+            )
+        self.documents[content] = name
+
+
+class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
+    """One window of each document, at a start drawn anew for every step.
+
+    A document's tokens are `DOCUMENT_START` and its bytes. A window's start is a pure function of
+    (key, step, index), so a resumed run sees the windows that an uninterrupted one would have
+    seen. Worker processes of a `DataLoader` hold copies that `set_step` does not reach; load in
+    the main process (``num_workers=0``), or use `window`.
+
+    Args:
+        documents: one privacy unit each.
+        seq_len: tokens of a window, at least 1.
+        key: 16 to 64 bytes, from `secrets.token_bytes` or, for a repeatable run, fixed.
+
+    Raises:
+        ValueError: for no documents, a seq_len below 1 or a key of another length.
+
+    Guarantees:
+        Item i comes from document i alone.
+    """
+
+    def __init__(self, documents: Sequence[bytes], seq_len: int, *, key: bytes) -> None:
+        _validate.positive_int(seq_len=seq_len)
+        if len(documents) == 0:
+            raise ValueError("documents are empty: expected at least one; check the folder")
+        if not 16 <= len(key) <= 64:
+            raise ValueError(
+                f"key has {len(key)} bytes: expected 16 to 64; use secrets.token_bytes(32)"
+            )
+        self.documents = documents
+        self.seq_len = seq_len
+        self.step = 0
+        self._key = bytes(key)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def set_step(self, step: int) -> None:
+        """Draws the following items' starts for this step, an integer from 0 to 2^64 - 1."""
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**64:
+            raise ValueError(
+                f"step={step!r}: expected an integer from 0 to 2^64 - 1; count from 0"
+            )
+        self.step = step
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """The window of document `index` at the step last set; see `window`."""
+        return self.window(index, self.step)
+
+    def window(self, index: int, step: int) -> tuple[Tensor, Tensor]:
+        """A window of one document.
+
+        Args:
+            index: which document, from 0.
+            step: which draw of the start.
+
+        Returns:
+            inputs: `[seq_len]`, int64, 0..256, padded with 256.
+            targets: `[seq_len]`, int64, the token after each input, padded with -100.
+
+        Raises:
+            IndexError: for an index outside of 0..len-1.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
+        document = self.documents[index]
+        num_starts = max(len(document) - self.seq_len, 0) + 1
+        label = int(step).to_bytes(8, "little") + int(index).to_bytes(8, "little")
+        draw = int.from_bytes(blake2b(label, key=self._key, digest_size=16).digest(), "little")
+        return _window(document, draw % num_starts, self.seq_len)
+
+
+def held_out_batches(
+    documents: Sequence[bytes], seq_len: int, max_windows: int, *, batch_size: int = 8
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Fixed windows for evaluation, the same at every call.
+
+    Each document is cut into windows of seq_len without overlap. All documents' first windows come
+    first, then all second ones, and so on: a small max_windows still sees many documents.
+
+    Args:
+        documents: what to evaluate on.
+        seq_len: tokens of a window.
+        max_windows: the most windows that are given.
+        batch_size: windows of a batch; the last batch may be smaller.
+
+    Yields:
+        inputs and targets `[windows, seq_len]`, int64, padded as by `TrainWindows.window`.
+
+    Raises:
+        ValueError: for a number below 1.
+    """
+    _validate.positive_int(seq_len=seq_len, max_windows=max_windows, batch_size=batch_size)
+    windows = islice(_windows_in_rounds(documents, seq_len), max_windows)
+    while batch := list(islice(windows, batch_size)):
+        yield (
+            torch.stack([inputs for inputs, _ in batch]),
+            torch.stack([targets for _, targets in batch]),
+        )
+
+
+def _windows_in_rounds(
+    documents: Sequence[bytes], seq_len: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every document's first window, then the second one of those that have it, and so on."""
+    start = 0
+    while documents := [document for document in documents if start < len(document)]:
+        for document in documents:
+            yield _window(document, start, seq_len)
+        start += seq_len
+
+
+def _window(document: bytes, start: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the tokens from `start` on; token 0 is the document's start."""
+    # Token t > 0 is byte t - 1, so the targets are the bytes from `start` on.
+    following = document[start : start + seq_len]
+    targets = torch.full((seq_len,), IGNORE_INDEX)
+    inputs = torch.full((seq_len,), DOCUMENT_START)
+    if following:
+        values = torch.frombuffer(bytearray(following), dtype=torch.uint8).to(torch.int64)
+        targets[: len(values)] = values
+        inputs[1 : len(values)] = values[:-1]
+        if start > 0:
+            inputs[0] = document[start - 1]
+    return inputs, targets

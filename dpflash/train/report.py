@@ -1,0 +1,232 @@
+"""The report of a training job: what may be released, what may not, and a picture of both."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpflash.accounting import Interval
+
+from ..privacy.public_facts import PublicFacts
+from .config import TrainingConfig, TrainingState
+
+__all__ = ["make_report", "peak_memory_mb", "write_report"]
+
+REPORT = "report.json"
+PLOT = "training.png"
+
+_NOT_COVERED = {
+    "history.loss": "losses of the training documents",
+    "history_nonprivate": "losses of a run without privacy",
+    "bits_per_byte_nonprivate": "result of a run without privacy",
+    "clip_fraction": "made from the gradients of single documents",
+    "tokens_per_second": "depends on which documents were drawn",
+    "peak_memory_mb": "depends on which documents were drawn",
+    "verified": "depends on how many documents were drawn together",
+    "num_documents": "taken as public, with sample_rate and noise_multiplier, unless "
+    "public.dataset_size_declared",
+    "bits_per_byte_before": "measured on the held-out documents, which have no protection",
+    "bits_per_byte_after": "measured on the held-out documents, which have no protection; the "
+    "training documents have it",
+}
+_UNVERIFIED = (
+    "that the model keeps documents apart is not proven by its first batches (verified): too few "
+    "documents were seen together, or some gradients are still zero"
+)
+_ROUNDED = (
+    "clipped gradients of the parameters in rounded_sums were summed in float32 in some batch; "
+    "all other sums, and all noise, are exact"
+)
+_SEEDED = "seeded: whoever knows the seed can subtract the noise. For research, not for release"
+
+
+def make_report(
+    config: TrainingConfig,
+    state: TrainingState,
+    *,
+    epsilon: Interval,
+    lost_steps: int,
+    sampler: str,
+    neighboring_relation: str,
+    public: PublicFacts,
+    num_documents: int,
+    num_parameters: int,
+    workers: dict[str, Any],
+) -> dict[str, Any]:
+    """All that is known of a job, as plain values; what is not finite becomes None.
+
+    `workers` says how those share the job that made the report; before a --resume there may have
+    been others.
+    """
+    seen = state.seen_samples
+    notes = [_SEEDED] if config.seed is not None else []
+    if state.stopped is not None:
+        notes.append(state.stopped)
+    if lost_steps:
+        notes.append(
+            f"{lost_steps} step(s) were released by a process that died before its next "
+            "checkpoint; epsilon counts them, the model does not have them"
+        )
+    if config.baseline and state.bits_nonprivate is None and workers["shard_parameters"]:
+        notes.append(
+            "the non-private run to compare with was left out: it does not deal out parameters"
+        )
+    if state.noise_multiplier == 0:
+        notes.append("no noise: this run has no privacy")
+    if state.verified is not True:
+        notes.append(_UNVERIFIED)
+    if state.rounded_sums:
+        notes.append(_ROUNDED)
+    report = {
+        "epsilon": epsilon.upper,
+        "epsilon_lower": epsilon.lower,
+        "delta": config.delta,
+        "target_epsilon": config.target_epsilon,
+        "max_epsilon": config.max_epsilon,
+        "neighboring_relation": neighboring_relation,
+        "privacy_unit": "one document (a file); a draw of it trains on one window",
+        "verified": state.verified,
+        "rounded_sums": state.rounded_sums,
+        "sampler": sampler,
+        "accountant": config.accountant,
+        "noise_multiplier": state.noise_multiplier,
+        "max_grad_norm": config.max_grad_norm,
+        "clipping": config.clipping,
+        "sample_rate": config.sample_rate(num_documents),
+        "expected_batch_size": config.batch_size,
+        "num_documents": num_documents,
+        "public": public.as_dict(),
+        "steps": len(state.history),
+        "lost_steps": lost_steps,
+        "stopped": state.stopped,
+        "seeded": config.seed is not None,
+        "bits_per_byte_before": state.bits_before,
+        "bits_per_byte_after": state.bits_after,
+        "bits_per_byte_nonprivate": state.bits_nonprivate,
+        "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
+        "tokens_counted": "targets of the drawn documents, without padding",
+        "peak_memory_mb": state.peak_memory_mb,
+        "peak_memory_of": "the worker that needed the most",
+        "clip_fraction": state.clipped_samples / seen if seen else None,
+        "workers": workers,
+        "num_parameters": num_parameters,
+        "notes": notes,
+        "not_covered_by_epsilon": _NOT_COVERED,
+        "config": config.as_dict(),
+        "versions": _versions(),
+        "history": state.history,
+        "history_nonprivate": state.baseline_losses,
+    }
+    return {key: _finite(value) for key, value in report.items()}
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write report.json, and the picture where matplotlib is installed."""
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / REPORT).write_text(text + "\n", encoding="utf-8")
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False}):
+        figure = Figure(figsize=(8, 6.5), layout="constrained")
+        _draw(figure, report)
+        figure.savefig(folder / PLOT, dpi=150)
+
+
+def _draw(figure: Any, report: dict[str, Any]) -> None:
+    """Loss above, epsilon below, over the same steps."""
+    loss_axes, epsilon_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    blue, orange, grey = "#1f5fa8", "#d9822b", "#666666"
+    history = [entry for entry in report["history"] if entry["loss"] is not None]
+    steps = [entry["step"] for entry in history]
+    loss_axes.plot(steps, [e["loss"] for e in history], color=blue, label="private, training")
+    baseline = report["history_nonprivate"]
+    if baseline:
+        loss_axes.plot(
+            range(1, len(baseline) + 1), baseline, color=orange, label="non-private, training"
+        )
+    last = report["steps"]
+    held_out = (
+        ("held out, before", 0, "bits_per_byte_before", grey),
+        ("held out, private", last, "bits_per_byte_after", blue),
+        ("held out, non-private", last, "bits_per_byte_nonprivate", orange),
+    )
+    for label, step, key, color in held_out:
+        if report[key] is not None:
+            loss_axes.plot(
+                [step], [report[key]], "o", color=color, clip_on=False, zorder=3,
+                label=f"{label}: {report[key]:.2f}",
+            )  # fmt: skip
+    loss_axes.set_ylabel("loss (bits per byte)")
+    loss_axes.legend(frameon=False)
+    points = [(e["step"], e["epsilon"]) for e in report["history"] if e["epsilon"] is not None]
+    if points:
+        epsilon_axes.plot(*zip(*points, strict=True), color=blue, marker="." * (len(points) == 1))
+        epsilon_axes.set_ylim(bottom=0)
+    else:
+        epsilon_axes.text(0.5, 0.5, "no noise, no epsilon", transform=epsilon_axes.transAxes)
+    if report["target_epsilon"] is not None:
+        epsilon_axes.axhline(
+            report["target_epsilon"], color=grey, linestyle="--", linewidth=1, label="target"
+        )
+        epsilon_axes.legend(frameon=False, loc="lower right")
+    epsilon_axes.set_ylabel(f"epsilon at delta = {report['delta']:g}")
+    epsilon_axes.set_xlabel("step")
+    for axes in (loss_axes, epsilon_axes):
+        axes.spines["right"].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.suptitle(_title(report))
+    figure.supxlabel("epsilon does not cover the losses: not for release", fontsize=8, color=grey)
+
+
+def _title(report: dict[str, Any]) -> str:
+    if report["epsilon"] is None:
+        return f"{report['steps']} steps without privacy"
+    epsilon = math.ceil(report["epsilon"] * 100) / 100
+    return (
+        f"epsilon {epsilon:.2f} at delta {report['delta']:g} after {report['steps']} "
+        f"steps of about {report['expected_batch_size']} documents"
+    )
+
+
+def peak_memory_mb(device: str) -> float:
+    """The most memory so far: of this process, or of the accelerator."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 2**20
+    # Not on Windows, where a report does without it.
+    try:
+        import resource
+    except ImportError:
+        return math.nan
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        found["dpflash"] = version("dpflash")
+    except PackageNotFoundError:
+        found["dpflash"] = "not installed"
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for each number that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

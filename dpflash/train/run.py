@@ -1,0 +1,628 @@
+"""A training job: a language model on a folder of text, private, resumable and compared.
+
+What happens to the privacy budget is the engine's business; here stands what a job needs around
+it: the corpus, the model, evaluations, checkpoints and the non-private run to compare with. Where
+several workers share a job, all of them make the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from dpflash.accounting import PoissonGaussian, remaining_steps
+
+from ..checkpoint import sharded as sharded_checkpoint
+from ..clipping.planner import clipping_for
+from ..engine import PrivacyEngine
+from ..nn import LongContextLM
+from ..optimize.levels import Optimization
+from ..privacy.budget import PrivacyBudget
+from ..privacy.keys import derive_key, master_key
+from ..privacy.ledger import Ledger
+from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
+from .data import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
+from .launch import Launch
+from .ranks import Team
+from .report import make_report, peak_memory_mb, write_report
+
+__all__ = ["Interrupted", "TrainingRun", "checkpoint_of", "holds_a_run"]
+
+# Of a process by itself a file, of several workers a folder. Under two names, so that one is
+# whole on the disk before the other, which it replaces, is removed.
+CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_FOLDER = "checkpoint"
+_REPLACED = ".replaced"
+LEDGER = "ledger.jsonl"
+WEIGHTS = "model.pt"
+
+# The second moment follows the noisy gradients within a short run.
+_BETAS = (0.9, 0.95)
+_MAX_EPSILON_POINTS = 200
+
+
+class Interrupted(Exception):
+    """The job stopped because it was asked to; its checkpoint is written."""
+
+
+class TrainingRun:
+    """One job in one folder; made by `start` or `resume`, done by `run`.
+
+    Attributes:
+        config: what decides the job.
+        folder: where its files go.
+        state: how far it is; the same on all workers.
+        lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
+            them; the model does not have them.
+        left_out: how many files of the data were not taken, and why; empty if all were.
+        is_first: whether this worker is the one that writes, and draws bars.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        folder: Path,
+        state: TrainingState,
+        corpus: Corpus,
+        team: Team,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.state = state
+        self.lost_steps = 0
+        self.is_first = team.is_first
+        self.left_out = corpus.left_out
+        self._team = team
+        team.workers.agree(
+            "dpflash train",
+            {
+                "the folder of the run": str(folder),
+                "the documents": corpus.digest,
+                "the configuration": {**config.as_dict(), "data": None},
+                "parallelism": team.parallel,
+            },
+        )
+        self._held_out = corpus.held_out
+        self._windows = TrainWindows(corpus.train.contents, config.seq_len, key=state.window_key)
+        model = team.shard_parameters(self._initial_model())
+        self._engine = PrivacyEngine(
+            accountant=config.accountant,
+            seed=config.seed,
+            ledger=folder / LEDGER,
+            mesh=team.mesh,
+        )
+        budget = None
+        if config.max_epsilon is not None:
+            budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
+        # The engine refuses a budget that is spent; what is left of such a job takes no step.
+        self._was_spent = budget is not None and not self._leaves_room(budget)
+        of_level = clipping_for(config.optimize, None, config.grad_sample_mode)
+        self.model, self._optimizer, self._loader = self._engine.make_private(
+            module=model,
+            optimizer=self._adam(model),
+            data_loader=DataLoader(self._windows, batch_size=config.batch_size),
+            noise_multiplier=state.noise_multiplier,
+            budget=None if self._was_spent else budget,
+            max_grad_norm=config.max_grad_norm,
+            clipping=None if config.clipping == of_level else config.clipping,
+            grad_sample_mode=config.grad_sample_mode,
+            optimize=config.optimize,
+            physical_batch_size=config.physical_batch_size,
+            dataset_size=config.dataset_size,
+            public_length=config.seq_len,
+        )
+
+    @classmethod
+    def start(
+        cls,
+        config: TrainingConfig,
+        folder: str | os.PathLike[str],
+        launch: Launch | None = None,
+    ) -> TrainingRun:
+        """A new job. Nothing is written before `run`.
+
+        Args:
+            config: what decides it.
+            folder: where its files go; one that all workers share.
+            launch: this process among the workers of the job; None for a process by itself.
+
+        Raises:
+            FileNotFoundError, ValueError: for data, a folder or a value that cannot be used.
+            WorkerError: where another worker is lost.
+        """
+        folder = Path(folder)
+        launch = launch or Launch()
+        if holds_a_run(folder):
+            raise ValueError(
+                f"out={str(folder)!r}: holds a run already, whose spent privacy must not be "
+                f"forgotten; go on with it by --resume {folder}, or choose another folder"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
+        corpus = Corpus.read(config)
+        own = [
+            noise_for(config, len(corpus.train)),
+            secrets.randbits(62) if config.seed is None else config.seed,
+            derive_key(master_key(config.seed), "windows").hex(),
+        ]
+        team = launch.meet(config)
+        noise_multiplier, init_seed, window_key = json.loads(
+            team.workers.from_first(json.dumps(own).encode(), "the keys of the run")
+        )
+        state = TrainingState(
+            config=config.as_dict(),
+            data_digest=corpus.digest,
+            noise_multiplier=noise_multiplier,
+            init_seed=init_seed,
+            window_key=bytes.fromhex(window_key),
+        )
+        return cls(config, folder, state, corpus, team)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: str | os.PathLike[str],
+        given: Mapping[str, Any] | None = None,
+        launch: Launch | None = None,
+    ) -> TrainingRun:
+        """The job of a folder, as its last checkpoint has it.
+
+        Args:
+            folder: of a job that was started, by whatever number of workers.
+            given: values of the config that the caller believes in; data may have moved.
+            launch: this process among the workers that go on; None for a process by itself.
+
+        Raises:
+            FileNotFoundError: without a checkpoint there.
+            ValueError: for a damaged one, other data, or a given value that is not the job's.
+            WorkerError: where another worker is lost.
+        """
+        folder = Path(folder)
+        launch = launch or Launch()
+        path = checkpoint_of(folder)
+        if path is None:
+            raise FileNotFoundError(
+                f"resume={str(folder)!r}: no {CHECKPOINT} there; pass the folder of a run, or "
+                "start one with --out"
+            )
+        given = given or {}
+        saved = sharded_checkpoint.read_plain(path).get("extra", {})
+        names = {f.name for f in fields(TrainingState)}
+        # A run of an older version lacks what it did not know.
+        if not names - {"verified", "rounded_sums"} <= saved.keys() <= names:
+            raise ValueError(
+                f"resume={str(folder)!r}: its checkpoint is not one of a training job"
+            )
+        before = current_names(saved["config"])
+        config = TrainingConfig(**{**before, **given})
+        for name in given.keys() - {"data"}:
+            # A run of an older version has the default of what was not there.
+            own = before.get(name, getattr(TrainingConfig, name))
+            if getattr(config, name) != own:
+                raise ValueError(
+                    f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "
+                    "option, or start a new run in another folder"
+                )
+        corpus = Corpus.read(config)
+        if corpus.digest != saved["data_digest"]:
+            raise ValueError(
+                f"data={config.data!r}: its documents are not those that the run began with, and "
+                "epsilon would be for neither; restore them, or start a new run"
+            )
+        team = launch.meet(config)
+        team.workers.agree("dpflash train", {"the checkpoint to resume": path.name})
+        job = cls(config, folder, TrainingState(**saved), corpus, team)
+        job.state = TrainingState(**job._engine.load_checkpoint(path))
+        job.lost_steps = job._ledger_releases() - job.step
+        if job.lost_steps:
+            warnings.warn(
+                f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
+                "they stay counted in epsilon and are made again with other noise",
+                stacklevel=2,
+            )
+        return job
+
+    @property
+    def step(self) -> int:
+        """Noisy steps that the model has."""
+        return self._optimizer.releases
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that are trained on."""
+        return len(self._windows)
+
+    @property
+    def num_held_out(self) -> int:
+        """Documents that are not: bits per byte are told of them, without protection."""
+        return len(self._held_out.contents)
+
+    @property
+    def workers(self) -> dict[str, Any]:
+        """How workers share the job, as in the report."""
+        return self._team.as_dict()
+
+    @property
+    def optimization(self) -> Optimization:
+        """What config.optimize changes."""
+        return self._engine.optimization
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where this job writes its checkpoint: a file, or a folder of several workers."""
+        return self.folder / (CHECKPOINT if self._team.mesh is None else CHECKPOINT_FOLDER)
+
+    @property
+    def epsilon(self) -> float:
+        """Spent so far, lost steps included."""
+        return self._engine.get_epsilon(self.config.delta)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether max_epsilon allows no further step."""
+        return self._was_spent or self._engine.remaining_steps() == 0
+
+    def _leaves_room(self, budget: PrivacyBudget) -> bool:
+        """Whether the ledger of an earlier process leaves a step; a new run is asked later."""
+        if self._ledger_releases() == 0:
+            return True
+        step = PoissonGaussian(
+            relation=self._engine.neighboring_relation,
+            noise_multiplier=self.state.noise_multiplier,
+            sample_rate=self.config.sample_rate(len(self._windows)),
+        )
+        return 0 < remaining_steps(
+            self._engine.accountant,
+            step,
+            target_epsilon=budget.epsilon,
+            target_delta=budget.delta,
+        )
+
+    def _ledger_releases(self) -> int:
+        """Steps in the ledger, which the first worker keeps."""
+        told = self._team.workers.first_does(
+            "reading the ledger", lambda: str(Ledger(self.folder / LEDGER).releases).encode()
+        )
+        return int(told)
+
+    def run(
+        self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
+    ) -> dict[str, Any]:
+        """Do what is left of the job.
+
+        Args:
+            should_stop: asked after each step; True on one worker ends the job there on all.
+            progress: whether bars are drawn on stderr, by the first worker.
+
+        Returns:
+            The report, as in report.json.
+
+        Raises:
+            Interrupted: where should_stop said so.
+            WorkerError: where another worker is lost.
+
+        Guarantees:
+            A stopped and resumed job has the parameters, and the epsilon, of one that was not
+            stopped, bit for bit on the same machine with the same workers. With other workers
+            epsilon and the noise are the same, and sums are rounded in another order.
+        """
+        progress = progress and self.is_first
+        state = self.state
+        if state.finished:
+            return self._written_report()
+        self._save()
+        if state.bits_before is None:
+            state.bits_before = self._evaluate(self.model)
+        self._stop_if(should_stop)
+        self._train(should_stop, progress)
+        if state.bits_after is None:
+            peak = self._team.greatest(peak_memory_mb(self.config.device), "peak memory")
+            state.peak_memory_mb = max(state.peak_memory_mb, peak)
+            state.bits_after = self._evaluate(self.model)
+            weights = self._team.whole_state(self.model)
+            if self.is_first:
+                _save_weights(weights, self.folder / WEIGHTS)
+        if self._has_baseline and state.bits_nonprivate is None:
+            self._stop_if(should_stop)
+            self._train_baseline(should_stop, progress)
+        report = self._written_report()
+        state.finished = True
+        state.baseline = None
+        self._save()
+        return report
+
+    def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
+        """The private steps that are left; they may span passes over the loader."""
+        state, total = self.state, self.config.steps
+        with _bar("private", self.step, total, progress) as bar:
+            while self.step < total:
+                if self.is_spent:
+                    self._note_stop()
+                    break
+                figures = _Figures()
+                begun = time.perf_counter()
+                self._windows.set_step(self._next_draw())
+                for inputs, targets in self._loader:
+                    before = self.step
+                    self._physical_batch(inputs, targets, figures)
+                    # The loader fetches the next batch when it is asked for it, after this line.
+                    self._windows.set_step(self._next_draw())
+                    if self.step == before:
+                        continue
+                    figures.seconds = time.perf_counter() - begun
+                    state.verified = self._engine.verified
+                    rounded = {*state.rounded_sums, *self._engine.rounded_sums}
+                    state.rounded_sums = sorted(rounded)
+                    state.history.append(self._entry(figures))
+                    bar.set_postfix(_postfix(state.history[-1]), refresh=False)
+                    bar.update()
+                    self._stop_if(should_stop)
+                    if self.step == total:
+                        break
+                    if self.step % self.config.checkpoint_every == 0:
+                        self._save()
+                    figures, begun = _Figures(), time.perf_counter()
+        self._save()
+
+    def _note_stop(self) -> None:
+        """Keep for the report why there are fewer steps than planned."""
+        config, state = self.config, self.state
+        state.stopped = (
+            f"stopped after step {self.step} of {config.steps}: one more would exceed "
+            f"max_epsilon={config.max_epsilon:g} at delta={config.delta:g}"
+        )
+        if state.history:
+            state.history[-1]["epsilon"] = self.epsilon
+
+    def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
+        """Forward, clipped backward and step of one part; adds to this worker's figures.
+
+        Rows that hold no drawn document are in no figure.
+        """
+        real = self._loader.is_real
+        inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
+        sample_losses = self.model(inputs, targets)
+        self._engine.backward(sample_losses)
+        # Of those with other tokens of the same documents only one counts documents.
+        documents = int(real.sum()) if self._team.counts_documents else 0
+        if documents and self.config.clipping == "flat":
+            norms = self._engine.diagnostics()["per_sample_norms"]
+            figures.clipped += int((norms > self.config.max_grad_norm).sum())
+            figures.seen += documents
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        figures.documents += documents
+        figures.tokens += int((targets[real] != IGNORE_INDEX).sum())
+        figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
+
+    def _entry(self, own: _Figures) -> dict[str, Any]:
+        """What the history keeps of a step; the loss is None where nothing was drawn."""
+        state = self.state
+        seconds = own.seconds if self.is_first else 0.0
+        bits, documents, tokens, clipped, seen, seconds = self._team.total(
+            [own.bits, own.documents, own.tokens, own.clipped, own.seen, seconds],
+            "the figures of a step",
+        )
+        state.tokens += int(tokens)
+        state.clipped_samples += int(clipped)
+        state.seen_samples += int(seen)
+        state.seconds += seconds
+        every = -(-self.config.steps // _MAX_EPSILON_POINTS)
+        is_point = self.step % every == 0 or self.step == self.config.steps
+        return {
+            "step": self.step,
+            "loss": bits / documents if documents else None,
+            "epsilon": self.epsilon if is_point else None,
+        }
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        return self._team.own_tokens(x).to(self.config.device)
+
+    @property
+    def _has_baseline(self) -> bool:
+        """Whether a non-private run follows; parameters that are dealt out would need another."""
+        return self.config.baseline and not self._team.parallel.shard_parameters
+
+    def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
+        """The same steps from the same weights on batches of the same size, without privacy."""
+        config, state = self.config, self.state
+        model = self._initial_model()
+        optimizer = self._adam(model)
+        if state.baseline is not None:
+            model.load_state_dict(state.baseline["model"])
+            optimizer.load_state_dict(state.baseline["optimizer"])
+
+        total = self.step
+        with _bar("non-private", len(state.baseline_losses), total, progress) as bar:
+            for step in range(len(state.baseline_losses), total):
+                loss = self._baseline_step(model, optimizer, step)
+                state.baseline_losses.append(loss)
+                bar.set_postfix(_postfix({"loss": loss}), refresh=False)
+                bar.update()
+                state.baseline = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                self._stop_if(should_stop)
+                if (step + 1) % config.checkpoint_every == 0:
+                    self._save()
+        state.bits_nonprivate = self._evaluate(model)
+
+    def _baseline_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+    ) -> float:
+        config = self.config
+        # A function of the step alone, so that a resumed run draws the same documents.
+        rng = np.random.default_rng([self.state.init_seed, step])
+        size = min(config.batch_size, len(self._windows))
+        rows = rng.choice(len(self._windows), size, replace=False)
+        own = rows[self._team.workers.data_rank :: self._team.workers.data_size]
+        bits = 0.0
+        for start in range(0, len(own), config.physical_batch_size):
+            part = own[start : start + config.physical_batch_size]
+            pairs = [self._windows.window(int(row), step) for row in part]
+            inputs = self._own_tokens(torch.stack([pair[0] for pair in pairs]))
+            targets = self._own_tokens(torch.stack([pair[1] for pair in pairs]))
+            loss = model(inputs, targets).sum() / len(rows)
+            loss.backward()
+            bits += loss.item() / math.log(2)
+        self._team.add_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return self._team.total([bits], "the loss of the non-private run")[0]
+
+    def _evaluate(self, model: nn.Module) -> float:
+        """Bits per byte of the held-out documents' fixed windows."""
+        config, team = self.config, self._team
+        nats, count = 0.0, 0
+        model.eval()
+        with torch.no_grad():
+            for inputs, targets in held_out_batches(
+                self._held_out.contents, config.seq_len, config.eval_windows
+            ):
+                # A worker whose share is empty calls the model too: it holds a part of it.
+                inputs = self._own_tokens(team.own_documents(inputs))
+                targets = self._own_tokens(team.own_documents(targets))
+                nats += nn.functional.cross_entropy(
+                    model(inputs).flatten(0, 1),
+                    targets.flatten(),
+                    ignore_index=IGNORE_INDEX,
+                    reduction="sum",
+                ).item()
+                count += int((targets != IGNORE_INDEX).sum())
+        model.train()
+        nats, total = team.total([nats, count], "an evaluation")
+        return nats / total / math.log(2)
+
+    def _initial_model(self) -> LongContextLM:
+        """The model before its first step, for this worker's tokens."""
+        config = self.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.state.init_seed)
+            model = LongContextLM(
+                VOCAB_SIZE,
+                config.embed_dim,
+                config.layers,
+                config.heads,
+                max_seq_len=config.seq_len,
+            )
+        return self._team.split_context(model.to(config.device))
+
+    def _adam(self, model: nn.Module) -> torch.optim.Adam:
+        return torch.optim.Adam(model.parameters(), lr=self.config.learning_rate, betas=_BETAS)
+
+    def _next_draw(self) -> int:
+        return self._loader.state_dict()["next_draw"]
+
+    def _stop_if(self, should_stop: Callable[[], bool]) -> None:
+        if self._team.greatest(bool(should_stop()), "whether to stop"):
+            self._save()
+            raise Interrupted(f"stopped at step {self.step}")
+
+    def _save(self) -> None:
+        self._engine.save_checkpoint(self.checkpoint, extra=self.state.as_dict())
+        if self.is_first:
+            _remove_others(self.folder, self.checkpoint.name)
+
+    def _written_report(self) -> dict[str, Any]:
+        report = make_report(
+            self.config,
+            self.state,
+            epsilon=self._engine.get_epsilon(self.config.delta, interval=True),
+            lost_steps=self.lost_steps,
+            sampler=self._engine.sampler,
+            neighboring_relation=self._engine.neighboring_relation,
+            public=self._engine.public,
+            num_documents=self.num_documents,
+            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            workers=self.workers,
+        )
+        if self.is_first:
+            write_report(report, self.folder)
+        return report
+
+
+@dataclass
+class _Figures:
+    """What one worker has seen of a step."""
+
+    bits: float = 0.0
+    documents: int = 0
+    tokens: int = 0
+    clipped: int = 0
+    seen: int = 0
+    seconds: float = 0.0
+
+
+def holds_a_run(folder: str | os.PathLike[str]) -> bool:
+    """Whether a job was begun in a folder."""
+    names = (LEDGER, CHECKPOINT, CHECKPOINT_FOLDER, WEIGHTS)
+    return any((Path(folder) / name).exists() for name in names)
+
+
+def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of a job's folder, file or folder; None where there is none.
+
+    There are both where a process died between writing one and removing the other; then it is
+    that of more steps.
+    """
+    path, several = Path(folder) / CHECKPOINT, Path(folder) / CHECKPOINT_FOLDER
+    found = [
+        p for p in (path, several) if p.is_file() or (p / sharded_checkpoint.POINTER).exists()
+    ]
+    if len(found) > 1:
+        found.sort(key=lambda p: sharded_checkpoint.read_plain(p)["releases"])
+    return found[-1] if found else None
+
+
+def _remove_others(folder: Path, kept: str) -> None:
+    """Remove the checkpoint that another one replaces, and what a process that died left of it."""
+    for name in (CHECKPOINT, CHECKPOINT_FOLDER):
+        doomed = folder / (name + _REPLACED)
+        _delete(doomed)
+        if name != kept and (folder / name).exists():
+            # A folder that is removed in part must not have the name of a checkpoint.
+            os.replace(folder / name, doomed)
+            _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """The weights alone, without keys or diagnostics, in one step."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(weights, file)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _bar(name: str, done: int, total: int, progress: bool) -> Any:
+    return tqdm(initial=done, total=total, desc=name, unit="step", disable=not progress)
+
+
+def _postfix(entry: Mapping[str, Any]) -> dict[str, str]:
+    """What a bar shows of a step."""
+    names = (("loss", "loss"), ("epsilon", "epsilon"))
+    return {label: f"{entry[key]:.3f}" for key, label in names if entry.get(key) is not None}

@@ -1,0 +1,626 @@
+"""The proof that a model keeps samples apart: some losses of a real batch get weight 0.
+
+One extra backward runs, which only looks. Every use of a private layer must then see rows of zeros
+for the samples of weight 0, and for those of weight 1 the rows of the ordinary backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..distributed.collectives import from_first, gather_rows
+from .digests import differing, row_summaries, tolerance
+from .random_state import random_state_kept
+from .watch import Watch, WatchedGate, refuse_together
+
+__all__ = ["OFF", "Proof", "allow_second_backwards"]
+
+# Samples that were told apart before a model counts as proven; in one batch, or in several.
+_ENOUGH = 16
+# While something stays unproven, so many batches are all tried, and later those at powers of two.
+_ALL_TRIED = 8
+
+# Entries of rows that are copied at a time.
+_AT_ONCE = 1 << 24
+
+_Slot = tuple[int, int]
+_WHAT = "the proof of the first batch"
+_OFF = "make_private(verify_first_batch=False) leaves this proof out"
+_MIXED = (
+    "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
+    "released: behind it losses depend on several samples, or a row is not the sample whose loss "
+    "stands at its place (sorted or flipped rows, statistics of the batch). Keep each sample in "
+    f"its row, in all layers and losses; engine.check helps to find where. {_OFF}"
+)
+_OTHERS = (
+    "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
+    "so nothing was released: it depends on other samples, or two backwards of one batch differ "
+    "(checkpointing without the random state, hooks that keep something; where only rounding "
+    f"differs, torch.use_deterministic_algorithms(True) helps). {_OFF}"
+)
+_COUNTS = (
+    "layer '{layer}' was reached by the gradient in a backward and not, or another number of "
+    "times, in a second one of the same batch, so nothing was released. Losses must be of the "
+    "last forward pass and, where loss_reduction is declared, come from what the model returns. "
+    f"{_OFF}"
+)
+
+
+@dataclass
+class _Progress:
+    """What of one side of the proof, uses or layers, is through.
+
+    Attributes:
+        known: all that were seen.
+        unproven: those of them for which the proof goes on.
+        samples: how many took part.
+        batches: that came while it went on, tried or not.
+        woken: whether the next batch is tried in any case.
+        missed: whether a batch was there and could not be tried.
+        is_patient: whether it is tried ever more rarely while no sample can take part.
+    """
+
+    is_patient: bool
+    known: set[Any] = field(default_factory=set)
+    unproven: set[Any] = field(default_factory=set)
+    samples: int = 0
+    batches: int = 0
+    woken: bool = False
+    missed: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the proof goes on."""
+        return bool(self.unproven) or self.samples < _ENOUGH
+
+    def is_due(self) -> bool:
+        """Whether the next batch is tried."""
+        often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
+        often |= self.samples < _ENOUGH and (self.samples > 0 or not self.is_patient)
+        return self.is_pending and (often or self.woken)
+
+    def take_turn(self) -> bool:
+        """Whether this batch is tried."""
+        due = self.is_due()
+        self.batches += self.is_pending
+        return due
+
+    def meet(self, names: Iterable[Any]) -> bool:
+        """Names that this forward or backward has; whether there are new ones, to be proven."""
+        new = set(names) - self.known
+        self.known |= new
+        self.unproven |= new
+        return bool(new)
+
+    def begin_anew(self) -> None:
+        """Try the next batches."""
+        self.batches, self.woken = 0, True
+
+    def prove(self, names: Iterable[Any]) -> None:
+        names = set(names)
+        self.known |= names
+        self.unproven -= names
+
+
+@dataclass
+class _Mode:
+    """The proof under one setting of all modules' training flags.
+
+    Attributes:
+        layers: in the forward, by name.
+        uses: in the backward, by group and position of the parameter.
+        is_trained: whether there was a backward.
+        makes_scalars: whether the model itself made a scalar of its samples' losses.
+    """
+
+    # Of some models no call has arguments in which samples could be replaced.
+    layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
+    uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
+    is_trained: bool = False
+    makes_scalars: bool = False
+
+
+class ProvableBackward(Protocol):
+    """A private backward, as the proof runs through it."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model went through torch.compile under `allow_second_backwards`."""
+
+    def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
+        """((group, position), layer, whether the handle's own gradient counts, handle)."""
+
+    def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
+        """Uses leave nothing with the gates inside, and only this watch sees them."""
+
+
+class Proof:
+    """How far the proof of one model is, in the forward and in the backward.
+
+    Args:
+        modules: of the model.
+        device: of its parameters.
+        group: ranks whose backwards meet; they prove the model together.
+        context: those of them that hold other tokens of the same samples.
+        is_on: whether anything is proven at all.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module] = (),
+        *,
+        device: torch.device | None = None,
+        group: ProcessGroup | None = None,
+        context: ProcessGroup | None = None,
+        is_on: bool = True,
+    ) -> None:
+        self.is_on = is_on
+        self.group = group
+        self._modules = list(modules)
+        self._device = device or torch.device("cpu")
+        self._context = context
+        self._modes: dict[bytes, _Mode] = {}
+        self._mode = _Mode()
+        self._calls = 0
+        self._mode_is_new = False
+        self._repeated = False
+        self.resting: tuple[Watch, ...] = (_Resting(self),) if is_on else ()
+
+    @property
+    def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
+        """True once all is proven; "gradients" or "forward" where no more can be."""
+        if not self.is_on:
+            return False
+        modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
+        untold = [mode for mode in modes if mode.uses.is_pending]
+        unproven = [mode.layers for mode in modes if mode.layers.is_pending]
+        if untold:
+            scalars = all(mode.makes_scalars for mode in untold)
+            return "forward" if scalars and not unproven else "pending"
+        if not unproven:
+            return True
+        missed = all(layers.missed and not layers.samples for layers in unproven)
+        return "gradients" if missed else "pending"
+
+    def _enter_mode(self) -> None:
+        """Go on with the proof of the modules' present training flags."""
+        flags = bytes([module.training for module in self._modules])
+        self._mode = self._modes.setdefault(flags, _Mode())
+        self._mode_is_new = True
+
+    # Forward
+
+    def begin_forward(self, size: int, *, new_pass: bool) -> bool:
+        """A call of the model begins; whether it is to be repeated with other samples.
+
+        Args:
+            size: B at most.
+            new_pass: whether what was called before has had its backward.
+        """
+        if not self.is_on:
+            return False
+        self._enter_mode()
+        self._calls = 1 if new_pass else self._calls + 1
+        if self.group is None and size < 2:
+            return False
+        return self._mode.layers.take_turn()
+
+    def forward_repeated(
+        self, layers: Collection[str], samples: int, refusal: str | None = None
+    ) -> None:
+        """A call was repeated, by all ranks of the group.
+
+        Args:
+            layers: that ran.
+            samples: how many the repeat can tell something about; 0 where it changed none.
+            refusal: what was wrong, if anything.
+
+        Raises:
+            RuntimeError: something was, here or on another rank.
+        """
+        refuse_together(refusal, self.group, _WHAT)
+        samples = max(row[0] for row in gather_rows([samples], self.group, _WHAT))
+        progress = self._mode.layers
+        self._repeated = samples > 0
+        progress.woken = False
+        progress.samples += samples
+        if samples:
+            progress.prove(layers)
+
+    def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
+        """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
+        rng = np.random.default_rng(_secret())
+        drawn = from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
+        return np.frombuffer(drawn, dtype="<i8")
+
+    # Backward
+
+    def wants_backward(self, used: Iterable[str], size: int | None) -> bool:
+        """Whether the backward that begins is to be proven.
+
+        Args:
+            used: names of the layers that ran in its forward.
+            size: B, where there is one loss a sample.
+        """
+        if not self.is_on or size is None:
+            return False
+        if not self._mode_is_new:
+            self._enter_mode()
+        self._mode_is_new = False
+        mode, repeated = self._mode, self._repeated
+        self._repeated = False
+        mode.is_trained = True
+        if is_new := mode.layers.meet(used):
+            mode.layers.begin_anew()
+        # Other ranks may have more, and then all of them prove.
+        if size < 2:
+            return False
+        mode.layers.missed |= not repeated
+        return mode.uses.take_turn() or is_new
+
+    def prove(
+        self,
+        owner: ProvableBackward,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        size: int,
+        real: Tensor | None,
+    ) -> Watch | None:
+        """Run the backward of some samples alone.
+
+        Args:
+            owner: whose handles are differentiated by.
+            outputs: where the backward begins.
+            seeds: gradients by them, `[B, ...]` each.
+            size: B.
+            real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
+
+        Returns:
+            What compares the ordinary backward with it; None where it could not be run.
+
+        Raises:
+            RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
+        """
+        loudest = _loudest(outputs, seeds, size)
+        drawn = self.draw(lambda rng: _weights(size, rng, loudest)).astype(bool)
+        weighted = _Weighted(torch.from_numpy(drawn), real)
+        weights = [_masked(seed, weighted.weights) for seed in seeds]
+        with owner.only_watched(weighted), random_state_kept(self._device):
+            if not _differentiate(owner, outputs, weights, weighted):
+                return None
+        self._mode.uses.woken = False
+        self._mode.uses.meet(weighted.uses)
+        self.refuse(weighted.refusal)
+        return _Ordinary(self, weighted)
+
+    def refuse(self, refusal: str | None) -> None:
+        """Raise what this rank, or another one, refuses in the backward."""
+        try:
+            refuse_together(refusal, self.group, _WHAT)
+        except RuntimeError:
+            # A loop that goes on all the same meets it in each batch.
+            self._mode.uses.begin_anew()
+            raise
+
+    def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
+        """The model's outputs, so that a backward from behind them is proven as it comes by.
+
+        A scalar's terms cannot be weighted one by one; the rows of its gradient at the outputs
+        can. What makes the scalar of them is not proven.
+        """
+        leaves, structure = tree_flatten(outputs)
+        uses = self._mode.uses
+        # What wakes one rank is not known to the others yet.
+        wanted = uses.is_due() if self.group is None else uses.is_pending
+        crossing = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if not crossing or not wanted:
+            uses.take_turn()
+            return outputs
+
+        def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+            reached = [(x, g) for x, g in zip(inner, grads, strict=True) if g is not None]
+            if self._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
+                owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
+            else:
+                uses.take_turn()
+                self._note_scalar(reached)
+
+        behind = _Crossing.apply(prove, *(leaves[i] for i in crossing))
+        for i, leaf in zip(crossing, behind, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, structure)
+
+    def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
+        mode = self._mode
+        mode.is_trained = True
+        if mode.makes_scalars or all(x.ndim for x, _ in reached):
+            return
+        mode.makes_scalars = True
+        warnings.warn(
+            "the model returns its loss as a scalar, so its first batches cannot prove that the "
+            "backward keeps samples apart (engine.verified will be 'forward'); run engine.check, "
+            "or make the losses outside of the model, as by engine.backward("
+            "dpflash.losses.cross_entropy(logits, targets))",
+            stacklevel=2,
+        )
+
+    def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
+        """Note what a gate's uses showed: 0 nothing, 1 that they are, 2 that they are proven."""
+        rows = gather_rows([samples, *found], self.group, _WHAT)
+        best = [max(column) for column in zip(*rows, strict=True)]
+        uses = self._mode.uses
+        uses.samples += best[0]
+        for position, value in enumerate(best[1:]):
+            slot = (gate.index, position)
+            if value:
+                uses.meet([slot])
+            if value == 2:
+                uses.prove([slot])
+
+
+class CrossedBackward(Protocol):
+    """A private backward of a scalar, as the model's outputs see it come by."""
+
+    def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
+        """The backward has these gradients, `[B, ...]` each, at the model's outputs."""
+
+
+OFF = Proof(is_on=False)
+
+
+class _Resting:
+    """Looks out for uses that are not proven, while no proof is under way."""
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        uses, slot = self._proof._mode.uses, (gate.index, position)
+        if slot in uses.unproven:
+            # A layer whose gradients were all 0 so far may have woken.
+            uses.woken = uses.woken or bool(rows[0].any())
+        elif uses.samples and uses.meet([slot]):
+            uses.begin_anew()
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        for position, grad in enumerate(grads):
+            if grad is not None and gate.is_dense(position):
+                self.use(gate, position, (grad,))
+
+
+@dataclass
+class _Use:
+    """The rows of one use: summaries, and which of them are not all 0."""
+
+    summaries: Tensor
+    nonzero: Tensor
+
+
+class _Weighted:
+    """A watch of the backward in which some samples have weight 0.
+
+    Attributes:
+        weights: `[B]`, bool.
+        real: `[B]`, bool: rows that count as samples.
+        uses: of each parameter, in the order in which they came.
+        refusal: names the layer nearest to the losses whose rows should be 0 and are not.
+        left_out: `[B]`, samples with a row that is not finite, of which nothing is told.
+        dtypes: of all rows.
+    """
+
+    def __init__(self, weights: Tensor, real: Tensor | None) -> None:
+        self.weights = weights
+        self.real = torch.ones_like(weights) if real is None else real
+        self.uses: dict[_Slot, list[_Use]] = {}
+        self.refusal: str | None = None
+        self.left_out = torch.zeros_like(weights)
+        self.dtypes: set[torch.dtype] = set()
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        self._see((gate.index, position), gate.layer_of(position), rows[0])
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        """No gate runs in this backward; the handles' gradients come by `dense`."""
+
+    def dense(self, slot: _Slot, layer: str, grad: Tensor | None) -> Tensor | None:
+        """See a handle's gradient; what stands in for it afterwards takes no memory."""
+        if grad is None:
+            return None
+        self._see(slot, layer, grad)
+        return grad.new_zeros(()).expand_as(grad)
+
+    def look(self, rows: Tensor) -> _Use | None:
+        """What a use's rows show; None where they are not of the batch, which others refuse."""
+        rows = rows.detach()
+        if not rows.ndim or len(rows) != len(self.weights):
+            return None
+        self.dtypes.add(rows.dtype)
+        flat = rows.reshape(len(rows), rows.shape[1:].numel())
+        greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
+        self.left_out |= ~greatest.isfinite().cpu()
+        # Sums with zeros of other samples have either sign of 0.
+        parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
+        summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
+        return _Use(summaries, (greatest != 0).cpu())
+
+    def _see(self, slot: _Slot, layer: str, rows: Tensor) -> None:
+        use = self.look(rows)
+        if use is None:
+            return
+        self.uses.setdefault(slot, []).append(use)
+        if self.refusal is None and bool((~self.weights & use.nonzero & ~self.left_out).any()):
+            self.refusal = _MIXED.format(layer=layer)
+
+
+class _Ordinary:
+    """A watch of the ordinary backward, which compares its rows with those of the weighted one."""
+
+    def __init__(self, proof: Proof, weighted: _Weighted) -> None:
+        self._proof = proof
+        self._weighted = weighted
+        self._counts: dict[_Slot, int] = {}
+        self._proven: dict[_Slot, bool] = {}
+        self._refusal: str | None = None
+        self._counted = False
+        # Whether rows are not of the batch, which others refuse.
+        self._is_foreign = False
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        slot, layer = (gate.index, position), gate.layer_of(position)
+        number = self._counts.get(slot, 0)
+        self._counts[slot] = number + 1
+        weighted = self._weighted
+        expected = weighted.uses.get(slot, [])
+        use = weighted.look(rows[0])
+        if use is None:
+            self._is_foreign = True
+            return
+        if number >= len(expected):
+            self._refuse(_COUNTS, layer)
+            return
+        kept, included = weighted.weights, ~weighted.left_out
+        apart = differing(
+            expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
+        ).cpu()
+        if bool((kept & apart & included).any()):
+            self._refuse(_OTHERS, layer)
+        both = (kept & use.nonzero & included).any() & (~kept & use.nonzero & included).any()
+        self._proven[slot] = self._proven.get(slot, True) and bool(both)
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        for position, grad in enumerate(grads):
+            if grad is not None and gate.is_dense(position):
+                self.use(gate, position, (grad,))
+        if self._is_foreign:
+            return
+        found = []
+        for position in range(gate.size):
+            slot = (gate.index, position)
+            uses = self._weighted.uses.get(slot, [])
+            if self._counts.get(slot, 0) != len(uses):
+                self._refuse(_COUNTS, gate.layer_of(position))
+            found.append(0 if slot not in self._proven else 1 + self._proven[slot])
+        self._proof.refuse(self._refusal)
+        weights, included = self._weighted.weights, self._weighted.real & ~self._weighted.left_out
+        both = bool((weights & included).any()) and bool((~weights & included).any())
+        samples = 0 if self._counted or not both else int(included.sum())
+        self._counted = True
+        self._proof._settle(gate, samples, found)
+
+    def _refuse(self, text: str, layer: str) -> None:
+        self._refusal = self._refusal or text.format(layer=layer)
+
+
+class _Crossing(torch.autograd.Function):
+    """Copies of the model's outputs, whose backward sees all their gradients at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        prove: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
+        *outputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.prove = prove
+        ctx.outputs = outputs
+        ctx.set_materialize_grads(False)
+        # The user may change what the model returned in place.
+        return tuple(x.clone() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        prove, outputs = ctx.prove, ctx.outputs
+        ctx.prove = ctx.outputs = None
+        if prove is not None:
+            prove(outputs, grads)
+        return (None, *grads)
+
+
+def allow_second_backwards() -> None:
+    """Have torch.compile keep, from now on, what a backward that is not the last one needs.
+
+    It holds for what the calling thread compiles and runs.
+    """
+    from torch._functorch import config  # slow to load
+
+    config.donated_buffer = False
+
+
+def _differentiate(
+    owner: ProvableBackward,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    watch: _Weighted,
+) -> bool:
+    """Run the backward to the handles, whose own gradients the watch sees too.
+
+    Returns:
+        Whether it could be run; not where what was compiled elsewhere allows one backward only.
+    """
+    handles, hooks = [], []
+    for slot, layer, counts, handle in owner.handles():
+        handles.append(handle)
+        if counts:
+            hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
+    if not handles:
+        return False  # No loss reaches a private layer, which others refuse.
+    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
+        # The thread that runs the backward of a GPU has settings of its own.
+        hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
+    try:
+        torch.autograd.grad(
+            outputs, handles, grad_outputs=grads, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "donated buffer" not in str(error):
+            raise
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return True
+
+
+def _secret() -> int:
+    """A number from the operating system, and from none of the run's own streams."""
+    return int.from_bytes(os.urandom(32), "little")
+
+
+def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -> np.ndarray:
+    """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
+
+    Those of the loudest samples are 0, for one of them may set a scale of the batch.
+    """
+    while True:
+        weights = rng.integers(0, 2, size)
+        weights[list(loudest)] = 0
+        if size < 2 or 0 < weights.sum() < size:
+            return weights
+
+
+def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
+    """A few samples, those with the greatest losses, or products of outputs and gradients."""
+    sizes = torch.zeros(size, dtype=torch.float64)
+    for x, seed in zip(outputs, seeds, strict=True):
+        products = x.detach().double() * seed.double()
+        sizes += products.abs().unsqueeze(1).flatten(1).sum(1).nan_to_num(0.0, 0.0).cpu()
+    return sizes.argsort(descending=True)[: size // 4].tolist()
+
+
+def _masked(seed: Tensor, weights: Tensor) -> Tensor:
+    """The rows of weight 1, others 0 even where they are not finite."""
+    weights = weights.to(seed.device).view(-1, *[1] * (seed.ndim - 1))
+    return torch.where(weights, seed, torch.zeros((), dtype=seed.dtype, device=seed.device))

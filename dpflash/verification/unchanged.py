@@ -1,0 +1,251 @@
+"""Buffers and frozen parameters, whose contents must stay as they are while a model is trained.
+
+They leave with `model.state_dict()` and get no noise, and what a forward leaves in them reaches
+later batches. Version counters are looked at in every backward, contents now and then, since
+writes to `.data` move no counter.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.fsdp import is_sharded
+from .digests import row_digests
+
+__all__ = ["Contents", "Unchanged", "check_allowed"]
+
+# Contents are compared in the first backward and in every so many.
+_EVERY = 64
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor hangs in the model.
+
+    Attributes:
+        module: that has it.
+        key: its name there.
+        is_buffer: whether it is a buffer, else a frozen parameter.
+        part: of a sharded parameter, which hangs there between forwards only.
+    """
+
+    module: nn.Module
+    key: str
+    is_buffer: bool
+    part: Tensor | None = None
+
+    @property
+    def is_public(self) -> bool:
+        """Whether `state_dict` has it."""
+        return not self.is_buffer or self.key not in self.module._non_persistent_buffers_set
+
+    def tensor(self) -> Tensor | None:
+        if self.part is not None:
+            return self.part
+        held = self.module._buffers if self.is_buffer else self.module._parameters
+        return held.get(self.key)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor as it was seen last."""
+
+    tensor: Tensor
+    version: int | None
+    shape: torch.Size
+    digest: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Seen:
+        return cls(tensor, _version(tensor), tensor.shape, _digest(tensor))
+
+
+class Unchanged:
+    """The buffers and frozen parameters of one model, and their contents.
+
+    Args:
+        module: the model.
+        trained: the parameters that are trained.
+        allowed: names of buffers and frozen parameters that may change.
+    """
+
+    def __init__(
+        self, module: nn.Module, trained: Collection[nn.Parameter], allowed: Collection[str] = ()
+    ) -> None:
+        check_allowed(module, trained, allowed)
+        self._module = module
+        places = _places_of(module, trained)
+        # A tensor of several names is allowed under all of them.
+        ids = {id(places[name].tensor()) for name in allowed if places[name].tensor() is not None}
+        self._allowed = {n for n, p in places.items() if n in allowed or id(p.tensor()) in ids}
+        self._allowed_places = [places[name] for name in sorted(self._allowed)]
+        self._places = {n: p for n, p in places.items() if n not in self._allowed}
+        self._seen = {
+            n: _Seen.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
+        }
+        self._backwards = 0
+
+    def before_backward(self) -> str | None:
+        """`refusal` in each backward: of contents in the first one and in every 64th."""
+        refusal = self.refusal(contents=self._backwards % _EVERY == 0)
+        # What is refused now is refused the next time.
+        self._backwards += refusal is None
+        return refusal
+
+    def changed(self, *, contents: bool = True) -> list[str]:
+        """Names of what changed.
+
+        Args:
+            contents: whether all contents are compared, also where no version counter moved.
+        """
+        if contents:
+            for name, place in _buffers_of(self._module):
+                if name not in self._allowed:
+                    self._places.setdefault(name, place)
+        return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
+
+    def refusal(self, *, contents: bool = True) -> str | None:
+        """Why nothing may leave, naming what changed; None where nothing did. See `changed`."""
+        changed = self.changed(contents=contents)
+        if not changed:
+            return None
+        shown = ", ".join(f"'{name}'" for name in changed[:3]) + ", ..." * (len(changed) > 3)
+        return (
+            f"{shown} changed since make_private: buffers and frozen parameters get no noise, so "
+            "what a forward leaves there leaves with the weights and reaches later batches. Keep "
+            "nothing of a batch in the model. Set weights before make_private, or by "
+            f"model.load_state_dict; vouch for what is public by allow_buffers=[{changed[0]!r}]"
+        )
+
+    def compare(self) -> None:
+        """Compare all contents.
+
+        Raises:
+            RuntimeError: some changed.
+        """
+        refusal = self.refusal()
+        if refusal is not None:
+            raise RuntimeError(refusal)
+
+    def loaded(self, names: Iterable[str]) -> None:
+        """Take what `load_state_dict` has put under these names."""
+        found = [self._places[name].tensor() for name in names if name in self._places]
+        ids = {id(t) for t in found if t is not None}
+        for name, place in self._places.items():
+            tensor = place.tensor()
+            if tensor is not None and id(tensor) in ids:
+                self._seen[name] = _Seen.of(tensor)
+
+    def moved(self, apart_from: Collection[str] = ()) -> None:
+        """Take contents as they are, after a change of device or dtype."""
+        for name, place in self._places.items():
+            tensor = place.tensor()
+            if tensor is not None and name not in apart_from:
+                self._seen[name] = _Seen.of(tensor)
+
+    def allowed_contents(self) -> Contents:
+        """What may change, as it is now."""
+        return Contents(self._allowed_places)
+
+    def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
+        tensor, seen = place.tensor(), self._seen.get(name)
+        if tensor is None:
+            # What is gone leaves nothing.
+            return False
+        if seen is not None and tensor is seen.tensor and not contents:
+            if seen.version is not None and _version(tensor) == seen.version:
+                return False
+        now = _Seen.of(tensor)
+        if seen is None or now.shape != seen.shape:
+            # Outside of `state_dict` tables of angles and masks grow with the longest sequence.
+            same = not place.is_public
+        else:
+            same = now.digest == seen.digest
+        if same:
+            self._seen[name] = now
+        return not same
+
+
+def check_allowed(
+    module: nn.Module, trained: Collection[nn.Parameter], allowed: Collection[str]
+) -> None:
+    """Refuse names that are neither buffers nor frozen parameters of the module.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    if isinstance(allowed, str) or not all(isinstance(name, str) for name in allowed):
+        raise ValueError(f"allow_buffers={allowed!r}: expected a list of names")
+    places = _places_of(module, trained)
+    for name in allowed:
+        if name not in places:
+            close = difflib.get_close_matches(name, places, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"allow_buffers has {name!r}, which is no buffer and no frozen parameter of the "
+                f"module{hint}"
+            )
+
+
+class Contents:
+    """Contents of some buffers and parameters, to be put back."""
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        held = [(place, place.tensor()) for place in places]
+        self._held = [(p, t, t.detach().clone()) for p, t in held if t is not None]
+
+    def restore(self) -> None:
+        """Give all of them these contents again."""
+        for place, tensor, contents in self._held:
+            if place.is_buffer:
+                place.module._buffers[place.key] = tensor
+            with torch.no_grad():
+                tensor.copy_(contents)
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[str, _Place]]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for key in owner._buffers:
+            yield f"{prefix}.{key}" if prefix else key, _Place(owner, key, True)
+
+
+def _places_of(module: nn.Module, trained: Collection[nn.Parameter]) -> dict[str, _Place]:
+    ids = {id(p) for p in trained}
+    return {**dict(_buffers_of(module)), **dict(_frozen_of(module, ids))}
+
+
+def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[str, _Place]]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) not in trained:
+                part = parameter if is_sharded(parameter) else None
+                yield f"{prefix}.{key}" if prefix else key, _Place(owner, key, False, part)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """None where none is kept."""
+    return None if tensor.is_inference() else _here(tensor)._version
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _digest(tensor: Tensor) -> int:
+    held = _here(tensor).detach()
+    if held.is_meta:
+        return 0
+    if held.is_quantized:
+        held = held.int_repr()
+    if held.layout != torch.strided:
+        held = held.to_dense()
+    return int(row_digests(held.reshape(1, held.numel()))[0])

@@ -1,0 +1,70 @@
+"""What looks on as per-sample gradients reach the clipping gates, to compare backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..distributed.collectives import exchanging, gather_rows
+
+
+class WatchedGate(Protocol):
+    """A clipping gate, as a watch sees it."""
+
+    @property
+    def index(self) -> int:
+        """Number of its clipping group."""
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+
+    def layer_of(self, position: int) -> str:
+        """Dotted name of the layer that holds one of its parameters."""
+
+    def is_dense(self, position: int) -> bool:
+        """Whether a parameter's gradient, or a part of it, reaches the handle alone."""
+
+    def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Squared norms `[B]` of the uses that arrived; grads are the handles' gradients."""
+
+
+class Watch(Protocol):
+    """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        """What makes a use's gradients, `[B, ...]` each; the first is linear in the losses'."""
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        """All uses of the gate have arrived; raises RuntimeError for what it refuses."""
+
+
+def refuse_together(
+    refusal: str | None,
+    group: ProcessGroup | None,
+    what: str,
+    error: type[RuntimeError] = RuntimeError,
+) -> None:
+    """Raise on all ranks of a group what one of them refuses.
+
+    Args:
+        refusal: why this rank refuses; None where it does not.
+        group: all of its ranks call this; None is a process by itself.
+        what: names the exchange in messages.
+        error: what is raised.
+
+    Raises:
+        RuntimeError: with this rank's reason, or else with the first other one's.
+    """
+    rows = gather_rows([int(refusal is not None)], group, what)
+    if not any(row[0] for row in rows):
+        return
+    reasons: list[object] = [refusal] * len(rows)
+    if len(rows) > 1:
+        with exchanging(what, group):
+            dist.all_gather_object(reasons, refusal, group=group)
+    raise error(refusal or next(reason for reason in reasons if reason is not None))
