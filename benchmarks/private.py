@@ -112,13 +112,9 @@ class Training:
 def make_training(
     task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize
 ) -> Training:
-    """The training of a task.
+    """The training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
 
-    Args:
-        task: the model and its batch.
-        provider: one of PROVIDERS, or "optimize-LEVEL" for `make_private(optimize=LEVEL)`.
-        noise_multiplier: of a private provider.
-        optimize: makes the optimizer of the parameters.
+    The name of the latter is "optimize-LEVEL".
 
     Raises:
         Unsupported: Opacus is not installed.
@@ -227,10 +223,7 @@ def clipped_sums(
 ) -> list[Tensor]:
     """The sum of clipped gradients of each parameter, by a loop over single samples.
 
-    Args:
-        task: the model and its batch.
-        clipping: "flat", "per_layer", "per_block", or None.
-        raised: factors of the samples' norms in flat clipping, see `raised_norms`.
+    In flat clipping, `raised` has factors of the samples' norms, see `raised_norms`.
     """
     model = task.build()
     parameters = list(model.parameters())
@@ -387,10 +380,7 @@ def noise_subject(
     device: str,
     seed: int,
 ) -> Subject:
-    """One of ALONE on sums of the shapes of the lm's parameters: the noise of a step by itself.
-
-    batch and dtype are those of the steps beside which it stands, and change nothing.
-    """
+    """One of ALONE on sums of the shapes of the lm's parameters; batch and dtype do not matter."""
     model = lm(tokens, heads, head_dim, layers).to(device)
     sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
     copies = [torch.ones_like(total) for total in sums]

@@ -50,21 +50,13 @@ class Quality:
     """The held-out loss of a small language model with a pattern, over that with dense attention.
 
     The models differ in their pattern alone.
-
-    Attributes:
-        tokens: of its windows; lengths of the pattern are scaled to them.
-        difference: loss minus that with dense attention, nats a byte; lower is better.
-        difference_ci95: its 95% interval over the choice of windows.
-        relative_difference: over the loss with dense attention.
-        seed_difference: the most by which another seed changed the loss of a dense model; None
-            where that was not measured.
     """
 
-    tokens: int
-    difference: float
-    difference_ci95: tuple[float, float]
-    relative_difference: float
-    seed_difference: float | None
+    tokens: int  # of its windows; lengths of the pattern are scaled to them
+    difference: float  # loss minus that with dense attention, nats a byte; lower is better
+    difference_ci95: tuple[float, float]  # over the choice of windows
+    relative_difference: float  # over the loss with dense attention
+    seed_difference: float | None  # the most by which another seed changed a dense model's loss
 
     @property
     def is_chance(self) -> bool:

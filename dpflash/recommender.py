@@ -43,29 +43,16 @@ _IN_TOKENS = ("block_size", "global_tokens", "levels", "segment_lengths", "windo
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern, and the expected cost of its attention.
+    """A pattern, and the expected cost of its attention."""
 
-    Attributes:
-        variant: its name in the measurements.
-        pattern: for `dpflash.attention(pattern=...)` and the modules.
-        expected_ms: milliseconds of a call.
-        expected_peak_mib: MiB by which memory grows during a call; None where it is not known.
-        fits: whether that is within the limit.
-        pair_share: pairs (query, key) seen, over those of dense attention (causal or not).
-        quality: of a small model with this pattern, its lengths scaled with T; None where it was
-            not measured, and for dense attention.
-        basis: the rows that the figures come from, and how.
-        expected_ms_ci95: 95% interval of the time.
-    """
-
-    variant: str
-    pattern: Pattern
+    variant: str  # its name in the measurements
+    pattern: Pattern  # for `dpflash.attention(pattern=...)` and the modules
     expected_ms: float
-    expected_peak_mib: float | None
-    fits: bool
-    pair_share: float
-    quality: Quality | None
-    basis: str
+    expected_peak_mib: float | None  # growth of memory during a call, where it is known
+    fits: bool  # whether that is within the limit
+    pair_share: float  # pairs (query, key) over those of dense attention, causal or not
+    quality: Quality | None  # of a small model with this pattern, where it was measured
+    basis: str  # the rows that the figures come from, and how
     expected_ms_ci95: tuple[float, float]
 
     @property
@@ -95,22 +82,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended pattern.
+    """The recommended pattern."""
 
-    Attributes:
-        chosen: the fastest candidate that fits; of those as fast within noise the one that sees
-            most.
-        alternatives: all other candidates, those that fit first, each by time.
-        measured_on: device, threads, date and version of the figures.
-        reasons: why, what was left out, and warnings.
-        asked: the question in words.
-    """
-
-    chosen: Candidate
-    alternatives: tuple[Candidate, ...]
-    measured_on: str
-    reasons: tuple[str, ...]
-    asked: str
+    chosen: Candidate  # of those as fast as the fastest that fits, the one that sees most
+    alternatives: tuple[Candidate, ...]  # those that fit first, each by time
+    measured_on: str  # device, threads, date and version
+    reasons: tuple[str, ...]  # why, what was left out, and warnings
+    asked: str  # the question in words
 
     @property
     def pattern(self) -> Pattern:
@@ -201,10 +179,9 @@ def recommend(
     """The fastest attention pattern for one sample of this many tokens, by measurements.
 
     Patterns are different models: a sparse one is faster because it sees less. The answer shows
-    how many pairs each sees and, where it was measured, the held-out loss of a small model;
-    ``patterns=[Dense]`` asks for dense attention only. Of patterns as fast as the fastest within
-    noise (95% intervals that overlap, or 5%) the one that sees most is chosen. A pattern is never
-    chosen if its last position cannot depend on all earlier ones, over any number of layers.
+    how many pairs each sees and, where it was measured, the held-out loss of a small model. Of
+    patterns as fast as the fastest within noise (95% intervals that overlap, or 5%) the one that
+    sees most is chosen, and never one whose last position cannot depend on all earlier ones.
 
     Between measured T, time follows a straight line over the pattern's pairs and memory one
     over T, in logarithms; beyond, the line of the nearest two, up to 4 times T. Both count as
@@ -499,7 +476,6 @@ def _basis(ends: Sequence[Case], asked: _Question) -> str:
 
 
 def _is_as_fast(one: Candidate, fastest: Candidate) -> bool:
-    """Whether it fits, and its time is the fastest one's within noise."""
     is_near = one.expected_ms <= _AS_FAST * fastest.expected_ms
     return one.fits and (is_near or one.expected_ms_ci95[0] <= fastest.expected_ms_ci95[1])
 
