@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .attention import DIRECTIONS
-from .named_variants import variant_named
 from .reported import Answer, Figure, Report, Reported, ReportTable
 from .reports_scaling import RING_DILATED, RING_DILATED_TABLE
+from .variants import variant_named
 
 
 def _ms(value: float, spread: float | None = None) -> Figure:

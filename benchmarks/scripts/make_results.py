@@ -4,14 +4,14 @@ python benchmarks/scripts/make_results.py [--check]
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from dpflash.bench.output import write_text
 from dpflash.bench.page import render
 from dpflash.bench.reports import REPORTS
-from dpflash.bench.result_files import recommendation_data
+from dpflash.bench.result_files import device_names
+from dpflash.measured import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,10 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def made(root: Path) -> dict[Path, str]:
     """The text of each file to be."""
     results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
-    data = json.dumps(recommendation_data(results), indent=1, sort_keys=True)
+    measured = [
+        file
+        for device in device_names(results)
+        for name in ("attention", "variants", "sequence")
+        if (file := results / device / f"{name}.json").exists()
+    ]
     return {
         page: render(results, REPORTS, page),
-        root / "dpflash" / "recommendations.json": data + "\n",
+        root / "dpflash" / "recommendations.json": shipped_table(measured),
     }
 
 
