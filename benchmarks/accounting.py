@@ -34,7 +34,6 @@ from .accounting_providers import (
 )
 from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
 from .isolated import Failed, run_isolated
-from .measuring import recorded_warnings
 from .suite import (
     Build,
     Comparison,
@@ -45,6 +44,7 @@ from .suite import (
     Suite,
     Unsupported,
     needs,
+    recorded_warnings,
 )
 
 TRUTH = Path(__file__).resolve().parents[1] / "tests" / "accounting" / "truth.json"

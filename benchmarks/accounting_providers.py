@@ -11,7 +11,7 @@ from typing import Any
 
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
-from .plan import Unsupported
+from .suite import Unsupported
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 

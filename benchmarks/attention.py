@@ -18,8 +18,7 @@ from dpflash.nn import MultiheadAttention
 
 from .attention_cases import TOLERANCES, Case, check, document_borders, reference
 from .attention_module import module_subject
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
-from .exponents import fitted_row
+from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config, fitted_row
 from .named_variants import variant_named
 from .peers import FORWARD_ONLY, PEERS, build_run
 from .suite import Comparison, Measurement, Request, Row, Subject, Suite, worst

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from .attention import SHAPE, default_dtype, dilated_subject, exponent_row
-from .document import CORRECT, FIGURES, LEAST_SIZES, ROOFS, Chart, Column, column, config
-from .exponents import exponent_table
+from .document import (
+    CORRECT,
+    FIGURES,
+    LEAST_SIZES,
+    ROOFS,
+    Chart,
+    Column,
+    column,
+    config,
+    exponent_table,
+)
 from .private_scaling import insight
 from .suite import Measurement, Request, Row, of_section
 

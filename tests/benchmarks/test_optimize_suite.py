@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpflash.bench import optimize
-from dpflash.bench.legend import LEGEND
+from dpflash.bench.document import LEGEND
 from dpflash.bench.output import row
 from dpflash.bench.suite import Comparison, Request
 from dpflash.clipping.planner import LEVELS
