@@ -139,7 +139,7 @@ DP_FLASH_ATTENTION = Report(
                 Reported(
                     "bottleneck: memory_bandwidth, memory_capacity, compute_bound, balanced",
                     wrong="a rule over synthetic figures",
-                    features=("dpflash.bench.roofline.place_under_roofs",),
+                    features=("dpflash.bench.work.place_under_roofs",),
                 ),
                 Reported(
                     "key insights: mean best batch, efficiency of workers, best level",
@@ -296,7 +296,7 @@ TORCHBRIDGE = Report(
                 Reported(
                     "traces of torch.profiler with a table",
                     features=(
-                        "dpflash.bench.trace.trace_call",
+                        "dpflash.bench.work.trace_call",
                         "dpflash bench variants --traces",
                     ),
                 ),

@@ -339,7 +339,7 @@ class _Sections:
         links: Sequence[Link] = LINKS
         if options.link_gbps is not None:
             name = f"{options.link_gbps:g} GB/s, {options.link_latency_us:g} us (given)"
-            links = [Link(name, 1e9 * options.link_gbps, 1e-6 * options.link_latency_us)]
+            links = [Link(name, 1e9 * options.link_gbps, options.link_latency_us / 1e6)]
         speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
         for given in options.flops:
             assumed = dict.fromkeys(PATTERNS, given)

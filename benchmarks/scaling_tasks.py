@@ -402,7 +402,7 @@ class _Training:
             sampling="fixed_size",  # of all samples, so that all steps are of one size
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
-            way="stored" if case.scheme == "context" else "auto",
+            grad_sample_mode="instantiate" if case.scheme == "context" else "auto",
             # The checks of the first batches are no part of a step.
             verify_first_batch=False,
         )

@@ -28,7 +28,7 @@ from dpflash.bench.scaling import (
 )
 from dpflash.bench.schema import upgraded
 from dpflash.bench.suite import Comparison, Request
-from dpflash.bench.suites import SUITES, suite_named
+from dpflash.bench.suites import suite_named
 from dpflash.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
