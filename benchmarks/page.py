@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from .document import bullets
-from .legend import legend
+from .document import bullets, legend
 from .output import markdown_table
 from .report_tables import LEGEND, has_figures, report_parts
 from .reported import Report, reported_rows

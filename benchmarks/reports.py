@@ -71,9 +71,9 @@ def _worker_sweep() -> Iterator[Reported]:
             (Figure(rate, "tasks/s"), Figure("100%", "efficiency")),
             answers=[
                 Answer(
-                    "workers",
+                    "ranks",
                     "private_training",
-                    {"workers": workers, "batch": batch, "tokens": tokens},
+                    {"ranks": workers, "batch": batch, "tokens": tokens},
                 )
                 for batch, tokens in ((8, 256), (16, 512))
             ],
@@ -139,7 +139,7 @@ DP_FLASH_ATTENTION = Report(
                 Reported(
                     "bottleneck: memory_bandwidth, memory_capacity, compute_bound, balanced",
                     wrong="a rule over synthetic figures",
-                    features=("dpflash.bench.roofline.place_under_roofs",),
+                    features=("dpflash.bench.work.place_under_roofs",),
                 ),
                 Reported(
                     "key insights: mean best batch, efficiency of workers, best level",
@@ -211,10 +211,14 @@ def _sparse() -> Iterator[Reported]:
 
 # Rows of ours for each of their tables.
 _CONTEXT = tuple(
-    {"scaling": "weak", "mode": "ring", "what": what}
-    for what in ("dense causal, zigzag", "dilated", "sliding window")
+    {"scaling": "weak", "mode": "ring", "pattern": pattern, "sharding": sharding}
+    for pattern, sharding in (
+        ("dense causal", "zigzag"),
+        ("dilated", "contiguous"),
+        ("sliding window", "contiguous"),
+    )
 )
-_TRAINING = tuple({"scaling": "weak", "what": what} for what in ("replicated", "fsdp2"))
+_TRAINING = tuple({"scaling": "weak", "scheme": scheme} for scheme in ("replicated", "fsdp2"))
 
 
 def _over_workers(
@@ -223,14 +227,14 @@ def _over_workers(
     for what, workers, efficiency in CONTEXT_PARALLEL_TABLE:
         if what.startswith(kind):
             needs = f"{workers} GPUs, or CPU cores for as many workers"
-            options = "--workers 1,2,4,8" if workers > 4 else ""
+            options = "--ranks 1,2,4,8" if workers > 4 else ""
             yield Reported(
                 f"{what}, {workers} of them",
                 (Figure(f"{efficiency:.0%}", "efficiency"),),
                 answers=[
-                    Answer("workers", ours, {"workers": workers}),
+                    Answer("ranks", ours, {"ranks": workers}),
                     *(
-                        Answer("scaling", section, {**row, "workers": workers}, needs, options)
+                        Answer("scaling", section, {**row, "ranks": workers}, needs, options)
                         for row in rows
                     ),
                 ],
@@ -292,7 +296,7 @@ TORCHBRIDGE = Report(
                 Reported(
                     "traces of torch.profiler with a table",
                     features=(
-                        "dpflash.bench.trace.trace_call",
+                        "dpflash.bench.work.trace_call",
                         "dpflash bench variants --traces",
                     ),
                 ),

@@ -218,7 +218,7 @@ HYBRID = Report(
                     "memory of 16K over memory of 1K",
                     (Figure(1.15, "times"), Figure("O(n/p)", "claimed")),
                     wrong="of two workers only; B halves on the way; each holds all of q, k and v",
-                    answers=[Answer("scaling", "memory", {"what": "dilated"})],
+                    answers=[Answer("scaling", "memory", {"pattern": "dilated"})],
                 ),
                 Reported(
                     "standard attention at 16K",
