@@ -26,9 +26,18 @@ from dpflash.accounting import create_accountant, get_noise_multiplier
 from . import output as results
 from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
 from .isolated import Failed, run_isolated
-from .measuring import recorded_warnings
-from .plan import Build, Comparison, Measurement, Request, Row, Subject, Unsupported
-from .suite import Suite, needs
+from .suite import (
+    Build,
+    Comparison,
+    Measurement,
+    Request,
+    Row,
+    Subject,
+    Suite,
+    Unsupported,
+    needs,
+    recorded_warnings,
+)
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 

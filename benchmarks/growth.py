@@ -13,8 +13,19 @@ import scipy.stats
 
 from . import output as results
 from .attention import DIRECTIONS, SHAPE, default_dtype, dilated_subject, is_small
-from .document import CORRECT, FIGURES, LEAST_SIZES, ROOFS, Chart, Column, Table, column, config
-from .exponents import exponent_table, fitted_row
+from .document import (
+    CORRECT,
+    FIGURES,
+    LEAST_SIZES,
+    ROOFS,
+    Chart,
+    Column,
+    Table,
+    column,
+    config,
+    exponent_table,
+    fitted_row,
+)
 from .private_scaling import (
     BATCH_CHARTS,
     BATCH_TABLES,

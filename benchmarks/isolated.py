@@ -1,4 +1,4 @@
-"""A function in a process of its own, which may take so much memory and time and no more."""
+"""Runs a function in a process of its own, with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
-# Of an isolated process, to the one that waits for it.
+# In an isolated process: the pipe to the process that waits for it.
 _pipe: Connection | None = None
-# A process that got as far as the function sends what it raised.
+# A process that reaches the function sends what it raises.
 _NO_GUARD = (
     " and without a result. Most likely it imported the script that started it, which began to "
     'measure again; put what the script runs under `if __name__ == "__main__":`'
@@ -27,15 +28,23 @@ _NO_GUARD = (
 
 
 class Failed(Exception):
-    """The function did not end well."""
+    """The process ended without a result."""
 
 
 class OutOfMemory(Failed):
-    """It needed more memory than it may take."""
+    """The function needed more memory than its limit."""
 
 
 class OutOfTime(Failed):
-    """It took longer than it may."""
+    """The function took longer than its limit."""
+
+
+def fresh_processes() -> ForkServerContext:
+    """Starts processes as copies of a server that has imported torch and the benchmarks once."""
+    context = multiprocessing.get_context("forkserver")
+    # Importing takes seconds; an optimizer imports torch._dynamo.
+    context.set_forkserver_preload(["dpflash.bench.suite", "torch._dynamo"])
+    return context
 
 
 def run_isolated(
@@ -46,24 +55,21 @@ def run_isolated(
     threads: int | None = None,
     **arguments: Any,
 ) -> Any:
-    """What ``function(**arguments)`` returns, from a fresh process.
+    """Returns ``function(**arguments)``, called in a fresh process.
 
     Args:
         function: of a module; it, its arguments and its result travel by pickle.
         memory_limit: bytes of private memory that the process may take (Linux).
-        timeout: seconds, after which it is ended.
+        timeout: seconds, after which the process is killed.
         threads: of torch; those of this process by default.
 
     Raises:
-        OutOfMemory: it needed more than the limit, or the system ended it.
+        OutOfMemory: it needed more than the limit, or the system killed it.
         OutOfTime: it took longer.
         Failed: its process died, or raised what does not travel by pickle.
-        Exception: what the function raised else.
+        Exception: whatever else the function raised.
     """
-    context = multiprocessing.get_context("forkserver")
-    # The server imports once, what takes seconds too; its children begin as fresh copies of it.
-    # An optimizer imports torch._dynamo.
-    context.set_forkserver_preload(["dpflash.bench.suite", "torch._dynamo"])
+    context = fresh_processes()
     ours, theirs = context.Pipe(duplex=False)
     given = (theirs, function, arguments, memory_limit, threads or torch.get_num_threads())
     process = context.Process(target=_work, args=given, daemon=True)
@@ -88,8 +94,8 @@ def run_isolated(
     return value
 
 
-def tell(phase: str) -> None:
-    """Tells the process that waits for this one what begins, for `OutOfTime` to name."""
+def report_phase(phase: str) -> None:
+    """Reports to the waiting process what begins now, for `OutOfTime` to name."""
     if _pipe is not None:
         _pipe.send(("phase", phase))
 
@@ -105,15 +111,24 @@ def _result(pipe: Connection, timeout: float | None) -> tuple[str, Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there was too little memory."""
+    """Whether an exception reports too little memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 def brief(error: Exception) -> str:
-    """An exception in a few words: its type and what it says."""
+    """An exception as one line: its type and its message."""
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def begin_process(threads: int) -> None:
+    """Prepares a fresh process that another one waits for and kills."""
+    # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
+    tqdm.set_lock(threading.RLock())
+    torch.set_num_threads(threads)
 
 
 def _work(
@@ -123,13 +138,9 @@ def _work(
     memory_limit: int | None,
     threads: int,
 ) -> None:
-    # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _pipe
     _pipe = pipe
-    # Its own is a semaphore of the system, which a process that is killed leaves behind.
-    tqdm.set_lock(threading.RLock())
-    torch.set_num_threads(threads)
+    begin_process(threads)
     if memory_limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
     try:

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 
 from . import output as results
-from .document import FIGURES, LEAST_SIZES, ROOFS, Chart, Table, column, config
-from .exponents import exponent_table, fitted_row
+from .document import (
+    FIGURES,
+    LEAST_SIZES,
+    ROOFS,
+    Chart,
+    Table,
+    column,
+    config,
+    exponent_table,
+    fitted_row,
+)
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
 from .private_tasks import attention_step_flops

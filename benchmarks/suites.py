@@ -29,15 +29,19 @@ SUITES = {
     "and forward+backward",
     "accounting": "time and tightness of epsilons and noise multipliers by dpflash's accountants, "
     "Opacus' and Google's dp_accounting",
-    "workers": "throughput and efficiency of private training over numbers of worker processes",
+    "ranks": "throughput and efficiency of private training over numbers of ranks",
+    "scaling": "attention, its memory and private training on several ranks, the bytes that they "
+    "send, and a model of larger clusters",
 }
+# MODULE:ATTRIBUTE of a suite; else its name and SUITE.
 _MODULES = {
     "sequence": "growth:SEQUENCE",
     "batch": "growth:BATCH",
     "heads": "growth:HEADS",
     "max-length": "max_length",
     "private-step": "private_step",
-    "workers": "workers_suite",
+    "ranks": "scaling:RANKS_SUITE",
+    "scaling": "scaling:SCALING",
 }
 
 

@@ -136,7 +136,10 @@ class PrivacyConfig:
         object.__setattr__(self, "max_grad_norm", float(self.max_grad_norm))
         if self.noise_multiplier is not None:
             object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
-        object.__setattr__(self, "allow_buffers", tuple(self.allow_buffers))
+        names = self.allow_buffers
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"allow_buffers={names!r}: expected a list of names")
+        object.__setattr__(self, "allow_buffers", tuple(names))
         one_of(clipping=(self.clipping, (None, *CLIPPINGS)))
         one_of(clip_function=(self.clip_function, CLIP_FUNCTIONS))
         one_of(sampling=(self.sampling, SAMPLINGS))

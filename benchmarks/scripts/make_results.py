@@ -7,10 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpflash.bench.output import write_text
+from dpflash.bench import headline
+from dpflash.bench.output import write_picture, write_text
 from dpflash.bench.page import render
-from dpflash.bench.reports import REPORTS
-from dpflash.bench.result_files import device_names
+from dpflash.bench.published import read_reports
+from dpflash.bench.result_files import device_names, load
 from dpflash.measured import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ def made(root: Path) -> dict[Path, str]:
         if (file := results / device / f"{name}.json").exists()
     ]
     return {
-        page: render(results, REPORTS, page),
+        page: render(results, read_reports(), page),
         root / "dpflash" / "recommendations.json": shipped_table(measured),
     }
 
@@ -45,6 +46,10 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         stale.append(path)
         if not check:
             write_text(path, text)
+    results = root / "benchmarks" / "results"
+    shown = headline.newest({name: load(results, name) for name in device_names(results)})
+    if not check and shown is not None:
+        write_picture(results / headline.PICTURE, headline.draw(shown))
     for path in stale:
         print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
     return int(check and bool(stale))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpflash.bench import optimize, private
-from dpflash.bench.legend import LEGEND
+from dpflash.bench.document import LEGEND
 from dpflash.bench.output import row
 from dpflash.bench.private import clipped_sums
 from dpflash.bench.suite import Comparison, Request

@@ -9,7 +9,7 @@ import pytest
 
 from dpflash.bench import output as bench_results
 from dpflash.bench.page import render
-from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
+from dpflash.bench.published import Answer, Figure, Report, Reported, ReportTable
 from dpflash.bench.result_files import device_names
 from dpflash.bench.suites import suite_named
 

@@ -114,7 +114,7 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
-@pytest.mark.parametrize("grad_sample_mode", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_workers_train_what_one_process_trains(
     way: str, world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:
