@@ -136,7 +136,7 @@ def compile_once(folder: Path, command: list[str]) -> int:
 
 
 def run(killers: Sequence[str], mutant: Mutant | None, compiled: Path) -> tuple[str, float, str]:
-    """("dead", "alive" or "error", seconds, output) of the killers; None runs the code as it is."""
+    """("dead", "alive" or "error", seconds, output) of the killers; None is the code as it is."""
     begin = time.monotonic()
     with copied_tree(compiled) as (tree, environment):
         if mutant is not None:
@@ -152,7 +152,9 @@ def run(killers: Sequence[str], mutant: Mutant | None, compiled: Path) -> tuple[
                 text=True,
                 timeout=TIMEOUT_S * (1 if mutant else 6),
             )
-            state = {0: "alive", 1: "dead"}.get(done.returncode, "error")
+            # An error in a fixture has exit status 1 too, and is no failed test.
+            has_failed = done.returncode == 1 and "\nFAILED " in done.stdout
+            state = "alive" if done.returncode == 0 else "dead" if has_failed else "error"
             output = done.stdout[-3000:] + done.stderr[-1000:]
         except subprocess.TimeoutExpired:
             state, output = "error", f"more than {TIMEOUT_S} s"
