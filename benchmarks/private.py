@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash.arguments import make_groups
 from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
+from dpflash.grad_rules.convert import make_groups
 
 from .private_tasks import Task, make_task
 from .suite import Subject, Unsupported, worst

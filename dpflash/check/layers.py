@@ -15,7 +15,7 @@ from ..grad_rules import rule_for
 from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
 from ..optimize.levels import PLAIN
-from ..optimize.wrapper import LeveledForward
+from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
 from .batch import tensors
@@ -150,7 +150,7 @@ def check_private_backward(
     for parameter in subject.trained.values():
         parameter.grad = None
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     try:
         sums.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))

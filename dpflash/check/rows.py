@@ -16,7 +16,7 @@ from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
 from ..grad_rules.convert import attach
 from ..optimize.levels import PLAIN
-from ..optimize.wrapper import LeveledForward
+from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
 from .batch import Place
@@ -92,7 +92,7 @@ def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]
         clip_function="hard",
     )
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     found = []
     for order in orders:
         mask = torch.tensor([sample == 0 for sample in order])

@@ -43,7 +43,11 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
-    "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
+    "grad_sample_mode": (
+        "NAME",
+        str,
+        "auto, instantiate, book_keeping or ghost",
+    ),
     "max_grad_norm": ("C", float, "bound of one document's gradient"),
     "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
     "learning_rate": ("R", float, "of Adam"),

@@ -128,7 +128,7 @@ def ring_attention(
     Raises:
         ValueError: on all workers, for arguments that `dpflash.attention` refuses, that differ
             between workers, or a shard that is not the one of this worker.
-        dpflash.workers.WorkerError: a worker died, or did not come within the group's timeout.
+        WorkerError: a rank died, or did not answer within the timeout of the group.
 
     Guarantees:
         Differentiable once in q, k, v, sinks and alibi_slopes, through o and lse. Gradients of

@@ -586,7 +586,7 @@ class PrivateDataLoader(DataLoader):
         return {"next_draw": self.tracker.next_draw}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.tracker.next_draw = int(state["next_draw"])
+        self.tracker.resume(int(state["next_draw"]))
         if self._draws is not None:
             self._draws.resume(self.tracker.next_draw)
 

@@ -7,6 +7,7 @@ one row filled, so which kernels run, and how they round the other samples, does
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from scipy.special import bdtrc
 from torch import Tensor
+
+from dpflash.kernels import exact_slots, grid_of
 
 from ..privacy.keys import derive_key, uniform_words
 from .tracker import BatchMark
@@ -181,3 +184,20 @@ class RealRows:
         """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
+    """Refuse batches whose sums could leave what float64 holds exactly.
+
+    Raises:
+        ValueError: naming batch_size.
+    """
+    if math.isinf(max_grad_norm):
+        return
+    most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
+    # No draw is twice as large as a large batch.
+    if 2 * expected_batch_size + 4096 > most:
+        raise ValueError(
+            f"data_loader.batch_size={expected_batch_size:g}: expected at most "
+            f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
+        )

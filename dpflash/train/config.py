@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -40,8 +40,8 @@ class TrainingConfig:
         max_epsilon: the training ends before the step that would spend more, lost steps of a
             killed process included; None for no such limit.
         accountant: its name.
-        clipping, way, max_grad_norm, optimize: as in `PrivacyEngine.make_private`; without a
-            clipping, that of the level takes its place.
+        clipping, grad_sample_mode, max_grad_norm, optimize: as in `PrivacyEngine.make_private`;
+            without a clipping, that of the level takes its place.
         learning_rate: of Adam.
         embed_dim, layers, heads: of the model.
         eval_windows: held-out windows of an evaluation.
@@ -68,7 +68,7 @@ class TrainingConfig:
     max_epsilon: float | None = None
     accountant: str = DEFAULT_ACCOUNTANT
     clipping: str | None = None
-    way: str = "auto"
+    grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
     learning_rate: float = 0.01
@@ -126,7 +126,7 @@ class TrainingConfig:
                     "noise has no epsilon; give one of them"
                 )
         _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
-        chosen = clipping_for(self.optimize, self.clipping, self.way)
+        chosen = clipping_for(self.optimize, self.clipping, self.grad_sample_mode)
         object.__setattr__(self, "clipping", chosen)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number")
@@ -289,3 +289,16 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
         steps=config.steps,
         accountant=config.accountant,
     )
+
+
+# Values of the option "way", which jobs of earlier versions have in their files.
+_MODES = {"stored": "instantiate", "two_pass": "ghost"}
+
+
+def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a job's file, under the names that they have now."""
+    current = dict(options)
+    if "way" in current:
+        mode = current.pop("way")
+        current["grad_sample_mode"] = _MODES.get(mode, mode)
+    return current

@@ -36,7 +36,7 @@ from ..optimize.levels import Optimization
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
-from .config import Corpus, TrainingConfig, TrainingState, noise_for
+from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
 from .data import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .launch import Launch
 from .ranks import Team
@@ -112,7 +112,7 @@ class TrainingRun:
             budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
         # The engine refuses a budget that is spent; what is left of such a job takes no step.
         self._was_spent = budget is not None and not self._leaves_room(budget)
-        of_level = clipping_for(config.optimize, None, config.way)
+        of_level = clipping_for(config.optimize, None, config.grad_sample_mode)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
@@ -121,7 +121,7 @@ class TrainingRun:
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
             clipping=None if config.clipping == of_level else config.clipping,
-            way=config.way,
+            grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
             dataset_size=config.dataset_size,
@@ -209,10 +209,11 @@ class TrainingRun:
             raise ValueError(
                 f"resume={str(folder)!r}: its checkpoint is not one of a training job"
             )
-        config = TrainingConfig(**{**saved["config"], **given})
+        before = current_names(saved["config"])
+        config = TrainingConfig(**{**before, **given})
         for name in given.keys() - {"data"}:
             # A run of an older version has the default of what was not there.
-            own = saved["config"].get(name, getattr(TrainingConfig, name))
+            own = before.get(name, getattr(TrainingConfig, name))
             if getattr(config, name) != own:
                 raise ValueError(
                     f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "

@@ -331,7 +331,7 @@ def unequal_lengths(group: object) -> tuple[int, bool]:
         engine.backward(model(x).mean((1, 2)))
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.releases, all(use.way == "two_pass" for use in engine.plan())
+    return optimizer.releases, all(use.grad_sample_mode == "ghost" for use in engine.plan())
 
 
 def one_sided(group: object) -> str:

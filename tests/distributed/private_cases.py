@@ -81,7 +81,7 @@ def train(
     mode: str = "ring",
     sharding: str = "contiguous",
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     physical_batch_size: int | None = None,
     max_batch_size: int | None = None,
     sampling: str = "poisson",
@@ -109,7 +109,7 @@ def train(
         noise_multiplier=sigma,
         max_grad_norm=0.5,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
         clip_function=clip_function,
         physical_batch_size=physical_batch_size,
         max_batch_size=max_batch_size,
@@ -135,7 +135,7 @@ def train(
         "parameters": whole(plain),
         "epsilon": engine.get_epsilon(1e-5),
         "sizes": sizes,
-        "ways": sorted({use.way for use in engine.plan()}),
+        "modes": sorted({use.grad_sample_mode for use in engine.plan()}),
     }
 
 
@@ -144,7 +144,7 @@ def clipped_sums(
     *,
     context: int,
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     drop: int | None = None,
     broken: bool = False,
     bound: float = 1.0,
@@ -169,7 +169,7 @@ def clipped_sums(
         noise_multiplier=0.0,
         max_grad_norm=bound,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
     )
     if broken:
         break_norms()
@@ -326,7 +326,7 @@ def refusals(group: object = None) -> dict[str, str]:
         lambda: make(
             dpflash.PrivacyEngine(mesh=context),
             context_parallel(build(), context),
-            way="book_keeping",
+            grad_sample_mode="book_keeping",
         ),
     )
     attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))
@@ -572,7 +572,7 @@ BREAKS = {
     "forward": lambda module, inputs, output: output - output.detach().mean(0),
     "order": lambda module, inputs, output: output.flip(0),
     "backward": lambda module, inputs, output: _Coupled.apply(output),
-    "two_pass": lambda module, inputs, output: _Restless.apply(output),
+    "ghost": lambda module, inputs, output: _Restless.apply(output),
     "buffer": lambda module, inputs, output: module.kept.add_(1.0) and None,
 }
 

@@ -72,8 +72,8 @@ def _single(**options: Any) -> dict[str, Any]:
 
 # Clipping, and how flat clipping gets its norms.
 CLIPPINGS = [
-    pytest.param({"clipping": "flat", "way": "stored"}, id="flat-stored"),
-    pytest.param({"clipping": "flat", "way": "two_pass"}, id="flat-two_pass"),
+    pytest.param({"clipping": "flat", "grad_sample_mode": "instantiate"}, id="flat-stored"),
+    pytest.param({"clipping": "flat", "grad_sample_mode": "ghost"}, id="flat-ghost"),
     pytest.param({"clipping": "flat", "clip_function": "automatic"}, id="flat-automatic"),
     pytest.param({"clipping": "per_layer"}, id="per_layer"),
     pytest.param({"clipping": "per_block"}, id="per_block"),
@@ -103,8 +103,8 @@ def test_workers_get_the_parameters_of_one_process(
     options = {**clipping, **one_batch, "steps": 3}
     together = started.run(workers, "train", context=context, wrapper=wrapper, **options)
     # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
-    if context > 1 and "way" in clipping:
-        options = {**options, "way": "stored"}
+    if context > 1 and "grad_sample_mode" in clipping:
+        options = {**options, "grad_sample_mode": "instantiate"}
     alone = _single(**options)
     for one in together:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
@@ -242,7 +242,13 @@ def test_adding_the_squares_of_partial_norms_breaks_the_bound(
 ) -> None:
     """A test of the test above: it must see what goes wrong where parts are normed."""
     bound = 0.25
-    options = {"context": context, "bound": bound, "scale": 1e4, "way": "stored", "broken": True}
+    options = {
+        "context": context,
+        "bound": bound,
+        "scale": 1e4,
+        "grad_sample_mode": "instantiate",
+        "broken": True,
+    }
     full = started.run(workers, "clipped_sums", **options)[0].astype(np.float64)
     moved = []
     for drop in range(4):
@@ -306,7 +312,7 @@ def test_invariant_10_no_worker_releases_where_the_ledger_fails(
 
 
 EXACT = [
-    {"clipping": "flat", "way": "stored"},
+    {"clipping": "flat", "grad_sample_mode": "instantiate"},
     {"clipping": "per_layer"},
     {"clipping": "per_block"},
 ]
@@ -397,7 +403,7 @@ REFUSED = {
     "not context parallel": "the mesh has a context of 2 workers",
     "engine without context": "the engine's mesh has no such dimension",
     "no engine mesh": "the engine's mesh has no such dimension",
-    "book_keeping": "way='book_keeping'",
+    "book_keeping": "grad_sample_mode='book_keeping'",
     "ddp without mesh": "PrivacyEngine(mesh=",
     "fsdp without mesh": "PrivacyEngine(mesh=",
     "ledger": "ledger",
@@ -424,7 +430,7 @@ def test_batch_memory_manager_beside_other_workers_is_refused(started: _Started)
 
 TOGETHER = [
     pytest.param({"context": 1, "wrapper": "ddp"}, id="ddp"),
-    pytest.param({"context": 1, "wrapper": "fsdp", "way": "two_pass"}, id="fsdp-two_pass"),
+    pytest.param({"context": 1, "wrapper": "fsdp", "grad_sample_mode": "ghost"}, id="fsdp-ghost"),
     pytest.param({"context": 2, "clipping": "per_layer"}, id="context-per_layer"),
 ]
 
@@ -447,9 +453,9 @@ APART = [
     pytest.param("order", "changed for a sample as other", {"context": 2}),
     pytest.param("backward", "layer 'blocks.0.", {"context": 2, "clipping": "per_layer"}),
     pytest.param(
-        "two_pass",
-        "in the second backward of way='two_pass'",
-        {"context": 2, "way": "two_pass", "verify": False},
+        "ghost",
+        "in the second backward of grad_sample_mode='ghost'",
+        {"context": 2, "grad_sample_mode": "ghost", "verify": False},
     ),
     pytest.param(
         "buffer", "'blocks.0.kept' changed", {"context": 1, "wrapper": "fsdp", "verify": False}

@@ -969,7 +969,7 @@ def test_only_the_check_can_switch_a_boundarys_noise_off():
         for path in package.rglob("*.py")
         if "without_noise" in path.read_text(encoding="utf-8")
     }
-    assert users == {"boundary.py", "check/run.py"}
+    assert users == {"attn/boundary.py", "check/run.py"}
     assert not hasattr(dpflash, "without_noise")
     assert "removes the release's privacy" in boundary.without_noise.__doc__
 

@@ -54,7 +54,7 @@ def made(collate, **options):
         data_loader=DataLoader(Documents(), batch_size=5, collate_fn=collate),
         noise_multiplier=0.0,
         max_grad_norm=1.0,
-        way="stored",
+        grad_sample_mode="instantiate",
         **options,
     )
 

@@ -122,12 +122,12 @@ class Inside(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
+@pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "around"])
-def test_a_recomputed_forward_has_the_masks_that_it_had(outside, way, private):
+def test_a_recomputed_forward_has_the_masks_that_it_had(outside, mode, private):
     engine, model, *_ = private(
         Dropping() if outside else Inside(),
-        way=way,
+        grad_sample_mode=mode,
         noise_multiplier=1.0,
         verify_first_batch=False,  # its forward draws masks, too
     )
