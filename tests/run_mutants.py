@@ -69,6 +69,12 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
         if not 1 <= len(mutant["killers"]) <= 3:
             found.append(f"{name}: {len(mutant['killers'])} killers, expected 1 to 3")
         found += [f"{name}: there is no test {k}" for k in mutant["killers"] if not _is_test(k)]
+    counts = collections.Counter(mutant["invariant"] for mutant in mutants)
+    found += [
+        f"invariant {number}: {counts[number]} mutants, expected at least 4"
+        for number in range(1, 17)
+        if counts[number] < 4
+    ]
     return found
 
 
