@@ -126,6 +126,8 @@ def test_a_run_leaves_what_its_summary_names(
     assert report["tokens_per_second"] > 0 and report["peak_memory_mb"] > 0
     private = report["not_covered_by_epsilon"]
     assert {"history.loss", "bits_per_byte_nonprivate", "clip_fraction"} <= private.keys()
+    # Both tell how many documents were drawn.
+    assert {"tokens_per_second", "peak_memory_mb"} <= private.keys()
     assert len((out / "ledger.jsonl").read_text().splitlines()) == STEPS
 
 
