@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpflash.accounting import Event, Gaussian
 from dpflash.kernels import (
     NoiseStream,
     clip_reduce,
@@ -44,13 +43,15 @@ from .distributed.collectives import all_reduce_all_
 from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
 from .distributed.mesh import Workers
 from .privacy.budget import BudgetSpent
-from .privacy.keys import RunKeys
-from .privacy.spending import Spending
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
 
 if TYPE_CHECKING:
+    from dpflash.accounting import Event
     from dpflash.kernels.noise_triton import OpenList
+
+    from .privacy.keys import RunKeys
+    from .privacy.spending import Spending
 
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
@@ -561,8 +562,11 @@ class PrivateStep(ClippedSums):
         bound, noise_multiplier = float(bound), float(self.noise_multiplier)
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
+        # Models that are not private need no accounting, which is slow to import.
+        from dpflash.accounting import Gaussian
+
         # No amplification can be claimed for a batch of unknown origin.
-        event = (
+        event: Event | None = (
             self._next_event(noise_multiplier)
             if drawn
             else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
