@@ -1,4 +1,4 @@
-"""Which samples make a batch: samplers, the private loader, slots and padding."""
+"""Sampling: samplers, the private loader, slots and padding."""
 
 from .lengths import PadTo
 from .loader import (

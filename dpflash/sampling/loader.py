@@ -1,8 +1,8 @@
-"""Which samples make a batch, and what that costs.
+"""Samplers and the private loader: they draw logical batches and know what each costs.
 
-A logical batch is what one noisy step releases; it may come as several physical batches. The
-mark that ends a logical batch travels with the data, so that a loop which is left in mid-batch
-leaves nothing behind. Which rows of a physical batch hold samples, `slots` says.
+One noisy step releases one logical batch, which comes in one or more microbatches. The mark that
+ends a logical batch travels with the data, so a loop that stops in the middle leaves nothing
+behind. `slots` decides which rows of a microbatch hold samples.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 @dataclass(frozen=True)
 class PublicSize:
-    """Public numbers that rate, steps and divisor come from, instead of the dataset's own size.
+    """Public numbers that determine rate, steps and divisor, in place of the dataset's own size.
 
     Attributes:
-        dataset_size: the public size, which the private one may differ from.
-        sample_rate: the chance of an entry to be drawn; None for batch_size / dataset_size.
-        steps_per_epoch: logical batches of a pass; None for ceil(dataset_size / batch_size).
+        dataset_size: the public size; the private size may differ.
+        sample_rate: probability of an entry in a draw; None for batch_size / dataset_size.
+        steps_per_epoch: logical batches of an epoch; None for ceil(dataset_size / batch_size).
     """
 
     dataset_size: int | None = None
@@ -72,7 +72,7 @@ class PublicSize:
     steps_per_epoch: int | None = None
 
     def of(self, batch_size: int) -> tuple[int, float, int]:
-        """(public size, sample rate, steps of a pass) for an expected batch size.
+        """(public size, sample rate, steps of an epoch) for an expected batch size.
 
         Raises:
             ValueError: the batch is larger than the dataset.
@@ -91,20 +91,20 @@ class PublicSize:
 
 
 class _DrawSampler(ABC):
-    """Draws logical batches that are functions of (key, number of the draw).
+    """Draws logical batches; each is a function of (key, number of the draw).
 
-    Iterated, it yields a rank's own samples only, in parts of at most physical_batch_size: for
+    Iteration yields this rank's samples only, at most physical_batch_size at a time. It is for
     loaders other than the private one, which adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.
-        steps_per_epoch: logical batches of one pass.
+        steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Attributes:
-        share: (number of this rank, number of ranks) among which each draw is dealt out. All
-            ranks emit as many parts of a draw, some of them empty.
+        share: (number of this rank, number of ranks) that split each draw. All ranks yield the
+            same number of microbatches of a draw; some may be empty.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class _DrawSampler(ABC):
 
     @abstractmethod
     def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
+        """Cost of releasing one logical batch with this noise."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(number of the draw, its samples on all ranks) over one pass."""
+        """(number of the draw, its samples on all ranks) over one epoch."""
         if not self.may_begin(True):
             return
         self.on_pass()
@@ -167,7 +167,7 @@ class _DrawSampler(ABC):
         self._key = key
 
     def resume(self, position: int) -> None:
-        """Go on at a draw; the next pass is what was left of the pass it belongs to."""
+        """Go on at a draw; the next epoch is the rest of the epoch that it belongs to."""
         self.position = position
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
@@ -186,14 +186,14 @@ class PoissonBatchSampler(_DrawSampler):
     Args:
         num_samples: size of the dataset.
         sample_rate: probability of each sample in each draw.
-        steps_per_epoch: logical batches of one pass.
+        steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: of a draw with more samples only so many are kept, a uniform subset;
-            None for no truncation.
-        accounted_size: public size that the chance of a truncation is accounted for with, at
+        max_batch_size: of a draw with more samples a uniform subset of this size is kept; None
+            for no truncation.
+        accounted_size: public size for which the probability of a truncation is accounted; at
             least num_samples where that is private; None for num_samples.
-        relation: the neighboring relation of its event.
+        relation: neighboring relation of its event.
 
     Guarantees:
         Inclusions are independent over samples and draws (64-bit thresholds, so that the
@@ -238,12 +238,12 @@ class PoissonBatchSampler(_DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Below the threshold the words are uniform, so the least of them are any subset.
+            # Words below the threshold are uniform, so the smallest of them are a uniform subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 
     def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
+        """Cost of releasing one logical batch with this noise."""
         if self.max_batch_size is None:
             return PoissonGaussian(
                 relation=self.relation,
@@ -260,18 +260,18 @@ class PoissonBatchSampler(_DrawSampler):
 
 
 class FixedSizeBatchSampler(_DrawSampler):
-    """Draws batch_size different samples, each such set equally likely, for every logical batch.
+    """Draws batch_size different samples for every logical batch; all sets are equally likely.
 
     Args:
         num_samples: size of the dataset.
         batch_size: samples of a draw, at most num_samples.
-        steps_per_epoch: logical batches of one pass.
+        steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Guarantees:
-        Draws are independent of each other, and uniform but for equal 64-bit words, which appear
-        in a draw with probability below num_samples^2 / 2^65.
+        Draws are independent, and uniform except where two 64-bit words are equal, which has
+        probability below num_samples^2 / 2^65 in a draw.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class FixedSizeBatchSampler(_DrawSampler):
         return [int(i) for i in _least(self._words(index), self.batch_size)]
 
     def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
+        """Cost of releasing one logical batch with this noise."""
         return FixedSizeGaussian(
             noise_multiplier=noise_multiplier,
             batch_size=self.batch_size,
@@ -311,14 +311,14 @@ class FixedSizeBatchSampler(_DrawSampler):
 
 
 def _least(words: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` least words stand, ascending."""
+    """Positions of the `count` smallest words, ascending."""
     if count >= len(words):
         return np.arange(len(words))
     return np.sort(np.argpartition(words, count - 1)[:count])
 
 
 class _PassBatchSampler(BatchSampler):
-    """The loader's own batches; says when a pass begins, also where another loader iterates it."""
+    """The loader's own batches; notes where an epoch begins, also for other loaders."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)
@@ -326,7 +326,7 @@ class _PassBatchSampler(BatchSampler):
         self._passes = 0
 
     def event(self, noise_multiplier: float) -> Event:
-        """What a whole pass costs, of whose noise multipliers this is the least."""
+        """Cost of a whole epoch with this as its least noise multiplier."""
         return ShuffledGaussian(noise_multiplier=noise_multiplier)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -351,7 +351,7 @@ class _PassBatchSampler(BatchSampler):
 
 
 class _CollateWithEmpty:
-    """The user's collate function, and for an empty draw a batch of the same structure, size 0."""
+    """The user's collate function; an empty draw gives a batch of size 0 of the same structure."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
         self.collate = collate
@@ -387,28 +387,28 @@ def _emptied(value: Any) -> Any:
 
 
 class PrivateDataLoader(DataLoader):
-    """A DataLoader whose batches carry marks, and of draws have a public number of rows.
+    """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
-    The samples of a draw sit in secret random rows of its physical batches; the other rows, here
-    called padding rows, repeat a sample of the batch (of an empty one entry 0) and count for
-    nothing: their clipping factor is 0. A loader that iterates `batch_sampler` by itself, such as
-    Opacus' BatchMemoryManager, gets the samples alone, without public slots.
+    The samples of a draw are in secret random rows of its microbatches. The other rows are padding
+    rows: they repeat a sample of the batch (entry 0 in an empty one) and count for nothing, since
+    their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as Opacus'
+    BatchMemoryManager, gets the samples alone, without padding rows.
 
     Args:
-        share: (number of this rank, number of ranks) that deal each draw out among them.
-        public_size: what rate, steps and divisor come from; None for the size of the dataset.
-        public_length: of dimension 1 of what varies in length; None where nothing is declared.
+        share: (number of this rank, number of ranks) that split each draw.
+        public_size: determines rate, steps and divisor; None for the size of the dataset.
+        public_length: public length of dimension 1; None where none is declared.
 
     Attributes:
-        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
-            over the data without amplification.
+        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
+            without amplification.
         sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
-        steps_per_epoch: logical batches of one pass.
-        dataset_size: the public size; that of the dataset where none was declared.
-        slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
+        steps_per_epoch: logical batches of one epoch.
+        dataset_size: the public size; the size of the dataset where none was declared.
+        slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
-        lengths: what is known of the shapes of its batches.
+        lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
     """
@@ -495,7 +495,7 @@ class PrivateDataLoader(DataLoader):
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,
-            # Other loaders take it along, and get empty draws as empty lists.
+            # Loaders that copy it get empty draws as empty lists.
             collate_fn=collate
             if self.slots is None
             else _CollateWithEmpty(collate, loader.dataset),
@@ -504,31 +504,31 @@ class PrivateDataLoader(DataLoader):
         if self.slots is not None:
             assert self._draws is not None
             self._rows = SlotSampler(self._draws, self.slots, key)
-            # Only this one gets padding rows: who iterates batch_sampler would train on them.
+            # Loaders that iterate batch_sampler would train on padding rows, so only this one has them.
             self._padded: DataLoader[Any] = DataLoader(
                 loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
             )
 
     def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise.
+        """Cost of releasing one logical batch with this noise.
 
-        A shuffled loader's event is a whole pass, whose least noise multiplier counts.
+        The event of a shuffled loader is a whole epoch, with its least noise multiplier.
         """
         return self._source.event(noise_multiplier)
 
     @property
     def is_real(self) -> Tensor:
-        """`[B]`, bool: which rows of the batch at hand are samples. PRIVATE: do not release it.
+        """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: do not release it.
 
-        The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
+        The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._at_hand()
-        # The gates read the mark's own.
+        # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch at hand is the last of its logical batch, which step() releases."""
+        """Whether the current microbatch is the last of its logical batch, which step() releases."""
         return self._at_hand().last
 
     def _at_hand(self) -> BatchMark:
@@ -537,7 +537,7 @@ class PrivateDataLoader(DataLoader):
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers ask too, but workers fetch batches before those at hand are released.
+        # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
         if not self.tracker.may_begin(True):
             return
         marked = self._marked_pass() if self._draws is None else self._marked_draws()
@@ -550,7 +550,7 @@ class PrivateDataLoader(DataLoader):
                 return
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Physical batches of draws, and their marks."""
+        """Microbatches of draws, with their marks."""
         marks = None
         for batch in self._padded:
             if marks is None:
@@ -560,7 +560,7 @@ class PrivateDataLoader(DataLoader):
             yield batch, mark
 
     def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
-        """The batches of the loader's own pass."""
+        """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
         for number, batch in enumerate(super().__iter__()):
             size = min(int(self.expected_batch_size), remaining)
@@ -573,14 +573,14 @@ class PrivateDataLoader(DataLoader):
             yield batch, mark
 
     def set_key(self, key: bytes) -> None:
-        """Draw from another key, that of a checkpoint."""
+        """Draw under another key, for example that of a checkpoint."""
         if self._draws is not None:
             self._draws.set_key(key)
             self._rows.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
-        """The position among the draws; a draw that was not released is drawn again."""
-        # Under another loader's signals nothing tells which draw is in the loop's hands.
+        """The position; a draw that was not released is drawn again."""
+        # With another loader's signals the current draw is unknown.
         if self.tracker.signalled and self._draws is not None:
             return {"next_draw": self._draws.position}
         return {"next_draw": self.tracker.next_draw}
@@ -592,7 +592,7 @@ class PrivateDataLoader(DataLoader):
 
 
 def _length(dataset: Any) -> int:
-    """Entries of a map-style dataset, of which some are needed."""
+    """Number of entries of a map-style dataset; refuses an empty one."""
     remedy = "use a map-style dataset, with __len__ and __getitem__"
     try:
         num_samples = len(dataset)
@@ -635,7 +635,7 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         )
     positive_int(**{"data_loader.batch_size": loader.batch_size})
     num_samples = _length(loader.dataset)
-    # A subclass may draw as it likes.
+    # A subclass may draw differently.
     plain = type(loader.sampler) is SequentialSampler or (
         type(loader.sampler) is RandomSampler
         and not loader.sampler.replacement
