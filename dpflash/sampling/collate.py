@@ -197,7 +197,7 @@ class _Trial:
         return differ and not draws_depend
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Batches that share one entry; each entry in turn, since the longest decides the padding."""
+        """Batches that share one entry; each in turn, since the longest decides the padding."""
         entries = self._entries
         one, mate, other = entries[turn], entries[turn - 1], entries[turn - 2]
         yield [one, mate, mate, mate], [one]

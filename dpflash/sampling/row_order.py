@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 class RowOrder:
-    """Compares the model's inputs with the loader's batches, and checks that padding rows are copies.
+    """Compares the model's inputs with the loader's batches, and padding rows with samples.
 
     Rows that were changed at random (masked tokens, augmented images) are no copies and show
     nothing; neither does a batch all of whose rows are one sample. Only tensors with one row for
