@@ -194,10 +194,7 @@ class PrivateDataLoader(DataLoader):
                     relation=ZERO_OUT if public_size is None else ADD_REMOVE,
                     **drawn,
                 )
-            self._draws.share = share
-            self._draws.on_pass = tracker.begin_epoch
-            self._draws.on_draw = tracker.emitted.append
-            self._draws.may_begin = tracker.may_begin
+            self._draws.follow(tracker, share)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         options: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,6 +14,7 @@ from dpflash.accounting.events import ADD_REMOVE
 
 from .._validate import positive_int
 from ..privacy.keys import uniform_words
+from .tracker import BatchTracker
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,13 @@ class DrawSampler(ABC):
         self.position = 0
         self.share = (0, 1)
         self.pass_remainder: int | None = None
-        self.on_pass: Callable[[], None] = lambda: None
-        self.on_draw: Callable[[int], None] = lambda size: None
-        self.may_begin: Callable[[bool], bool] = lambda new_pass: True
+        self._tracker = BatchTracker()
         self._key = key
+
+    def follow(self, tracker: BatchTracker, share: tuple[int, int]) -> None:
+        """Note epochs and draws with a tracker, and yield one rank's share of each draw."""
+        self._tracker = tracker
+        self.share = share
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
@@ -98,18 +102,18 @@ class DrawSampler(ABC):
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples on all ranks) over one epoch."""
-        if not self.may_begin(True):
+        if not self._tracker.may_begin(True):
             return
-        self.on_pass()
+        self._tracker.begin_epoch()
         steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
         self.pass_remainder = None
         for step in range(steps):
-            if step and not self.may_begin(False):
+            if step and not self._tracker.may_begin(False):
                 return
             draw = self.position
             self.position += 1
             drawn = self.draw(draw)
-            self.on_draw(len(self._own(drawn)))
+            self._tracker.emitted.append(len(self._own(drawn)))
             yield draw, drawn
 
     def __iter__(self) -> Iterator[list[int]]:
