@@ -14,7 +14,7 @@ import torch
 
 from dpflash import _validate
 from dpflash.distributed import Layout, edges_per_rank, sent_bytes
-from dpflash.distributed.exchange_plan import Spread, need
+from dpflash.distributed.exchange_plan import ShardedPattern, needed_rows
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 # Forward 2 products of 2 D operations, backward 5 of them.
@@ -178,11 +178,11 @@ def load_of(
         )
         for rank in range(stretch)
     ]
-    spread = Spread(pattern, length, heads, heads, Layout(length, stretch, sharding))
+    spread = ShardedPattern(pattern, length, heads, heads, Layout(length, stretch, sharding))
     moved = np.array(
         [
             [
-                to != of and need(spread, to, of, torch.device("cpu")).count > 0
+                to != of and needed_rows(spread, to, of, torch.device("cpu")).count > 0
                 for of in range(stretch)
             ]
             for to in range(stretch)

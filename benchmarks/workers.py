@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dpflash.distributed.collectives import WorkerError
+from dpflash.distributed.collectives import RankError
 
 Task = tuple[Callable[..., Any], Mapping[str, Any]]
 
@@ -219,7 +219,7 @@ def _work(
         place.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        is_lost = isinstance(error, WorkerError) or any(text in str(error) for text in _LOST)
+        is_lost = isinstance(error, RankError) or any(text in str(error) for text in _LOST)
         failure = _Failure(is_lost, time.monotonic(), traceback.format_exc())
         pipe.send(("failed", number, failure))
         raise SystemExit(1) from None

@@ -1,6 +1,6 @@
 """`dpflash train`: train a language model on a folder of text with differential privacy.
 
-Started by torchrun, each worker runs all of this; the first one alone prints, but for errors.
+Started by torchrun, each rank runs all of this; the first one alone prints, but for errors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PATIENCE = 10.0
 # Name of the option's value, type, help. The defaults are those of TrainingConfig.
 _OPTIONS: dict[str, tuple[str, type, str]] = {
     "seq_len": ("N", int, "tokens of a window; a drawn document trains on one window"),
-    "batch_size": ("N", int, "expected number of documents in a step, over all workers"),
-    "physical_batch_size": ("N", int, "the most documents in memory at once, of each worker"),
+    "batch_size": ("N", int, "expected number of documents in a step, over all ranks"),
+    "physical_batch_size": ("N", int, "the most documents in memory at once, of each rank"),
     "steps": ("N", int, "number of noisy steps"),
     "dataset_size": (
         "N",
@@ -63,12 +63,12 @@ _OTHER_DEFAULTS = {
     "dataset_size": "the number of documents, taken as public",
 }
 
-# The same of Parallelism: how workers share the job. A resumed run may do it differently.
+# The same of Parallelism: how ranks share the job. A resumed run may do it differently.
 _SHARED: dict[str, tuple[str, type, str]] = {
     "context_parallel": (
         "K",
         int,
-        "workers that share the tokens of a window; those left share the documents of a step",
+        "ranks that share the tokens of a window; those left share the documents of a step",
     ),
     "context_mode": (
         "NAME",
@@ -78,9 +78,9 @@ _SHARED: dict[str, tuple[str, type, str]] = {
     "sharding": (
         "NAME",
         str,
-        "which tokens a worker has: contiguous, or zigzag for equal causal work",
+        "which tokens a rank has: contiguous, or zigzag for equal causal work",
     ),
-    "worker_timeout": ("SECONDS", float, "how long a worker waits for another one"),
+    "rank_timeout": ("SECONDS", float, "how long a rank waits for another one"),
 }
 
 
@@ -89,7 +89,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a byte-level language model with differential privacy; one file is one unit of "
         "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from. Several "
-        "workers train one model together: torchrun --nproc-per-node N -m dpflash train ..."
+        "ranks train one model together: torchrun --nproc-per-node N -m dpflash train ..."
     )
     # What was given and what was not must be told apart when a run is resumed.
     parser.argument_default = argparse.SUPPRESS
@@ -109,8 +109,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on with the run in this folder, with any number of workers; the options of the "
-        "job come from its checkpoint, those of its workers are given anew",
+        help="go on with the run in this folder, with any number of ranks; the options of the "
+        "job come from its checkpoint, those of its ranks are given anew",
     )
     defaults = {f.name: f.default for f in fields(TrainingConfig)}
     for name, (metavar, kind, text) in _OPTIONS.items():
@@ -153,7 +153,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         dest="baseline",
         help="leave out the non-private run to compare with",
     )
-    shared = parser.add_argument_group("several workers, started by torchrun")
+    shared = parser.add_argument_group("several ranks, started by torchrun")
     defaults = {f.name: f.default for f in fields(Parallelism)}
     for name, (metavar, kind, text) in _SHARED.items():
         shared.add_argument(
@@ -165,7 +165,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_argument(
         "--shard-parameters",
         action="store_true",
-        help="deal parameters and optimizer state out to the workers that share the documents "
+        help="deal parameters and optimizer state out to the ranks that share the documents "
         "(FSDP2); leaves out the non-private run",
     )
     parser.set_defaults(run=_run_train)
@@ -185,7 +185,7 @@ def _run_train(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         if rank == 0:
             raise
-        # Mostly the first worker says the same, and torchrun then ends this one.
+        # Mostly the first rank says the same, and torchrun then ends this one.
         time.sleep(_PATIENCE)
         _complain(rank, error)
         return _REFUSED
@@ -221,7 +221,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
 
 
 def _again(job: Any, launch: Any) -> str:
-    """The command that goes on with a job, on as many workers."""
+    """The command that goes on with a job, on as many ranks."""
     if launch.num_workers == 1:
         return f"dpflash train --resume {job.folder}"
     context = launch.parallel.context_parallel
@@ -232,20 +232,20 @@ def _again(job: Any, launch: Any) -> str:
 
 
 def _rank() -> int:
-    """This worker's number, also where torchrun's other variables are wrong."""
+    """This rank's number, also where torchrun's other variables are wrong."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
     return int(rank) if not alone and rank.isascii() and rank.isdigit() else 0
 
 
 def _unheard(*_: str) -> None:
-    """What the other workers print."""
+    """What the other ranks print."""
 
 
 def _complain(rank: int, error: object) -> None:
-    """One line about an error of one of several workers."""
+    """One line about an error of one of several ranks."""
     text = " ".join(str(error).split())
-    print(f"dpflash: error: worker {rank}: {text}", file=sys.stderr, flush=True)
+    print(f"dpflash: error: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
@@ -267,7 +267,7 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))
     folder = _DEFAULT_OUT if out is None else Path(out)
     number = 1
-    # Workers choose alike: none of them writes before all have met.
+    # Ranks choose alike: none of them writes before all have met.
     while out is None and holds_a_run(folder):
         number += 1
         folder = _DEFAULT_OUT.with_name(f"{_DEFAULT_OUT.name}-{number}")
@@ -281,7 +281,7 @@ def _target(config: TrainingConfig) -> str:
 
 
 def _announcement(job: Any) -> list[str]:
-    config, state, workers = job.config, job.state, job.workers
+    config, state, ranks = job.config, job.state, job.ranks
     left_out = f"; left out: {job.left_out}" if job.left_out else ""
     lines = [
         f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
@@ -292,10 +292,9 @@ def _announcement(job: Any) -> list[str]:
     if config.optimize != TrainingConfig.optimize:
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
-    if workers["data"] * workers["context"] > 1:
+    if ranks["data"] * ranks["context"] > 1:
         lines.append(
-            f"workers   {workers['data']} along the documents x {workers['context']} along the "
-            "tokens"
+            f"ranks   {ranks['data']} along the documents x {ranks['context']} along the tokens"
         )
     going_on = f", going on after step {job.step}" if job.step else ""
     return [*lines, f"results   {job.folder}{going_on}"]

@@ -29,8 +29,8 @@ class TrainingConfig:
         suffixes: endings of the files to take; None for all (with data=None: ".py").
         max_total_bytes: the most bytes of documents that are held in memory.
         seq_len: tokens of a window; a draw of a document trains on one window of it.
-        batch_size: expected documents of a step, over all workers.
-        physical_batch_size: the most documents in memory at once, of each worker.
+        batch_size: expected documents of a step, over all ranks.
+        physical_batch_size: the most documents in memory at once, of each rank.
         steps: noisy steps.
         dataset_size: public number that the sample rate comes from; None takes the number of
             documents for public.
@@ -148,17 +148,17 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How workers share a job. It decides no result, so a resumed run may have another one.
+    """How ranks share a job. It decides no result, so a resumed run may have another one.
 
     Attributes:
-        context_parallel: workers among which the tokens of each window are dealt; those that are
+        context_parallel: ranks among which the tokens of each window are dealt; those that are
             left share the documents of a step.
         context_mode: how keys and values travel between them: "auto", "ring", "all_gather" or
             "ulysses".
         sharding: who has which tokens: "contiguous", or "zigzag" for equal causal work.
-        shard_parameters: whether parameters and the optimizer's state are dealt to the workers
+        shard_parameters: whether parameters and the optimizer's state are dealt to the ranks
             that share the documents (FSDP2).
-        worker_timeout: seconds that a worker waits for another one.
+        rank_timeout: seconds that a rank waits for another one.
 
     Raises:
         ValueError: naming the argument, its value and the way out.
@@ -168,7 +168,7 @@ class Parallelism:
     context_mode: str = "auto"
     sharding: str = "contiguous"
     shard_parameters: bool = False
-    worker_timeout: float = 600.0
+    rank_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         _validate.positive_int(context_parallel=self.context_parallel)
@@ -176,8 +176,8 @@ class Parallelism:
             context_mode=(self.context_mode, ("auto", "ring", "all_gather", "ulysses")),
             sharding=(self.sharding, ("contiguous", "zigzag")),
         )
-        _validate.positive(worker_timeout=self.worker_timeout)
-        _validate.finite(worker_timeout=self.worker_timeout)
+        _validate.positive(rank_timeout=self.rank_timeout)
+        _validate.finite(rank_timeout=self.rank_timeout)
 
     def check(self, config: TrainingConfig) -> None:
         """Refuse a job that cannot be shared so.
@@ -188,13 +188,13 @@ class Parallelism:
         context = self.context_parallel
         if context > config.seq_len:
             raise ValueError(
-                f"context_parallel={context} with seq_len={config.seq_len}: a worker would have "
+                f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "
                 "no token; lower context_parallel or raise seq_len"
             )
         if self.context_mode == "ulysses" and context > config.heads:
             raise ValueError(
                 f"context_mode='ulysses' with context_parallel={context} and heads="
-                f"{config.heads}: a worker would have no head; pass context_mode='ring' or "
+                f"{config.heads}: a rank would have no head; pass context_mode='ring' or "
                 "'all_gather', or lower context_parallel"
             )
 

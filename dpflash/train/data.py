@@ -244,7 +244,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 
     A document's tokens are `DOCUMENT_START` and its bytes. A window's start is a pure function of
     (key, step, index), so a resumed run sees the windows that an uninterrupted one would have
-    seen. Worker processes of a `DataLoader` hold copies that `set_step` does not reach; load in
+    seen. Rank processes of a `DataLoader` hold copies that `set_step` does not reach; load in
     the main process (``num_workers=0``), or use `window`.
 
     Args:

@@ -1,6 +1,6 @@
-"""The workers of a training job as torchrun starts them: who they are, and how they meet and part.
+"""The ranks of a training job as torchrun starts them: who they are, and how they meet and part.
 
-Nothing here needs other workers before `Launch.meet`.
+Nothing here needs other ranks before `Launch.meet`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.collectives import WorkerError
+from ..distributed.collectives import RankError
 from ..distributed.mesh import CONTEXT, DATA
 from .config import Parallelism, TrainingConfig
 from .ranks import Team
@@ -28,11 +28,11 @@ _PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the workers of its job. A context manager: behind it they have parted.
+    """This process among the ranks of its job. A context manager: behind it they have parted.
 
     Attributes:
         parallel: how they share the job.
-        rank: this worker's number, from 0.
+        rank: this rank's number, from 0.
         local_rank: its number on this machine.
         num_workers: of the job.
     """
@@ -49,7 +49,7 @@ class Launch:
         """What torchrun has told this process; without torchrun a process by itself.
 
         Raises:
-            ValueError: where variables are missing or wrong, or the workers cannot share the job
+            ValueError: where variables are missing or wrong, or the ranks cannot share the job
                 as asked.
         """
         num_workers = _number(environment, "WORLD_SIZE", least=1, missing=1)
@@ -60,7 +60,7 @@ class Launch:
             if missing:
                 raise ValueError(
                     f"WORLD_SIZE={num_workers} in the environment without {', '.join(missing)}: "
-                    f"start the workers by torchrun --nproc-per-node {num_workers} -m dpflash "
+                    f"start the ranks by torchrun --nproc-per-node {num_workers} -m dpflash "
                     "train, or unset WORLD_SIZE to train in one process"
                 )
             rank = _number(environment, "RANK", below=num_workers)
@@ -69,24 +69,24 @@ class Launch:
         if num_workers % context:
             choices = [str(n) for n in range(1, num_workers + 1) if num_workers % n == 0]
             raise ValueError(
-                f"context_parallel={context} with {num_workers} worker(s): it must divide their "
+                f"context_parallel={context} with {num_workers} rank(s): it must divide their "
                 f"number; pass {' or '.join(choices)}, or start the job by torchrun "
                 f"--nproc-per-node {max(data, 1) * context}"
             )
         if parallel.shard_parameters and data == 1:
             raise ValueError(
-                f"shard_parameters=True with {num_workers} worker(s) and context_parallel="
-                f"{context}: nobody is left to share the parameters with; start more workers by "
+                f"shard_parameters=True with {num_workers} rank(s) and context_parallel="
+                f"{context}: nobody is left to share the parameters with; start more ranks by "
                 "torchrun, lower context_parallel, or drop shard_parameters"
             )
         return launch
 
     def meet(self, config: TrainingConfig) -> Team:
-        """Join the other workers of a job; all of them call this.
+        """Join the other ranks of a job; all of them call this.
 
         Raises:
             ValueError: where the job cannot be shared so, or this machine lacks the device.
-            WorkerError: where another worker does not come.
+            RankError: where another rank does not come.
         """
         self.parallel.check(config)
         if config.device == "cuda" and not torch.cuda.is_available():
@@ -96,21 +96,21 @@ class Launch:
         if config.device == "cuda":
             if self.local_rank >= torch.cuda.device_count():
                 raise ValueError(
-                    f"device='cuda': worker {self.local_rank} of this machine finds "
-                    f"{torch.cuda.device_count()} device(s); start as many workers as there are"
+                    f"device='cuda': rank {self.local_rank} of this machine finds "
+                    f"{torch.cuda.device_count()} device(s); start as many ranks as there are"
                 )
             torch.cuda.set_device(self.local_rank)
-        # Beside NCCL also gloo: what workers tell each other then needs no device.
+        # Beside NCCL also gloo: what ranks tell each other then needs no device.
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
-        timeout = timedelta(seconds=self.parallel.worker_timeout)
+        timeout = timedelta(seconds=self.parallel.rank_timeout)
         try:
             dist.init_process_group(
                 backend, rank=self.rank, world_size=self.num_workers, timeout=timeout
             )
             return Team(self.parallel, _mesh(self, config.device, timeout))
         except RuntimeError as error:
-            raise WorkerError(
-                f"the start of {self.num_workers} workers: worker {self.rank} did not find the "
+            raise RankError(
+                f"the start of {self.num_workers} ranks: rank {self.rank} did not find the "
                 f"others ({describe_loss(error) or error}); start all of them by torchrun"
             ) from error
 
@@ -132,20 +132,20 @@ class Launch:
 
 
 def describe_loss(error: BaseException) -> str | None:
-    """What an error says of workers that are lost; None where it is about something else."""
+    """What an error says of ranks that are lost; None where it is about something else."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if isinstance(error, WorkerError):
+    if isinstance(error, RankError):
         return str(error)
     if not dist.is_initialized():
         return None
     # gloo raises a plain RuntimeError with the place in its own sources.
     if isinstance(error, dist.DistError) or "gloo/" in str(error):
-        return f"another worker died, or did not come in time ({lines[0]})"
+        return f"another rank died, or did not come in time ({lines[0]})"
     return None
 
 
 def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of all workers; those of one window are neighbours."""
+    """The mesh of all ranks; those of one window are neighbours."""
     context = launch.parallel.context_parallel
     ranks = torch.arange(launch.num_workers).view(-1, context)
     # init_device_mesh would give its groups torch's timeout instead of the job's.
@@ -172,11 +172,11 @@ def _number(
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ValueError(
             f"{name}={text!r} in the environment: expected a whole number >= {least}, as torchrun "
-            "sets it; start the workers by torchrun, or unset it"
+            "sets it; start the ranks by torchrun, or unset it"
         )
     if below is not None and int(text) >= below:
         raise ValueError(
             f"{name}={text} in the environment: expected a number below WORLD_SIZE={below}; start "
-            "the workers by torchrun"
+            "the ranks by torchrun"
         )
     return int(text)

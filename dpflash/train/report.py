@@ -58,11 +58,11 @@ def make_report(
     public: PublicFacts,
     num_documents: int,
     num_parameters: int,
-    workers: dict[str, Any],
+    ranks: dict[str, Any],
 ) -> dict[str, Any]:
     """All that is known of a job, as plain values; what is not finite becomes None.
 
-    `workers` says how those share the job that made the report; before a --resume there may have
+    `ranks` says how those share the job that made the report; before a --resume there may have
     been others.
     """
     seen = state.seen_samples
@@ -74,7 +74,7 @@ def make_report(
             f"{lost_steps} step(s) were released by a process that died before its next "
             "checkpoint; epsilon counts them, the model does not have them"
         )
-    if config.baseline and state.bits_nonprivate is None and workers["shard_parameters"]:
+    if config.baseline and state.bits_nonprivate is None and ranks["shard_parameters"]:
         notes.append(
             "the non-private run to compare with was left out: it does not deal out parameters"
         )
@@ -113,9 +113,9 @@ def make_report(
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         "tokens_counted": "targets of the drawn documents, without padding",
         "peak_memory_mb": state.peak_memory_mb,
-        "peak_memory_of": "the worker that needed the most",
+        "peak_memory_of": "the rank that needed the most",
         "clip_fraction": state.clipped_samples / seen if seen else None,
-        "workers": workers,
+        "ranks": ranks,
         "num_parameters": num_parameters,
         "notes": notes,
         "not_covered_by_epsilon": _NOT_COVERED,

@@ -2,7 +2,7 @@
 
 What happens to the privacy budget is the engine's business; here stands what a job needs around
 it: the corpus, the model, evaluations, checkpoints and the non-private run to compare with. Where
-several workers share a job, all of them make the same calls.
+several ranks share a job, all of them make the same calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .report import make_report, peak_memory_mb, write_report
 
 __all__ = ["Interrupted", "TrainingRun", "checkpoint_of", "holds_a_run"]
 
-# Of a process by itself a file, of several workers a folder. Under two names, so that one is
+# Of a process by itself a file, of several ranks a folder. Under two names, so that one is
 # whole on the disk before the other, which it replaces, is removed.
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
@@ -67,11 +67,11 @@ class TrainingRun:
     Attributes:
         config: what decides the job.
         folder: where its files go.
-        state: how far it is; the same on all workers.
+        state: how far it is; the same on all ranks.
         lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
             them; the model does not have them.
         left_out: how many files of the data were not taken, and why; empty if all were.
-        is_first: whether this worker is the one that writes, and draws bars.
+        is_first: whether this rank is the one that writes, and draws bars.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TrainingRun:
         self.is_first = team.is_first
         self.left_out = corpus.left_out
         self._team = team
-        team.workers.agree(
+        team.ranks.agree(
             "dpflash train",
             {
                 "the folder of the run": str(folder),
@@ -139,12 +139,12 @@ class TrainingRun:
 
         Args:
             config: what decides it.
-            folder: where its files go; one that all workers share.
-            launch: this process among the workers of the job; None for a process by itself.
+            folder: where its files go; one that all ranks share.
+            launch: this process among the ranks of the job; None for a process by itself.
 
         Raises:
             FileNotFoundError, ValueError: for data, a folder or a value that cannot be used.
-            WorkerError: where another worker is lost.
+            RankError: where another rank is lost.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -163,7 +163,7 @@ class TrainingRun:
         ]
         team = launch.meet(config)
         noise_multiplier, init_seed, window_key = json.loads(
-            team.workers.from_first(json.dumps(own).encode(), "the keys of the run")
+            team.ranks.broadcast_from_first(json.dumps(own).encode(), "the keys of the run")
         )
         state = TrainingState(
             config=config.as_dict(),
@@ -184,14 +184,14 @@ class TrainingRun:
         """The job of a folder, as its last checkpoint has it.
 
         Args:
-            folder: of a job that was started, by whatever number of workers.
+            folder: of a job that was started, by whatever number of ranks.
             given: values of the config that the caller believes in; data may have moved.
-            launch: this process among the workers that go on; None for a process by itself.
+            launch: this process among the ranks that go on; None for a process by itself.
 
         Raises:
             FileNotFoundError: without a checkpoint there.
             ValueError: for a damaged one, other data, or a given value that is not the job's.
-            WorkerError: where another worker is lost.
+            RankError: where another rank is lost.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -225,7 +225,7 @@ class TrainingRun:
                 "epsilon would be for neither; restore them, or start a new run"
             )
         team = launch.meet(config)
-        team.workers.agree("dpflash train", {"the checkpoint to resume": path.name})
+        team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
         job = cls(config, folder, TrainingState(**saved), corpus, team)
         job.state = TrainingState(**job._engine.load_checkpoint(path))
         job.lost_steps = job._ledger_releases() - job.step
@@ -253,8 +253,8 @@ class TrainingRun:
         return len(self._held_out.contents)
 
     @property
-    def workers(self) -> dict[str, Any]:
-        """How workers share the job, as in the report."""
+    def ranks(self) -> dict[str, Any]:
+        """How ranks share the job, as in the report."""
         return self._team.as_dict()
 
     @property
@@ -264,7 +264,7 @@ class TrainingRun:
 
     @property
     def checkpoint(self) -> Path:
-        """Where this job writes its checkpoint: a file, or a folder of several workers."""
+        """Where this job writes its checkpoint: a file, or a folder of several ranks."""
         return self.folder / (CHECKPOINT if self._team.mesh is None else CHECKPOINT_FOLDER)
 
     @property
@@ -294,8 +294,8 @@ class TrainingRun:
         )
 
     def _ledger_releases(self) -> int:
-        """Steps in the ledger, which the first worker keeps."""
-        told = self._team.workers.first_does(
+        """Steps in the ledger, which the first rank keeps."""
+        told = self._team.ranks.run_on_first(
             "reading the ledger", lambda: str(Ledger(self.folder / LEDGER).releases).encode()
         )
         return int(told)
@@ -306,19 +306,19 @@ class TrainingRun:
         """Do what is left of the job.
 
         Args:
-            should_stop: asked after each step; True on one worker ends the job there on all.
-            progress: whether bars are drawn on stderr, by the first worker.
+            should_stop: asked after each step; True on one rank ends the job there on all.
+            progress: whether bars are drawn on stderr, by the first rank.
 
         Returns:
             The report, as in report.json.
 
         Raises:
             Interrupted: where should_stop said so.
-            WorkerError: where another worker is lost.
+            RankError: where another rank is lost.
 
         Guarantees:
             A stopped and resumed job has the parameters, and the epsilon, of one that was not
-            stopped, bit for bit on the same machine with the same workers. With other workers
+            stopped, bit for bit on the same machine with the same ranks. With other ranks
             epsilon and the noise are the same, and sums are rounded in another order.
         """
         progress = progress and self.is_first
@@ -390,7 +390,7 @@ class TrainingRun:
             state.history[-1]["epsilon"] = self.epsilon
 
     def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
-        """Forward, clipped backward and step of one part; adds to this worker's figures.
+        """Forward, clipped backward and step of one part; adds to this rank's figures.
 
         Rows that hold no drawn document are in no figure.
         """
@@ -468,7 +468,7 @@ class TrainingRun:
         rng = np.random.default_rng([self.state.init_seed, step])
         size = min(config.batch_size, len(self._windows))
         rows = rng.choice(len(self._windows), size, replace=False)
-        own = rows[self._team.workers.data_rank :: self._team.workers.data_size]
+        own = rows[self._team.ranks.data_rank :: self._team.ranks.data_size]
         bits = 0.0
         for start in range(0, len(own), config.physical_batch_size):
             part = own[start : start + config.physical_batch_size]
@@ -492,7 +492,7 @@ class TrainingRun:
             for inputs, targets in held_out_batches(
                 self._held_out.contents, config.seq_len, config.eval_windows
             ):
-                # A worker whose share is empty calls the model too: it holds a part of it.
+                # A rank whose share is empty calls the model too: it holds a part of it.
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
                 nats += nn.functional.cross_entropy(
@@ -507,7 +507,7 @@ class TrainingRun:
         return nats / total / math.log(2)
 
     def _initial_model(self) -> LongContextLM:
-        """The model before its first step, for this worker's tokens."""
+        """The model before its first step, for this rank's tokens."""
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
@@ -547,7 +547,7 @@ class TrainingRun:
             public=self._engine.public,
             num_documents=self.num_documents,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
-            workers=self.workers,
+            ranks=self.ranks,
         )
         if self.is_first:
             write_report(report, self.folder)
@@ -556,7 +556,7 @@ class TrainingRun:
 
 @dataclass
 class _Figures:
-    """What one worker has seen of a step."""
+    """What one rank has seen of a step."""
 
     bits: float = 0.0
     documents: int = 0

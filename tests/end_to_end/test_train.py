@@ -119,7 +119,7 @@ def test_a_run_leaves_what_its_summary_names(
     assert public["lengths"].startswith("public, ")
     assert f"{report['num_documents']} documents, taken as public" in shown
     assert report["clipping"] == "per_layer" and report["seeded"] is False
-    assert report["workers"]["data"] == report["workers"]["context"] == 1
+    assert report["ranks"]["data"] == report["ranks"]["context"] == 1
     assert [entry["step"] for entry in report["history"]] == list(range(1, STEPS + 1))
     assert len(report["history_nonprivate"]) == STEPS
     assert report["bits_per_byte_nonprivate"] < report["bits_per_byte_before"]
