@@ -1,6 +1,6 @@
-"""What a training job's model, batches and figures are on each of its ranks.
+"""Per-rank view of a training job: this rank's model, its part of each batch, and reductions.
 
-Letters: B documents, T tokens, T_p those of this rank.
+Shapes: B documents, T tokens, T_p tokens of this rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Team"]
 
 
 class Team:
-    """A rank of a job and its peers; a process by itself where there is no mesh.
+    """This rank and the others of its job; a single process without a mesh.
 
     Args:
-        parallel: how they share the job.
-        mesh: of all ranks, with the dimensions "data" and "context".
+        parallel: how the ranks share the job.
+        mesh: a mesh of all ranks with the dimensions "data" and "context".
 
     Attributes:
-        ranks: their groups.
-        is_first: whether this one writes and prints.
+        ranks: the process groups.
+        is_first: whether this is rank 0, which writes files and prints.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Team:
         self.is_first = self.ranks.is_first
 
     def as_dict(self) -> dict[str, object]:
-        """How the job is shared, as plain values."""
+        """How the ranks share the job, as plain values."""
         parallel = self.parallel
         return {
             "data": self.ranks.data_size,
@@ -53,7 +53,7 @@ class Team:
         }
 
     def split_context(self, model: LongContextLM) -> LongContextLM:
-        """The model for this rank's tokens, changed in place."""
+        """Make the model context parallel, in place."""
         if self.mesh is None or self.ranks.context is None:
             return model
         parallel = self.parallel
@@ -62,7 +62,7 @@ class Team:
         )
 
     def shard_parameters(self, model: LongContextLM) -> LongContextLM:
-        """The model with this rank's part of each parameter, where the job wants that."""
+        """Shard the model's parameters, if the job is configured so."""
         if self.mesh is not None and self.parallel.shard_parameters:
             from torch.distributed.fsdp import fully_shard  # slow to load
 
@@ -72,7 +72,7 @@ class Team:
         return model
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """`[B, T_p]` of `[B, T]`."""
+        """This rank's tokens `[B, T_p]` of x `[B, T]`."""
         context = self.ranks.context
         if context is None:
             return x
@@ -80,20 +80,20 @@ class Team:
         return x[:, layout.positions(collectives.rank_in(context), x.device)]
 
     def own_documents(self, x: Tensor) -> Tensor:
-        """This rank's share of the rows of x; it may be empty."""
+        """This rank's part of the rows of x; it may be empty."""
         return x[self.ranks.data_rank :: self.ranks.data_size]
 
     @property
     def counts_documents(self) -> bool:
-        """Whether this rank, of those with the same documents, is the one that counts them."""
+        """Whether this rank counts documents: the first of the ranks that share a window."""
         return collectives.rank_in(self.ranks.context) == 0
 
     def total(self, values: Sequence[float], what: str) -> list[float]:
-        """The sums of each rank's values."""
+        """Each value summed over the ranks."""
         return self._reduced(values, what, dist.ReduceOp.SUM)
 
     def greatest(self, value: float, what: str) -> float:
-        """The greatest of each rank's values."""
+        """The maximum of a value over the ranks."""
         return self._reduced([value], what, dist.ReduceOp.MAX)[0]
 
     def _reduced(
@@ -103,12 +103,12 @@ class Team:
         if everyone is None:
             return list(values)
         device = collectives.control_device(everyone)
-        held = torch.tensor(values, dtype=torch.float64, device=device)
-        reduced: list[float] = collectives.all_reduce_(held, everyone, what, op).tolist()
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        reduced: list[float] = collectives.all_reduce_(tensor, everyone, what, op).tolist()
         return reduced
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Each rank's gradients become their sum; no gradient counts as zeros."""
+        """Replace gradients by their sum over the ranks; a missing gradient counts as zeros."""
         everyone = self.ranks.everyone
         if everyone is None:
             return
@@ -119,10 +119,10 @@ class Team:
         collectives.all_reduce_all_(gradients, everyone)
 
     def whole_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The model's state_dict with whole tensors; all ranks call this together."""
+        """The model's state_dict with unsharded tensors; all ranks call this together."""
         state: dict[str, Tensor] = model.state_dict()
         named = dict(model.named_parameters(remove_duplicate=False))
-        # A parameter of two names is gathered, and written, once.
+        # A parameter with two names is gathered and written once.
         whole: dict[int, Tensor] = {}
         for name, value in state.items():
             if is_sharded(value):

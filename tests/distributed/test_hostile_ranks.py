@@ -29,7 +29,7 @@ def test_a_batch_that_is_not_the_loaders_is_not_released(pair: Any, context: int
 @pytest.mark.parametrize("context", [1, 2])
 def test_ranks_must_have_one_data_set(pair: Any, context: int) -> None:
     for said in pair.run(CASES, "data_of_its_own", 2, context=context):
-        assert said.startswith("ValueError: data_loader.dataset holds other entries")
+        assert said.startswith("ValueError: data_loader.dataset differs between ranks")
 
 
 def test_entries_that_vary_are_taken(pair: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
             assert said == "did it: None"
             np.testing.assert_allclose(parameters, plain[0][1], rtol=0, atol=1e-6)
         else:  # gates of other layers ran at a time
-            assert "RuntimeError: ranks had gradients of different parameters" in said
+            assert "had gradients of different parameters" in said
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
@@ -125,7 +125,7 @@ def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
 
 def test_wrappers_with_something_of_their_own(pair: Any) -> None:
     for said in pair.run(CASES, "wrappers", 2):
-        assert "communication hook of its own" in said["hook"]
+        assert "its own communication hook" in said["hook"]
         assert said["plain step"] == "did it: None"
         assert "tensor parallelism has no rule" in said["tensor parallel"]
         assert said["one data rank"] == "did it: made"

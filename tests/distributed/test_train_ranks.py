@@ -294,7 +294,7 @@ ENVIRONMENT = {
         (2, ["--context-parallel", "0"], "context_parallel=0"),
         (2, ["--context-mode", "pigeon"], "context_mode='pigeon'"),
         (2, ["--sharding", "sideways"], "sharding='sideways'"),
-        (2, ["--worker-timeout", "0"], "rank_timeout=0"),
+        (2, ["--rank-timeout", "0"], "rank_timeout=0"),
         (2, ["--context-parallel", "2", "--shard-parameters"], "shard_parameters=True"),
         (None, ["--shard-parameters"], "shard_parameters=True with 1 rank(s)"),
         (
@@ -439,7 +439,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
 ) -> None:
     out = tmp_path / "out"
     words = options(data, out, steps=200, checkpoint_every=every)
-    words += ["--context-parallel", "2", "--no-baseline", "--worker-timeout", "20"]
+    words += ["--context-parallel", "2", "--no-baseline", "--rank-timeout", "20"]
     process = torchrun(2, words)
     after_releases(process, out / "ledger.jsonl", 5)
     begun = time.monotonic()
