@@ -413,7 +413,10 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ([*NOISY, *RUN, *FIXED], "sample_rate=0.01: the fixed_size sampler does not use it"),
         ([*NOISY, *RUN, "--max-batch-size", "9"], "max_batch_size=9: the poisson sampler does"),
         ([*NOISY, *RUN, "--batch-size", "9"], "sample_rate=0.01, batch_size=9: expected one"),
-        ([*NOISY, *RUN, "--num-samples", "9"], "sample_rate=0.01, num_samples=9: the sample rate suffices"),
+        (
+            [*NOISY, *RUN, "--num-samples", "9"],
+            "sample_rate=0.01, num_samples=9: the sample rate suffices",
+        ),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "5", "--batch-size", "9"],
             "num_samples=None: the poisson sampler needs it with --batch-size",
