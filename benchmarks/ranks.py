@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dpflash.distributed.collectives import WorkerError
+from dpflash.distributed.collectives import RankError
 
 from .isolated import begin_process, fresh_processes
 
@@ -196,7 +196,7 @@ def _run_rank(
         dist.destroy_process_group()
         pipe.send(("done", result))
     except BaseException as error:
-        is_lost = isinstance(error, WorkerError) or any(text in str(error) for text in _LOST)
+        is_lost = isinstance(error, RankError) or any(text in str(error) for text in _LOST)
         pipe.send(("failed", _Failure(is_lost, time.monotonic(), traceback.format_exc())))
         raise SystemExit(1) from None
     finally:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import scipy.stats
 
-from dpflash.distributed.mesh import Workers
+from dpflash.distributed.mesh import Ranks
 from dpflash.kernels.noise import keystream
 from dpflash.privacy import keys as streams
 from dpflash.privacy.keys import RunKeys, derive_key, master_key, uniform_words
@@ -24,7 +24,7 @@ def test_purposes_do_not_share_words():
 def test_the_keys_of_a_run_are_all_different():
     """Noise under the key of the draws would be known to whoever knows who was drawn."""
     for seed in (None, 0):
-        keys = RunKeys(seed, Workers())
+        keys = RunKeys(seed, Ranks())
         found = [keys.master, keys.noise, keys.sampling]
         keys.begin_model()
         found += [keys.master, keys.noise, keys.sampling]

@@ -90,7 +90,7 @@ def test_a_run_leaves_what_its_summary_names(
     (data / "twin.txt").write_bytes((data / "poem-7.txt").read_bytes())
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "; left out: 1 the same as another" in shown
+    assert "; left out: 1 duplicate" in shown
     names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
     assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
     assert all(str(out / name) in shown for name in names)
@@ -117,9 +117,9 @@ def test_a_run_leaves_what_its_summary_names(
     assert not public["dataset_size_declared"] and not public["batches_without_slots"]
     assert public["dataset_size"] == report["num_documents"] and public["slots"] > 1
     assert public["lengths"].startswith("public, ")
-    assert f"{report['num_documents']} documents, taken as public" in shown
+    assert f"{report['num_documents']} documents, treated as public" in shown
     assert report["clipping"] == "per_layer" and report["seeded"] is False
-    assert report["workers"]["data"] == report["workers"]["context"] == 1
+    assert report["ranks"]["data"] == report["ranks"]["context"] == 1
     assert [entry["step"] for entry in report["history"]] == list(range(1, STEPS + 1))
     assert len(report["history_nonprivate"]) == STEPS
     assert report["bits_per_byte_nonprivate"] < report["bits_per_byte_before"]
