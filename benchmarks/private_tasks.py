@@ -1,4 +1,4 @@
-"""What private training steps are measured on: a model, one batch and its loss.
+"""The models, batches and losses of private training steps that are measured.
 
 Letters: B samples, T tokens, H heads, D head dim, E = H D.
 """
@@ -26,12 +26,12 @@ def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model, its batch and its loss.
 
     Attributes:
         build: makes the model, with the same weights in each call.
         x, y: one batch, samples first.
-        loss: (output, y) to one loss a sample, `[B]`.
+        loss: (output, y) to one loss per sample, `[B]`.
         forward: (model, x, y) to the output; Opacus calls the model with x alone.
         dtype: "float32", or "bfloat16" for autocast.
     """
@@ -55,7 +55,7 @@ class Task:
         return self.loss(output, y)
 
     def precision(self) -> torch.autocast:
-        """The context of a forward pass."""
+        """The autocast context of a forward."""
         enabled = self.dtype == "bfloat16"
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
@@ -112,7 +112,7 @@ class _Attention(nn.Module):
 
 def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
     """The language model over bytes, for at most this number of tokens."""
-    # Opacus' ghost clipping refuses tied weights, so nobody ties them here.
+    # Opacus' ghost clipping refuses tied weights, so none are tied here.
     return LongContextLM(
         VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
     )

@@ -66,7 +66,7 @@ def device_names(results: Path) -> list[str]:
 _ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
 _COLUMNS = (
     *("name", "section", "config", "pattern_key", "operator", "correct"),
-    *("median_ms", "ci95_ms", "peak_memory_mb", "needs"),
+    *("median_ms", "ci95_ms", "range_ms", "peak_memory_mb", "needs"),
     *("what", "baseline", "sparsity", "difference", "difference_ci95", "relative_difference"),
 )
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
 from dpflash.clipping.device_speed import Ceilings, device_name
 from dpflash.clipping.measure_speed import EFFORTS, measure
 from dpflash.patterns import Adaptive, from_key

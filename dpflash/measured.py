@@ -235,7 +235,7 @@ def _measured(
             raise ValueError(f"not measured, needs {row['needs']}")
         return None
     ms, peak = row["median_ms"], row.get("peak_memory_mb")
-    low, high = row.get("ci95_ms") or (ms, ms)
+    low, high = row.get("ci95_ms") or row.get("range_ms") or (ms, ms)
     _validate.positive(median_ms=ms)
     _validate.finite(median_ms=ms, low=low, high=high)
     if peak is not None:
