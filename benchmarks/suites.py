@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .suite import Suite
 
-# What each measures, in the order in which `all` runs them.
+# What each measures, in the order in which `all` runs them; `_MODULES.get(name, name)`.
 SUITES = {
     "variants": "time and memory of dilated (LongNet), ring and block-sparse attention as "
     "published reports name them, of other sparse patterns and of dense attention; what each "
@@ -35,6 +35,9 @@ SUITES = {
 }
 # MODULE:ATTRIBUTE of a suite; else its name and SUITE.
 _MODULES = {
+    "sequence": "growth:SEQUENCE",
+    "batch": "growth:BATCH",
+    "heads": "growth:HEADS",
     "max-length": "max_length",
     "private-step": "private_step",
     "ranks": "scaling:RANKS_SUITE",

@@ -14,9 +14,8 @@ import pytest
 from dpflash.bench import output as results
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
+from dpflash.bench.published import Answer, Figure, Reported, read_reports, reported_rows
 from dpflash.bench.quality import contestants
-from dpflash.bench.reported import Answer, Figure, Reported, reported_rows
-from dpflash.bench.reports import REPORTS
 from dpflash.bench.scaling import (
     CONTEXT,
     CONTEXT_RANKS,
@@ -32,6 +31,7 @@ from dpflash.bench.suites import suite_named
 from dpflash.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+REPORTS = read_reports()
 ROWS = [(table.id, row) for table, row in reported_rows(REPORTS)]
 TABLES = [table for report in REPORTS for table in report.tables]
 ANSWERS = [
