@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 from . import output as results
 from .document import (
@@ -22,9 +20,7 @@ from .document import (
 )
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
-from .private_tasks import attention_step_flops
-from .suite import Comparison, Measurement, Request, Row, needs, of_section, too_slow
-from .timing import Stopwatch
+from .suite import Comparison, Measurement, Request, Row, needs, of_section
 
 PRIVATE = AUTO
 BATCHES = (1, 3, 5, 10, 19, 35, 64)
@@ -47,10 +43,9 @@ class _Shape:
 
 
 Curves = Mapping[str, Sequence[_Shape]]
-Item = Comparison | Callable[[Request], Iterable[Row]]
 
 
-def batch_plan(request: Request) -> Iterator[Item]:
+def batch_plan(request: Request) -> Iterator[Comparison]:
     """Steps at each batch size, private beside nonprivate; section "private_batch"."""
     curves: Curves = {
         f"seq{tokens}_h{heads}_d{dim}": [_Shape(batch, tokens, heads, dim) for batch in BATCHES]
@@ -61,7 +56,7 @@ def batch_plan(request: Request) -> Iterator[Item]:
     yield from _plan("private_batch", curves, (NONPRIVATE, PRIVATE), request)
 
 
-def sequence_plan(request: Request) -> Iterator[Item]:
+def sequence_plan(request: Request) -> Iterator[Comparison]:
     """Private steps at each number of tokens; section "private_sequence"."""
     curves: Curves = {
         f"b16_h{heads}_d{dim}": [_Shape(16, tokens, heads, dim) for tokens in TOKENS]
@@ -74,12 +69,11 @@ def sequence_plan(request: Request) -> Iterator[Item]:
 
 def _plan(
     section: str, curves: Curves, providers: Sequence[str], request: Request
-) -> Iterator[Item]:
+) -> Iterator[Comparison]:
     dtype = "bfloat16" if request.where.type == "cuda" else "float32"
-    rate = _product_rate(request.where)
     limit = memory_limit_mb(request)
     for curve, shapes in curves.items():
-        for number, shape in enumerate(shapes):
+        for shape in shapes:
             measurements = [
                 Measurement(
                     f"{section}/{curve}/B{shape.batch}-T{shape.tokens}/{provider}",
@@ -89,30 +83,8 @@ def _plan(
                 )
                 for provider in providers
             ]
-            least = attention_step_flops(**asdict(shape)) / rate
-            # The first size of a curve is tried in any case.
-            if number and request.calls.within(least, request.limit) is None:
-                yield _not_tried(measurements, least, request.limit)
-            else:
-                yield Comparison(measurements, measurements[0].name if measurements[1:] else None)
-
-
-def _not_tried(
-    measurements: Sequence[Measurement], least: float, limit: float
-) -> Callable[[Request], Iterable[Row]]:
-    reason = too_slow(f"one call takes {least:.2g} s at the rate of a matrix product", limit)
-    rows = [needs(one.name, one.config, reason, **one.columns) for one in measurements]
-    return lambda request: rows
-
-
-def _product_rate(device: torch.device) -> float:
-    """FLOP/s of a matrix product; infinite on a GPU, where no size takes too long."""
-    if device.type == "cuda":
-        return float("inf")
-    size = 1024
-    a = torch.ones(size, size)
-    stopwatch = Stopwatch(device)
-    return 2 * size**3 / min(stopwatch(lambda: a @ a) for _ in range(5))
+            baseline = measurements[0].name if measurements[1:] else None
+            yield Comparison(measurements, baseline, curve=f"{section}/{curve}")
 
 
 def memory_limit_mb(request: Request) -> float:

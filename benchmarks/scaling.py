@@ -52,30 +52,19 @@ _SPREADS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the suite "scaling".
+    """Sizes of the suite "scaling"."""
 
-    Attributes:
-        strong: T of attention, by pattern; others are left out.
-        weak: T of each rank, by pattern.
-        memory: (pattern, sharding, modes, T) whose memory is measured.
-        reported: (B, T) of a published table of dilated attention.
-        checked_tokens: T of the comparison with one process.
-        training: of strong scaling; in weak scaling each rank has a `training_divisor`-th of its
-            samples, of context parallel of its tokens.
-        heads, head_dim: of attention.
-        modelled: T of each rank (weak) and of all (strong), in the model.
-        modelled_ranks: P of the model.
-    """
-
-    strong: Mapping[str, int]
-    weak: Mapping[str, int]
-    memory: Sequence[tuple[str, str, Sequence[str], int]]
-    reported: Sequence[tuple[int, int]]
-    checked_tokens: int
+    strong: Mapping[str, int]  # T of attention, by pattern; others are left out
+    weak: Mapping[str, int]  # T of each rank, by pattern
+    memory: Sequence[tuple[str, str, Sequence[str], int]]  # pattern, sharding, modes, T
+    reported: Sequence[tuple[int, int]]  # B, T of a published table of dilated attention
+    checked_tokens: int  # T of the comparison with one process
+    # Of strong scaling; in weak scaling each rank has this part of its samples, or of its tokens.
     training: TrainingCase
     training_divisor: int = 4
     heads: int = 8
     head_dim: int = 64
+    # Of the model: T of each rank (weak) and of all (strong), and P.
     modelled: tuple[tuple[str, int], ...] = (("weak", 8192), ("strong", 2**20))
     modelled_ranks: Sequence[int] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -106,25 +95,15 @@ QUICK_SIZES = Sizes(
 
 @dataclass(frozen=True)
 class Options:
-    """What the suite "scaling" measures.
+    """What the suite "scaling" measures."""
 
-    Attributes:
-        ranks: numbers of ranks.
-        sections: of SECTIONS.
-        timeout: seconds that one launch of ranks may take.
-        flops: FLOP/s of a rank that the model assumes beside the measured ones.
-        link_gbps: GB/s of the model's link; None for LINKS.
-        link_latency_us: microseconds of latency of that link.
-        sizes: None for the usual ones.
-    """
-
-    ranks: Sequence[int] = (1, 2, 4)
+    ranks: Sequence[int] = (1, 2, 4)  # numbers of ranks
     sections: Sequence[str] = SECTIONS
-    timeout: float = _TIMEOUT
-    flops: Sequence[float] = ()
-    link_gbps: float | None = None
-    link_latency_us: float = 5.0
-    sizes: Sizes | None = None
+    timeout: float = _TIMEOUT  # of one launch of ranks, seconds
+    flops: Sequence[float] = ()  # FLOP/s of a rank, for the model, beside the measured ones
+    link_gbps: float | None = None  # GB/s of the model's link; None for LINKS
+    link_latency_us: float = 5.0  # microseconds, of that link
+    sizes: Sizes | None = None  # None for the usual ones
 
     def __post_init__(self) -> None:
         for number in self.ranks:
@@ -149,13 +128,7 @@ class Options:
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
-    """Writes what a function of `scaling_tasks` returned for a row on each rank into it.
-
-    Args:
-        row: of a call by all ranks.
-        returned: by rank.
-        is_short: fewer calls were made than asked for.
-    """
+    """Writes what a function of `scaling_tasks` returned for a row, by rank, into it."""
     row.update(
         error=worst(one["error"] for one in returned),
         correct=all(one["correct"] for one in returned),

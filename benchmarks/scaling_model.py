@@ -49,19 +49,12 @@ LINKS = (
 
 
 class Load(NamedTuple):
-    """The work and the traffic of a step, forward and backward.
+    """The work and the traffic of a step, forward and backward."""
 
-    Attributes:
-        greatest: pairs (query, key) of the rank with the most, over all heads.
-        mean: of all ranks.
-        sent: bytes of the rank that sends most.
-        messages: of the rank that sends most of them.
-    """
-
-    greatest: int
-    mean: float
-    sent: int
-    messages: int
+    greatest: int  # pairs (query, key) of the rank with the most, over all heads
+    mean: float  # pairs of all ranks
+    sent: int  # bytes of the rank that sends most
+    messages: int  # of the rank that sends most of them
 
 
 def step_times(load: Load, head_dim: int, flops: float, link: Link) -> Mapping[str, Any]:
@@ -94,15 +87,6 @@ def load_of(
     Dense causal attention is counted by its ranges. Where queries see only some tokens back, a
     stretch of neighbouring ranks is counted, long enough to hold all that those in its middle see
     and whole segments of a dilated pattern; the other ranks are like its middle.
-
-    Args:
-        pattern: dense causal, a causal sliding window without global tokens, or dilated.
-        tokens: T, a multiple of P.
-        heads: H, all of them key/value heads too.
-        head_dim: D.
-        dtype: of q, k and v.
-        ranks: P.
-        sharding: "contiguous" or "zigzag"; "contiguous" for a pattern that is not dense.
 
     Raises:
         ValueError: another pattern, T that P does not divide, or segments that shards do not fit.

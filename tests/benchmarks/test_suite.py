@@ -50,10 +50,12 @@ EFFORT = timing.Effort(1, 6)
 ROOFS = Ceilings({"float32": 1e9}, 1e9)
 
 
-@pytest.fixture(autouse=True)
-def roofs(monkeypatch):
-    """Measuring them takes seconds; the run of `found` does, which begins before this."""
-    monkeypatch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ROOFS)
+@pytest.fixture(autouse=True, scope="module")
+def roofs():
+    """Measuring them takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ROOFS)
+        yield
 
 
 def measurement(name, peer=False, **given):
@@ -81,7 +83,7 @@ def run(suite, folder, **request):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, roofs):
     """The document of a run of all kinds, its folder, and its lines on stderr."""
     folder = tmp_path_factory.mktemp("toy")
     kinds = ("wrong", "broken", "absent", "greedy", "warning", "nan")
@@ -172,7 +174,7 @@ def test_a_warning_is_a_note_of_its_row_and_is_not_printed(found):
 def test_progress_names_the_phases_and_counts_the_rows(found):
     phases = ["measuring the machine's roofs", "row 1 of 9: right: probing", "row 7 of 9: warning"]
     phases += ["timing right and 2 that take turns with it: 1 + 6 calls each"]
-    phases += ["part 9 of 9: Those of others", "alone is done", "deriving"]
+    phases += ["part 9 of 9: Those of others", "Those of others: alone", "deriving"]
     places = [found[2].index(phase) for phase in phases]
     assert places == sorted(places)
 
@@ -190,15 +192,19 @@ def test_the_page_explains_its_columns_and_no_others(found):
 
 def test_a_slow_row_is_timed_with_fewer_calls_and_is_not_compared(tmp_path, monkeypatch):
     seconds = {32: 0.1, 33: 2.0, 34: 3.0}
+    probed = []
 
     def probe(function, *, config, **given):
+        probed.append(config["size"])
         return suite_module._Probed(1.0, seconds[config["size"]], [])
 
     monkeypatch.setattr(suite_module, "run_isolated", probe)
     names = ("fast", "slow", "slower")
     plan = [measurement(name, size=size) for name, size in zip(names, seconds, strict=True)]
-    held = run(toy(Comparison(plan, baseline="fast")), tmp_path)
-    fast, slow, slower = held["rows"]
+    larger = Comparison([measurement("larger", size=35)], curve="a")
+    held = run(toy(Comparison(plan, baseline="fast", curve="a"), larger), tmp_path)
+    fast, slow, slower, untried = held["rows"]
+    assert untried["needs"] == "a faster device: slower is too slow already" and 35 not in probed
     assert fast["trials"] == 6 and fast["ci95_ms"]
     assert slow["trials"] == 4 and slow["ci95_ms"] is None and "speedup" not in slow
     low, high = slow["range_ms"]

@@ -167,3 +167,16 @@ def test_the_lower_roof_bounds(flops, moved, seconds, taken, bound):
     assert found["roof_fraction"] == pytest.approx(max(flops, moved) / 1e9 / seconds)
     assert found["gflop_per_s"] == flops / seconds / 1e9
     assert found["intensity"] == flops / moved
+
+
+def test_roofs_are_those_of_the_device_with_fewer_trials_for_a_quick_look(monkeypatch):
+    efforts = []
+
+    def measure(device, effort, report):
+        efforts.append(effort)
+        return {"flops": {"float32": 2e9}, "bandwidth": 3e9, "date": "today"}
+
+    monkeypatch.setattr(work, "measure", measure)
+    found = [work.measured_roofs(torch.device("cpu"), quick=quick) for quick in (False, True)]
+    assert all((one.rate("float32"), one.bandwidth) == (2e9, 3e9) for one in found)
+    assert efforts[0] == work.EFFORTS["cpu"] and efforts[1].trials == 3 < efforts[0].trials
