@@ -19,15 +19,16 @@ from .document import Chart, Column, Table, column, config, milliseconds
 from .environment import usable_cores
 from .private_scaling import insight
 from .ranks import run_ranks
-from .scaling_model import ASSUMPTIONS, FLOPS_OF_AN_EDGE, LINKS, Link, Load, load_of, step_times
+from .scaling_model import ASSUMPTIONS, LINKS, Link, model_rows
 from .scaling_tasks import (
     MODES,
-    PATTERNS,
     SCHEMES,
+    SPREADS,
     AttentionCase,
     TrainingCase,
     measure_attention,
     measure_training,
+    spread,
 )
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
 from .timing import Effort, columns, speedup, summarize
@@ -41,13 +42,6 @@ CONTEXT_RANKS = NODES = (1, 2, 4, 8)
 _MIB = 2**20
 _TIMEOUT = 900.0
 _MOST_RANKS_A_CORE = 8
-# Pattern and sharding of what is measured and modelled.
-_SPREADS = (
-    ("dense causal", "contiguous"),
-    ("dense causal", "zigzag"),
-    ("dilated", "contiguous"),
-    ("sliding window", "contiguous"),
-)
 
 
 @dataclass(frozen=True)
@@ -196,8 +190,7 @@ def _on_ranks(
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    pattern, sharding = row["config"]["pattern"], row["config"]["sharding"]
-    return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
+    return spread(row["config"]["pattern"], row["config"]["sharding"])
 
 
 def _modes(ranks: int, heads: int, modes: Sequence[str]) -> list[str]:
@@ -236,19 +229,24 @@ class _Sections:
             own = [replace(case, tokens=whole) for case in cases if case.mode in modes]
             rows = []
             for case in own:
-                row = _row(section, "", case, ranks, scaling=scaling)
-                direction = "forward+backward" if case.backward else "forward"
-                place = f"{scaling}/{_spread(row)}/{case.mode}/{direction}/T{whole}"
-                rows.append(_row(section, place, case, ranks, scaling=scaling))
-            given: dict[str, Any] = {"cases": own, "tokens_alone": tokens}
-            given["effort"] = request.calls
-            yield from _on_ranks(rows, measure_attention, request, self.options.timeout, **given)
+                direction = "forward" + "+backward" * case.backward
+                place = f"{scaling}/{spread(case.pattern, case.sharding)}/{case.mode}/{direction}"
+                rows.append(_row(section, f"{place}/T{whole}", case, ranks, scaling=scaling))
+            yield from _on_ranks(
+                rows,
+                measure_attention,
+                request,
+                self.options.timeout,
+                cases=own,
+                tokens_alone=tokens,
+                effort=request.calls,
+            )
 
     def attention(self, request: Request) -> Iterator[Row]:
         """Attention, strong and weak scaling."""
         sizes = self._sizes(request)
         for scaling, lengths in (("strong", sizes.strong), ("weak", sizes.weak)):
-            for pattern, sharding in _SPREADS:
+            for pattern, sharding in SPREADS:
                 if pattern in lengths:
                     shape = (pattern, lengths[pattern], sizes.heads, sizes.head_dim, 1, sharding)
                     checked = sizes.checked_tokens
@@ -277,14 +275,15 @@ class _Sections:
                     shape = (pattern, tokens, sizes.heads, sizes.head_dim, 1, sharding, mode)
                     checked = min(sizes.checked_tokens, tokens)
                     case = AttentionCase(*shape, checked_tokens=checked)
-                    row = _row("memory", f"{pattern}/{mode}/T{tokens}", case, ranks)
-                    given: dict[str, Any] = {
-                        "cases": [case],
-                        "tokens_alone": tokens,
-                        "effort": None,
-                    }
-                    timeout = self.options.timeout
-                    yield from _on_ranks([row], measure_attention, request, timeout, **given)
+                    yield from _on_ranks(
+                        [_row("memory", f"{pattern}/{mode}/T{tokens}", case, ranks)],
+                        measure_attention,
+                        request,
+                        self.options.timeout,
+                        cases=[case],
+                        tokens_alone=tokens,
+                        effort=None,
+                    )
 
     def training(self, request: Request) -> Iterator[Row]:
         """Private training steps, strong and weak scaling."""
@@ -299,78 +298,28 @@ class _Sections:
                 part, weak = (replace(whole, **{key: own * times}) for times in (1, ranks))
                 for scaling, case, alone in (("strong", whole, whole), ("weak", weak, part)):
                     name = f"{scaling}/{scheme}/B{case.batch}/T{case.tokens}"
-                    rows = [_row("training", name, case, ranks, scaling=scaling)]
-                    given: dict[str, Any] = {"case": case, "alone": alone, "effort": request.calls}
-                    timeout = self.options.timeout
-                    yield from _on_ranks(rows, measure_training, request, timeout, **given)
+                    yield from _on_ranks(
+                        [_row("training", name, case, ranks, scaling=scaling)],
+                        measure_training,
+                        request,
+                        self.options.timeout,
+                        case=case,
+                        alone=alone,
+                        effort=request.calls,
+                    )
 
     def model(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The model's rows, at the speeds that were measured on one rank and those given."""
         options, sizes = self.options, self.options.sizes or FULL_SIZES
-        if "model" not in options.sections:
-            return
         links: Sequence[Link] = LINKS
         if options.link_gbps is not None:
             name = f"{options.link_gbps:g} GB/s, {options.link_latency_us:g} us (given)"
             links = [Link(name, 1e9 * options.link_gbps, options.link_latency_us / 1e6)]
-        speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
-        for given in options.flops:
-            assumed = dict.fromkeys(PATTERNS, given)
-            speeds.append((f"given, {given:g} FLOP/s", assumed, torch.bfloat16))
-        for scaling, length in sizes.modelled:
-            for pattern, sharding in _SPREADS:
-                for ranks in sizes.modelled_ranks:
-                    tokens = length * ranks if scaling == "weak" else length
-                    for source, flops, dtype in speeds:
-                        if pattern in flops:
-                            shape = (tokens, sizes.heads, sizes.head_dim)
-                            load = load_of(PATTERNS[pattern], *shape, dtype, ranks, sharding)
-                            held = {
-                                "pattern": pattern,
-                                "scaling": scaling,
-                                "tokens": tokens,
-                                "heads": sizes.heads,
-                                "head_dim": sizes.head_dim,
-                                "dtype": str(dtype).removeprefix("torch."),
-                                "sharding": sharding,
-                                "ranks": ranks,
-                                "flops": flops[pattern],
-                                "flops_source": source,
-                            }
-                            for link in links:
-                                yield _model_row(held, load, link)
-
-
-def _model_row(held: Mapping[str, Any], load: Load, link: Link) -> Row:
-    shape = {
-        **held,
-        "link": link.name,
-        "link_bytes_per_s": link.bandwidth,
-        "link_latency_s": link.latency,
-    }
-    spread = _spread({"config": held})
-    return results.row(
-        f"model/{held['scaling']}/{spread}/P{held['ranks']}/{held['flops_source']}/{link.name}",
-        shape,
-        section="model",
-        ranks=held["ranks"],
-        edges=load.greatest,
-        bytes_sent=load.sent,
-        messages=load.messages,
-        **step_times(load, held["head_dim"], held["flops"], link),
-    )
-
-
-def measured_flops(rows: Sequence[Row]) -> dict[str, float]:
-    """FLOP/s of one rank in forward and backward, by pattern, where it was measured."""
-    found: dict[str, float] = {}
-    for row in rows:
-        held = row["config"]
-        if row["section"] == "attention" and held["scaling"] == "strong" and row["correct"]:
-            operations = FLOPS_OF_AN_EDGE * held["head_dim"] * sum(row["edges_per_rank"])
-            seconds = (row["alone"] or row)["median_ms"] / 1e3
-            found.setdefault(held["pattern"], operations / seconds)
-    return found
+        shape = (sizes.heads, sizes.head_dim)
+        if "model" in options.sections:
+            yield from model_rows(
+                rows, options.flops, links, sizes.modelled, sizes.modelled_ranks, *shape
+            )
 
 
 def _ranks(row: Mapping[str, Any]) -> str:

@@ -44,6 +44,13 @@ PATTERNS: dict[str, Pattern] = {
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }
+# Pattern and sharding of what is measured and modelled.
+SPREADS = (
+    ("dense causal", "contiguous"),
+    ("dense causal", "zigzag"),
+    ("dilated", "contiguous"),
+    ("sliding window", "contiguous"),
+)
 MODES = ("ring", "all_gather", "ulysses")
 SCHEMES = ("replicated", "fsdp2", "context")
 
@@ -55,6 +62,11 @@ _TOLERANCE = 1e-4
 _CHECKED_TOKENS = 64
 _EMBEDDING = "token_embedding.weight"
 _EXACT_SUM_BYTES = 8
+
+
+def spread(pattern: str, sharding: str) -> str:
+    """The name of one of SPREADS."""
+    return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
 
 
 @dataclass(frozen=True)
