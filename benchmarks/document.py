@@ -32,39 +32,24 @@ Column = tuple[str, Callable[[Row], Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one section.
+    """Rows of one section."""
 
-    Attributes:
-        section: which rows, by their column "section".
-        title: above it.
-        columns: (header, cell of a row).
-        note: below it.
-    """
-
-    section: str
-    title: str
-    columns: Sequence[Column]
-    note: str = ""
+    section: str  # which rows, by their column "section"
+    title: str  # above it
+    columns: Sequence[Column]  # header, and cell of a row
+    note: str = ""  # below it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture; rows of one section that have both values.
-
-    Attributes:
-        section: which rows.
-        title: above it.
-        x, y: (label, value of a row).
-        series: what a row's line is named.
-        logarithmic: both axes; else both are linear and the upright one begins at 0.
-    """
+    """A panel of the picture; rows of one section that have both values."""
 
     section: str
-    title: str
-    x: Column
+    title: str  # above it
+    x: Column  # label, and value of a row
     y: Column
-    series: Callable[[Row], str]
-    logarithmic: bool = True
+    series: Callable[[Row], str]  # the name of a row's line
+    logarithmic: bool = True  # both axes; else both are linear and the upright one begins at 0
 
 
 def config(key: str, header: str | None = None) -> Column:
@@ -259,12 +244,8 @@ def fitted_row(
 ) -> dict[str, Any]:
     """A row with the exponent p of ``value = c size^p``, and its 95% interval.
 
-    Args:
-        name: of the row.
-        rows: measured rows; those without the value do not count.
-        size: the key of their config that is the size.
-        value: the column that grows with it.
-        columns: further columns of the row, such as "section" and "curve".
+    The size is a key of the rows' config, the value a column; rows without it do not count.
+    Further columns of the row are such as "section" and "curve".
     """
     measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
     sizes = [one for one, _ in measured]

@@ -54,15 +54,15 @@ def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
 
 def _subtitle(found: Mapping[str, Any]) -> str:
     environment = found["environment"]
-    told = [environment["device"]]
+    parts = [environment["device"]]
     if environment.get("threads") and str(environment["device"]).startswith("CPU"):
-        told.append(f"{environment['threads']} thread{'s' * (environment['threads'] > 1)}")
-    told.append(environment["date"])
+        parts.append(f"{environment['threads']} thread{'s' * (environment['threads'] > 1)}")
+    parts.append(environment["date"])
     if environment["quick"]:
-        told.append("a quick look")
+        parts.append("a quick look")
     if not found.get("complete", True):
-        told.append("broken off")
-    return ", ".join(told)
+        parts.append("broken off")
+    return ", ".join(parts)
 
 
 def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, int]) -> None:

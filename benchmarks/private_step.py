@@ -173,7 +173,9 @@ def _derive(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _timed(rows: Sequence[Row], section: str) -> list[Row]:
-    return [row for row in of_section(rows, section) if row["median_ms"] is not None]
+    """The rows of a section whose times have an interval."""
+    own = of_section(rows, section)
+    return [row for row in own if row["median_ms"] is not None and not row.get("range_ms")]
 
 
 def _times(row: Row, other: Row) -> Ratio:

@@ -33,17 +33,11 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a function runs.
-
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks, in the default group of torch.distributed.
-        device: "cpu", or a GPU of this rank's own.
-    """
+    """Where a function runs: a rank of the default group of torch.distributed."""
 
     rank: int
     world_size: int
-    device: torch.device
+    device: torch.device  # "cpu", or a GPU of this rank's own
 
     def barrier(self) -> None:
         """Waits for all ranks."""

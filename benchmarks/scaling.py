@@ -19,15 +19,16 @@ from .document import Chart, Column, Table, column, config, milliseconds
 from .environment import usable_cores
 from .private_scaling import insight
 from .ranks import run_ranks
-from .scaling_model import ASSUMPTIONS, FLOPS_OF_AN_EDGE, LINKS, Link, Load, load_of, step_times
+from .scaling_model import ASSUMPTIONS, LINKS, Link, model_rows
 from .scaling_tasks import (
     MODES,
-    PATTERNS,
     SCHEMES,
+    SPREADS,
     AttentionCase,
     TrainingCase,
     measure_attention,
     measure_training,
+    spread,
 )
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
 from .timing import Effort, columns, speedup, summarize
@@ -41,41 +42,23 @@ CONTEXT_RANKS = NODES = (1, 2, 4, 8)
 _MIB = 2**20
 _TIMEOUT = 900.0
 _MOST_RANKS_A_CORE = 8
-# Pattern and sharding of what is measured and modelled.
-_SPREADS = (
-    ("dense causal", "contiguous"),
-    ("dense causal", "zigzag"),
-    ("dilated", "contiguous"),
-    ("sliding window", "contiguous"),
-)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the suite "scaling".
+    """Sizes of the suite "scaling"."""
 
-    Attributes:
-        strong: T of attention, by pattern; others are left out.
-        weak: T of each rank, by pattern.
-        memory: (pattern, sharding, modes, T) whose memory is measured.
-        reported: (B, T) of a published table of dilated attention.
-        checked_tokens: T of the comparison with one process.
-        training: of strong scaling; in weak scaling each rank has a `training_divisor`-th of its
-            samples, of context parallel of its tokens.
-        heads, head_dim: of attention.
-        modelled: T of each rank (weak) and of all (strong), in the model.
-        modelled_ranks: P of the model.
-    """
-
-    strong: Mapping[str, int]
-    weak: Mapping[str, int]
-    memory: Sequence[tuple[str, str, Sequence[str], int]]
-    reported: Sequence[tuple[int, int]]
-    checked_tokens: int
+    strong: Mapping[str, int]  # T of attention, by pattern; others are left out
+    weak: Mapping[str, int]  # T of each rank, by pattern
+    memory: Sequence[tuple[str, str, Sequence[str], int]]  # pattern, sharding, modes, T
+    reported: Sequence[tuple[int, int]]  # B, T of a published table of dilated attention
+    checked_tokens: int  # T of the comparison with one process
+    # Of strong scaling; in weak scaling each rank has this part of its samples, or of its tokens.
     training: TrainingCase
     training_divisor: int = 4
     heads: int = 8
     head_dim: int = 64
+    # Of the model: T of each rank (weak) and of all (strong), and P.
     modelled: tuple[tuple[str, int], ...] = (("weak", 8192), ("strong", 2**20))
     modelled_ranks: Sequence[int] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -106,25 +89,15 @@ QUICK_SIZES = Sizes(
 
 @dataclass(frozen=True)
 class Options:
-    """What the suite "scaling" measures.
+    """What the suite "scaling" measures."""
 
-    Attributes:
-        ranks: numbers of ranks.
-        sections: of SECTIONS.
-        timeout: seconds that one launch of ranks may take.
-        flops: FLOP/s of a rank that the model assumes beside the measured ones.
-        link_gbps: GB/s of the model's link; None for LINKS.
-        link_latency_us: microseconds of latency of that link.
-        sizes: None for the usual ones.
-    """
-
-    ranks: Sequence[int] = (1, 2, 4)
+    ranks: Sequence[int] = (1, 2, 4)  # numbers of ranks
     sections: Sequence[str] = SECTIONS
-    timeout: float = _TIMEOUT
-    flops: Sequence[float] = ()
-    link_gbps: float | None = None
-    link_latency_us: float = 5.0
-    sizes: Sizes | None = None
+    timeout: float = _TIMEOUT  # of one launch of ranks, seconds
+    flops: Sequence[float] = ()  # FLOP/s of a rank, for the model, beside the measured ones
+    link_gbps: float | None = None  # GB/s of the model's link; None for LINKS
+    link_latency_us: float = 5.0  # microseconds, of that link
+    sizes: Sizes | None = None  # None for the usual ones
 
     def __post_init__(self) -> None:
         for number in self.ranks:
@@ -149,13 +122,7 @@ class Options:
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
-    """Writes what a function of `scaling_tasks` returned for a row on each rank into it.
-
-    Args:
-        row: of a call by all ranks.
-        returned: by rank.
-        is_short: fewer calls were made than asked for.
-    """
+    """Writes what a function of `scaling_tasks` returned for a row, by rank, into it."""
     row.update(
         error=worst(one["error"] for one in returned),
         correct=all(one["correct"] for one in returned),
@@ -223,8 +190,7 @@ def _on_ranks(
 
 
 def _spread(row: Mapping[str, Any]) -> str:
-    pattern, sharding = row["config"]["pattern"], row["config"]["sharding"]
-    return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
+    return spread(row["config"]["pattern"], row["config"]["sharding"])
 
 
 def _modes(ranks: int, heads: int, modes: Sequence[str]) -> list[str]:
@@ -263,19 +229,24 @@ class _Sections:
             own = [replace(case, tokens=whole) for case in cases if case.mode in modes]
             rows = []
             for case in own:
-                row = _row(section, "", case, ranks, scaling=scaling)
-                direction = "forward+backward" if case.backward else "forward"
-                place = f"{scaling}/{_spread(row)}/{case.mode}/{direction}/T{whole}"
-                rows.append(_row(section, place, case, ranks, scaling=scaling))
-            given: dict[str, Any] = {"cases": own, "tokens_alone": tokens}
-            given["effort"] = request.calls
-            yield from _on_ranks(rows, measure_attention, request, self.options.timeout, **given)
+                direction = "forward" + "+backward" * case.backward
+                place = f"{scaling}/{spread(case.pattern, case.sharding)}/{case.mode}/{direction}"
+                rows.append(_row(section, f"{place}/T{whole}", case, ranks, scaling=scaling))
+            yield from _on_ranks(
+                rows,
+                measure_attention,
+                request,
+                self.options.timeout,
+                cases=own,
+                tokens_alone=tokens,
+                effort=request.calls,
+            )
 
     def attention(self, request: Request) -> Iterator[Row]:
         """Attention, strong and weak scaling."""
         sizes = self._sizes(request)
         for scaling, lengths in (("strong", sizes.strong), ("weak", sizes.weak)):
-            for pattern, sharding in _SPREADS:
+            for pattern, sharding in SPREADS:
                 if pattern in lengths:
                     shape = (pattern, lengths[pattern], sizes.heads, sizes.head_dim, 1, sharding)
                     checked = sizes.checked_tokens
@@ -304,14 +275,15 @@ class _Sections:
                     shape = (pattern, tokens, sizes.heads, sizes.head_dim, 1, sharding, mode)
                     checked = min(sizes.checked_tokens, tokens)
                     case = AttentionCase(*shape, checked_tokens=checked)
-                    row = _row("memory", f"{pattern}/{mode}/T{tokens}", case, ranks)
-                    given: dict[str, Any] = {
-                        "cases": [case],
-                        "tokens_alone": tokens,
-                        "effort": None,
-                    }
-                    timeout = self.options.timeout
-                    yield from _on_ranks([row], measure_attention, request, timeout, **given)
+                    yield from _on_ranks(
+                        [_row("memory", f"{pattern}/{mode}/T{tokens}", case, ranks)],
+                        measure_attention,
+                        request,
+                        self.options.timeout,
+                        cases=[case],
+                        tokens_alone=tokens,
+                        effort=None,
+                    )
 
     def training(self, request: Request) -> Iterator[Row]:
         """Private training steps, strong and weak scaling."""
@@ -326,78 +298,28 @@ class _Sections:
                 part, weak = (replace(whole, **{key: own * times}) for times in (1, ranks))
                 for scaling, case, alone in (("strong", whole, whole), ("weak", weak, part)):
                     name = f"{scaling}/{scheme}/B{case.batch}/T{case.tokens}"
-                    rows = [_row("training", name, case, ranks, scaling=scaling)]
-                    given: dict[str, Any] = {"case": case, "alone": alone, "effort": request.calls}
-                    timeout = self.options.timeout
-                    yield from _on_ranks(rows, measure_training, request, timeout, **given)
+                    yield from _on_ranks(
+                        [_row("training", name, case, ranks, scaling=scaling)],
+                        measure_training,
+                        request,
+                        self.options.timeout,
+                        case=case,
+                        alone=alone,
+                        effort=request.calls,
+                    )
 
     def model(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The model's rows, at the speeds that were measured on one rank and those given."""
         options, sizes = self.options, self.options.sizes or FULL_SIZES
-        if "model" not in options.sections:
-            return
         links: Sequence[Link] = LINKS
         if options.link_gbps is not None:
             name = f"{options.link_gbps:g} GB/s, {options.link_latency_us:g} us (given)"
             links = [Link(name, 1e9 * options.link_gbps, options.link_latency_us / 1e6)]
-        speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
-        for given in options.flops:
-            assumed = dict.fromkeys(PATTERNS, given)
-            speeds.append((f"given, {given:g} FLOP/s", assumed, torch.bfloat16))
-        for scaling, length in sizes.modelled:
-            for pattern, sharding in _SPREADS:
-                for ranks in sizes.modelled_ranks:
-                    tokens = length * ranks if scaling == "weak" else length
-                    for source, flops, dtype in speeds:
-                        if pattern in flops:
-                            shape = (tokens, sizes.heads, sizes.head_dim)
-                            load = load_of(PATTERNS[pattern], *shape, dtype, ranks, sharding)
-                            held = {
-                                "pattern": pattern,
-                                "scaling": scaling,
-                                "tokens": tokens,
-                                "heads": sizes.heads,
-                                "head_dim": sizes.head_dim,
-                                "dtype": str(dtype).removeprefix("torch."),
-                                "sharding": sharding,
-                                "ranks": ranks,
-                                "flops": flops[pattern],
-                                "flops_source": source,
-                            }
-                            for link in links:
-                                yield _model_row(held, load, link)
-
-
-def _model_row(held: Mapping[str, Any], load: Load, link: Link) -> Row:
-    shape = {
-        **held,
-        "link": link.name,
-        "link_bytes_per_s": link.bandwidth,
-        "link_latency_s": link.latency,
-    }
-    spread = _spread({"config": held})
-    return results.row(
-        f"model/{held['scaling']}/{spread}/P{held['ranks']}/{held['flops_source']}/{link.name}",
-        shape,
-        section="model",
-        ranks=held["ranks"],
-        edges=load.greatest,
-        bytes_sent=load.sent,
-        messages=load.messages,
-        **step_times(load, held["head_dim"], held["flops"], link),
-    )
-
-
-def measured_flops(rows: Sequence[Row]) -> dict[str, float]:
-    """FLOP/s of one rank in forward and backward, by pattern, where it was measured."""
-    found: dict[str, float] = {}
-    for row in rows:
-        held = row["config"]
-        if row["section"] == "attention" and held["scaling"] == "strong" and row["correct"]:
-            operations = FLOPS_OF_AN_EDGE * held["head_dim"] * sum(row["edges_per_rank"])
-            seconds = (row["alone"] or row)["median_ms"] / 1e3
-            found.setdefault(held["pattern"], operations / seconds)
-    return found
+        shape = (sizes.heads, sizes.head_dim)
+        if "model" in options.sections:
+            yield from model_rows(
+                rows, options.flops, links, sizes.modelled, sizes.modelled_ranks, *shape
+            )
 
 
 def _ranks(row: Mapping[str, Any]) -> str:

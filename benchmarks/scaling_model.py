@@ -6,7 +6,8 @@ Not a measurement. Letters: T tokens, P ranks, H heads, D head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,14 @@ from dpflash.distributed import Layout, edges_per_rank, sent_bytes
 from dpflash.distributed.exchange_plan import ShardedPattern, needed_rows
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
+from . import output as results
+from .scaling_tasks import PATTERNS, SPREADS, spread
+
 # Forward 2 products of 2 D operations, backward 5 of them.
-FLOPS_OF_AN_EDGE = 14
+_FLOPS_OF_AN_EDGE = 14
 ASSUMPTIONS = (
     "only ring attention, forward and backward, of one sample; nothing else of a training step",
-    f"{FLOPS_OF_AN_EDGE} D operations for each pair (query, key) and head, forward and backward; "
+    f"{_FLOPS_OF_AN_EDGE} D operations for each pair (query, key) and head, forward and backward; "
     "pairs and bytes are counted exactly, for the busiest rank",
     "every rank computes at the FLOP/s given or measured on one rank, however small its shard is; "
     "merging of partial results costs nothing",
@@ -49,24 +53,91 @@ LINKS = (
 
 
 class Load(NamedTuple):
-    """The work and the traffic of a step, forward and backward.
+    """The work and the traffic of a step, forward and backward."""
 
-    Attributes:
-        greatest: pairs (query, key) of the rank with the most, over all heads.
-        mean: of all ranks.
-        sent: bytes of the rank that sends most.
-        messages: of the rank that sends most of them.
+    greatest: int  # pairs (query, key) of the rank with the most, over all heads
+    mean: float  # pairs of all ranks
+    sent: int  # bytes of the rank that sends most
+    messages: int  # of the rank that sends most of them
+
+
+def model_rows(
+    rows: Sequence[Mapping[str, Any]],
+    given_flops: Sequence[float],
+    links: Sequence[Link],
+    lengths: Sequence[tuple[str, int]],
+    ranks: Sequence[int],
+    heads: int,
+    head_dim: int,
+) -> Iterator[dict[str, Any]]:
+    """The rows of the model.
+
+    Args:
+        rows: measured ones, of which the FLOP/s of one rank are taken.
+        given_flops: FLOP/s of a rank to assume beside.
+        links: between ranks.
+        lengths: ("weak", T of each rank) or ("strong", T of all).
+        ranks: numbers of them.
+        heads: H.
+        head_dim: D.
     """
+    speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
+    for flops in given_flops:
+        assumed = dict.fromkeys(PATTERNS, flops)
+        speeds.append((f"given, {flops:g} FLOP/s", assumed, torch.bfloat16))
+    for (scaling, length), (pattern, sharding), number, (
+        source,
+        flops_of,
+        dtype,
+    ) in itertools.product(lengths, SPREADS, ranks, speeds):
+        if pattern not in flops_of:
+            continue
+        tokens = length * number if scaling == "weak" else length
+        load = load_of(PATTERNS[pattern], tokens, heads, head_dim, dtype, number, sharding)
+        for link in links:
+            place = f"model/{scaling}/{spread(pattern, sharding)}/P{number}/{source}/{link.name}"
+            shape = {
+                "pattern": pattern,
+                "scaling": scaling,
+                "tokens": tokens,
+                "heads": heads,
+                "head_dim": head_dim,
+                "dtype": str(dtype).removeprefix("torch."),
+                "sharding": sharding,
+                "ranks": number,
+                "flops": flops_of[pattern],
+                "flops_source": source,
+                "link": link.name,
+                "link_bytes_per_s": link.bandwidth,
+                "link_latency_s": link.latency,
+            }
+            yield results.row(
+                place,
+                shape,
+                section="model",
+                ranks=number,
+                edges=load.greatest,
+                bytes_sent=load.sent,
+                messages=load.messages,
+                **step_times(load, head_dim, flops_of[pattern], link),
+            )
 
-    greatest: int
-    mean: float
-    sent: int
-    messages: int
+
+def measured_flops(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """FLOP/s of one rank in forward and backward, by pattern, where it was measured."""
+    found: dict[str, float] = {}
+    for row in rows:
+        shape = row["config"]
+        if row["section"] == "attention" and shape["scaling"] == "strong" and row["correct"]:
+            operations = _FLOPS_OF_AN_EDGE * shape["head_dim"] * sum(row["edges_per_rank"])
+            seconds = (row["alone"] or row)["median_ms"] / 1e3
+            found.setdefault(shape["pattern"], operations / seconds)
+    return found
 
 
 def step_times(load: Load, head_dim: int, flops: float, link: Link) -> Mapping[str, Any]:
     """Milliseconds and efficiency of a step, where ranks wait for nothing but bytes."""
-    each = 1e3 * FLOPS_OF_AN_EDGE * head_dim / flops
+    each = 1e3 * _FLOPS_OF_AN_EDGE * head_dim / flops
     compute, even = load.greatest * each, load.mean * each
     exchange = 1e3 * (load.sent / link.bandwidth + load.messages * link.latency)
     return {
@@ -94,15 +165,6 @@ def load_of(
     Dense causal attention is counted by its ranges. Where queries see only some tokens back, a
     stretch of neighbouring ranks is counted, long enough to hold all that those in its middle see
     and whole segments of a dilated pattern; the other ranks are like its middle.
-
-    Args:
-        pattern: dense causal, a causal sliding window without global tokens, or dilated.
-        tokens: T, a multiple of P.
-        heads: H, all of them key/value heads too.
-        head_dim: D.
-        dtype: of q, k and v.
-        ranks: P.
-        sharding: "contiguous" or "zigzag"; "contiguous" for a pattern that is not dense.
 
     Raises:
         ValueError: another pattern, T that P does not divide, or segments that shards do not fit.

@@ -44,6 +44,13 @@ PATTERNS: dict[str, Pattern] = {
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }
+# Pattern and sharding of what is measured and modelled.
+SPREADS = (
+    ("dense causal", "contiguous"),
+    ("dense causal", "zigzag"),
+    ("dilated", "contiguous"),
+    ("sliding window", "contiguous"),
+)
 MODES = ("ring", "all_gather", "ulysses")
 SCHEMES = ("replicated", "fsdp2", "context")
 
@@ -57,48 +64,37 @@ _EMBEDDING = "token_embedding.weight"
 _EXACT_SUM_BYTES = 8
 
 
+def spread(pattern: str, sharding: str) -> str:
+    """The name of one of SPREADS."""
+    return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
+
+
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call of `ring_attention` by all ranks.
+    """One call of `ring_attention` by all ranks."""
 
-    Attributes:
-        pattern: of PATTERNS.
-        tokens: T, over all ranks.
-        heads: H.
-        head_dim: D.
-        batch: B.
-        sharding: "contiguous" or "zigzag".
-        mode: of MODES, how keys and values travel.
-        backward: the call computes gradients too.
-        checked_tokens: T of the smaller call that is compared with one process.
-    """
-
-    pattern: str
-    tokens: int
+    pattern: str  # of PATTERNS
+    tokens: int  # T, over all ranks
     heads: int
     head_dim: int
     batch: int = 1
-    sharding: str = "contiguous"
-    mode: str = "ring"
-    backward: bool = True
-    checked_tokens: int = 2051
+    sharding: str = "contiguous"  # or "zigzag"
+    mode: str = "ring"  # of MODES, how keys and values travel
+    backward: bool = True  # the call computes gradients too
+    checked_tokens: int = 2051  # T of the smaller call that is compared with one process
 
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One private training step by all ranks.
+    """One private training step of a LongContextLM by all ranks.
 
-    Attributes:
-        scheme: "replicated" (every rank has the model and some samples), "fsdp2" (a shard of each
-            parameter, and some samples) or "context" (the model and some tokens of all samples).
-        batch: B, over all ranks.
-        tokens: T, over all ranks.
-        vocab, width, layers, heads: of the LongContextLM.
+    In scheme "replicated" every rank has the model and some samples, in "fsdp2" a shard of each
+    parameter and some samples, in "context" the model and some tokens of all samples.
     """
 
     scheme: str
-    batch: int
-    tokens: int
+    batch: int  # B, over all ranks
+    tokens: int  # T, over all ranks
     vocab: int = 256
     width: int = 128
     layers: int = 2
@@ -246,13 +242,7 @@ def _checked_attention(place: Place, case: AttentionCase) -> dict[str, Any]:
 def measure_training(
     place: Place, case: TrainingCase, alone: TrainingCase, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Checks, counts and times private steps, which take turns with rank 0 by itself.
-
-    Args:
-        place: where this runs.
-        case: the step.
-        alone: the step of rank 0 alone, with the plain model, while the others wait.
-        effort: how often each is made.
+    """Checks, counts and times private steps, which take turns with `alone` on rank 0 by itself.
 
     Returns:
         One item, as of `measure_attention`; "error" is that of a noiseless step against a loop
@@ -300,12 +290,8 @@ def predicted_training_bytes(
 ) -> dict[str, int]:
     """Bytes of numbers that a rank sends in one private step, by purpose.
 
-    What ranks agree on before (some words of 8 bytes for each call) is left out.
-
-    Args:
-        shapes: of the model's parameters, by name.
-        case: of one microbatch, flat clipping with stored per-sample gradients.
-        place: the rank.
+    The step is one microbatch, with flat clipping of stored per-sample gradients. What ranks
+    agree on before (some words of 8 bytes for each call) is left out.
     """
     size, item = place.world_size, _DTYPE.itemsize
     others = size - 1

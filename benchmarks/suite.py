@@ -65,28 +65,16 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        step: one call.
-        error: relative error of what the step computes; called before anything is timed, None
-            where another row of the comparison checks it.
-        tolerance: largest error that is right.
-        tokens: that one call processes.
-        work: counts the work of one call.
-        dtype: of its products, for the roofs.
-        figures: further columns of its row.
-        told: further columns, read after the last call.
-    """
-
-    step: Step
-    error: Callable[[], float]
-    tolerance: float
-    tokens: int | None = None
-    work: Callable[[], Work] | None = None
-    dtype: str = "float32"
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    told: Callable[[], Mapping[str, Any]] = dict
+    step: Step  # one call
+    error: Callable[[], float]  # relative, of the step; called before anything is timed
+    tolerance: float  # largest error that is right
+    tokens: int | None = None  # that one call processes
+    work: Callable[[], Work] | None = None  # of one call
+    dtype: str = "float32"  # of its products, for the roofs
+    figures: Mapping[str, Any] = field(default_factory=dict)  # further columns of its row
+    told: Callable[[], Mapping[str, Any]] = dict  # further columns, read after the last call
 
 
 # Makes a subject from device, seed and a measurement's config, all by keyword.
@@ -97,56 +85,38 @@ Build = Callable[..., Subject]
 class Measurement:
     """A row to be measured.
 
-    Attributes:
-        name: of the row, unlike all others.
-        build: makes the subject, may raise `Unsupported`. Called in other processes too.
-        config: keywords of `build`, besides device and seed; plain values. Column "config".
-        columns: further columns of the row, such as "section"; "peer" is True for another
-            library's code, which may be wrong without being a failure of dpflash.
+    Its columns are such as "section"; "peer" is True for another library's code, which may be
+    wrong without being a failure of dpflash.
     """
 
-    name: str
-    build: Build
-    config: Mapping[str, Any]
+    name: str  # of the row, unlike all others
+    build: Build  # may raise `Unsupported`; called in other processes too
+    config: Mapping[str, Any]  # keywords of `build`, plain values; column "config"
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements that take turns, at least one.
-
-    Attributes:
-        measurements: the rows.
-        baseline: name of the one over whose time the others' "speedup" is; None for none.
-    """
+    """Measurements that take turns, at least one."""
 
     measurements: Sequence[Measurement]
-    baseline: str | None = None
+    baseline: str | None = None  # name of the one over whose time the others' "speedup" is
+    # Of comparisons of growing sizes: behind one that is too slow the others are not tried.
+    curve: str = ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """How to measure.
+    """How to measure."""
 
-    Attributes:
-        quick: small sizes and few trials, for a first look.
-        device: "auto" (a GPU where there is one), "cpu" or "cuda".
-        threads: of torch on the CPU; None for as many as it has.
-        seed: of inputs and weights.
-        max_seconds: time limit of all calls of a row; None for 60, quick 10.
-        traces: write a trace of each row.
-        has_progress: report progress on stderr.
-        effort: calls of each row; None for 5 + 20, quick 2 + 5.
-    """
-
-    quick: bool = False
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
-    max_seconds: float | None = None
-    traces: bool = False
-    has_progress: bool = True
-    effort: Effort | None = None
+    quick: bool = False  # small sizes and few trials, for a first look
+    device: str = "auto"  # a GPU where there is one; or "cpu" or "cuda"
+    threads: int | None = None  # of torch on the CPU; None for all
+    seed: int = 0  # of inputs and weights
+    max_seconds: float | None = None  # for all calls of a row; None for 60, quick 10
+    traces: bool = False  # write a trace of each row
+    has_progress: bool = True  # on stderr
+    effort: Effort | None = None  # calls of each row; None for 5 + 20, quick 2 + 5
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -188,27 +158,16 @@ def _no_rows(rows: Sequence[Row]) -> Iterable[Row]:
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        name: of its files and on the command line.
-        title: of its page.
-        about: a paragraph on what is measured and how to read it.
-        plan: comparisons, and parts that make rows of their own; called before anything is
-            measured.
-        tables, charts: of its page and its picture.
-        derive: further rows, from those measured (exponents, insights).
-        on_ranks: its parts run several processes, each with one thread. Such a suite takes the
-            wall clock, since processes wait for each other.
-    """
-
-    name: str
-    title: str
-    about: str
-    plan: Callable[[Request], Iterable[Comparison | Part]]
+    name: str  # of its files and on the command line
+    title: str  # of its page
+    about: str  # what is measured, and how to read it
+    plan: Callable[[Request], Iterable[Comparison | Part]]  # called before anything is measured
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
-    derive: Callable[[Sequence[Row]], Iterable[Row]] = _no_rows
+    derive: Callable[[Sequence[Row]], Iterable[Row]] = _no_rows  # further rows from those measured
+    # Its parts run ranks with one thread each. Processes that wait take the wall clock.
     on_ranks: bool = False
 
 
@@ -282,20 +241,25 @@ def _add_part(
     name = getattr(part, "__qualname__", type(part).__name__).split(".")[0].strip("_<>")
     about = (part.__doc__ or name.replace("_", " ")).splitlines()[0].rstrip(".")
     progress.begin(about, "part")
+    _add(
+        rows,
+        f"{name}/{number}",
+        lambda: part(request),
+        lambda name: progress.say(f"{about}: {name}"),
+    )
 
-    def made() -> Iterator[Row]:
-        for row in part(request):
-            progress.say(f"{about}: {row['name']} is done")
-            yield row
 
-    _add(rows, f"{name}/{number}", made)
-
-
-def _add(rows: list[Row], name: str, make: Callable[[], Iterable[Row]]) -> None:
+def _add(
+    rows: list[Row],
+    name: str,
+    make: Callable[[], Iterable[Row]],
+    report: Callable[[str], None] = lambda name: None,
+) -> None:
     """Adds the rows that `make` yields; where it raises, a row of this name that says so."""
     try:
         for row in make():
             rows.append(row)
+            report(row["name"])
     except Exception as error:
         failed = results.row(name, {})
         refuse(failed, error)
@@ -303,14 +267,10 @@ def _add(rows: list[Row], name: str, make: Callable[[], Iterable[Row]]) -> None:
 
 
 class Progress:
-    """Reports on stderr which row is measured, and counts rows.
-
-    Attributes:
-        total: number of rows; a part that makes rows of its own counts as one.
-    """
+    """Reports on stderr which row is measured, and counts rows."""
 
     def __init__(self, name: str, is_shown: bool = True):
-        self.total = self._row = 0
+        self.total = self._row = 0  # a part that makes rows of its own counts as one
         self._name, self._is_shown, self._begin = name, is_shown, time.monotonic()
 
     def say(self, text: str) -> None:
@@ -346,32 +306,29 @@ class _Checked(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures comparisons.
-
-    Attributes:
-        request: how.
-        stopwatch: times a call.
-        roofs: of the machine.
-        traces: folder of traces.
-        progress: reports each row.
-    """
+    """Measures comparisons."""
 
     request: Request
     stopwatch: Stopwatch
     roofs: Ceilings
-    traces: Path
+    traces: Path  # a folder
     progress: Progress
+    slow: dict[str, str] = field(default_factory=dict)  # name of a row that is, by curve
 
     def rows(self, comparison: Comparison) -> list[Row]:
         """A row for each measurement, in their order."""
         rows: dict[str, Row] = {}
         checked: dict[str, _Checked] = {}
+        slow = dict(self.slow)
         for measurement in comparison.measurements:
             self.progress.begin(f"{measurement.name}: probing, checking")
             row = results.row(measurement.name, measurement.config, **measurement.columns)
             assert measurement.name not in rows, measurement.name
             rows[measurement.name] = row
-            right = self._checked(measurement, row)
+            if comparison.curve in slow:
+                row["needs"] = f"a faster device: {slow[comparison.curve]} is too slow already"
+                continue
+            right = self._checked(measurement, row, comparison.curve)
             gc.collect()
             if self.request.where.type == "cuda":
                 torch.cuda.empty_cache()
@@ -387,7 +344,7 @@ class Bench:
                     self._time({name: one}, one.effort, rows, None)
         return list(rows.values())
 
-    def _checked(self, measurement: Measurement, row: Row) -> _Checked | None:
+    def _checked(self, measurement: Measurement, row: Row, curve: str) -> _Checked | None:
         """The subject of a row, where it runs here and is right; else the row says why not."""
         warned: list[str] = []
         try:
@@ -402,6 +359,8 @@ class Bench:
             row["correct"] = row["error"] <= subject.tolerance
         except Exception as error:
             refuse(row, error)
+            if isinstance(error, OutOfTime) and curve:
+                self.slow[curve] = measurement.name
             return None
         finally:
             if warned:

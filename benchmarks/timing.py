@@ -54,22 +54,14 @@ QUICK = Effort(warm_ups=2, trials=5)
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the trials of one call.
-
-    Attributes:
-        median_ms: of the trials kept, milliseconds.
-        ci95_ms: 95% interval of the median by order statistics; the range of fewer than 6 trials,
-            which have no such interval.
-        cv: standard deviation over mean of the trials kept; None of one trial.
-        trials: how many were timed.
-        outliers: how many of them were left out, those beyond Tukey's fences.
-    """
+    """Statistics of the trials of one call, without those beyond Tukey's fences."""
 
     median_ms: float
+    # 95% interval of the median by order statistics; the range of fewer than 6 trials.
     ci95_ms: tuple[float, float]
-    cv: float | None
-    trials: int
-    outliers: int
+    cv: float | None  # standard deviation over mean; None of one trial
+    trials: int  # how many were timed
+    outliers: int  # how many of them were left out
 
     def __str__(self) -> str:
         """Such as "12.3 ms (95% 12.1 to 12.5, 20 trials)"."""
@@ -115,11 +107,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summarize(seconds: Sequence[float]) -> Statistics:
-    """The statistics of some trials.
-
-    Args:
-        seconds: of each trial, at least one.
-    """
+    """The statistics of some trials, at least one."""
     if not seconds:
         raise ValueError("seconds=[]: expected at least one trial; time the call first")
     kept = [1e3 * value for value in within_fences(seconds)]
@@ -131,10 +119,8 @@ def summarize(seconds: Sequence[float]) -> Statistics:
 def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
     """The columns of a row for its trials.
 
-    Args:
-        seconds: of each trial.
-        is_short: fewer calls than asked for were made, since they are slow. Such a row has the
-            range of its trials, and no interval.
+    Where fewer calls than asked for were made, since they are slow (`is_short`), the row has the
+    range of its trials and no interval.
     """
     trials = [1e3 * value for value in seconds]
     if not is_short:
@@ -152,9 +138,6 @@ class Stopwatch:
     Args:
         device: on which the call runs.
         wall: take the wall clock on a CPU in any case, as where processes wait for each other.
-
-    Attributes:
-        name: of the clock.
     """
 
     def __init__(self, device: torch.device, *, wall: bool = False):
@@ -194,11 +177,7 @@ def time_steps(
 
     Calls take turns (A B C, B C A, ...), so that a drift of the machine's speed hits all alike.
 
-    Args:
-        steps: the calls, by name.
-        effort: how often each is made.
-        stopwatch: times a call.
-        before: made before each call and not timed, such as a barrier of several ranks.
+    `before` is called before each of them and not timed, such as a barrier of several ranks.
     """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -271,15 +250,10 @@ def usable_device(device: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The speed-up of a call over another one that took turns with it.
-
-    Attributes:
-        median: over the rounds, of the other's time over this one's.
-        ci95: 95% interval of that median by order statistics.
-    """
+    """The speed-up of a call over another one that took turns with it, over the rounds."""
 
     median: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float]  # of the median, by order statistics
 
 
 def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:

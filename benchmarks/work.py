@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
 from dpflash.clipping.device_speed import Ceilings, device_name
 from dpflash.clipping.measure_speed import EFFORTS, measure
 from dpflash.patterns import Adaptive, from_key
@@ -29,16 +30,10 @@ _PROFILED_ROWS = 30
 
 
 class Work(NamedTuple):
-    """What a call does.
+    """What a call does."""
 
-    Attributes:
-        flops: of matrix products and of attention's pairs; additions and the like are left out.
-        moved_bytes: inputs and outputs of each torch operation, once; what a fused operation keeps
-            on the chip does not count.
-    """
-
-    flops: float
-    moved_bytes: float
+    flops: float  # of matrix products and of attention's pairs; additions are left out
+    moved_bytes: float  # inputs and outputs of each torch operation, once
 
 
 def count_work(call: Callable[[], object]) -> Work:
@@ -102,12 +97,7 @@ def _attention_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
-    """FLOP/s and bytes/s of this machine, measured with the threads of this process.
-
-    Args:
-        device: "cpu" or a GPU.
-        quick: 3 trials of each instead of 20.
-    """
+    """FLOP/s and bytes/s of the device, measured with the threads of this process."""
     effort = EFFORTS[device.type]
     if quick:
         effort = dataclasses.replace(effort, trials=3, warm_up=1, seconds=0.2)
@@ -164,13 +154,8 @@ def place_under_roofs(
 def trace_call(call: Callable[[], object], path: Path) -> Path:
     """Profiles one call.
 
-    Args:
-        call: what is profiled, without arguments; it was called before.
-        path: of the trace (Chrome's format), whose name ends in ".json". A table of the
-            operations that took longest lies beside it, with ".txt" for ".json".
-
-    Returns:
-        The path of the table.
+    Writes the trace to PATH.json (Chrome's format), and a table of the operations that took
+    longest to PATH.txt, whose path it returns.
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -183,7 +183,7 @@ def _cases(row: _Row, environment: _Row) -> Iterator[Case]:
     if pattern is None or row.get("median_ms") is None:
         return
     ms, peak = row["median_ms"], row.get("peak_memory_mb")
-    low, high = row.get("ci95_ms") or (ms, ms)
+    low, high = row.get("ci95_ms") or row.get("range_ms") or (ms, ms)
     _validate.positive(median_ms=ms)
     _validate.finite(median_ms=ms, low=low, high=high)
     if peak is not None:

@@ -159,8 +159,12 @@ def test_a_missing_opacus_and_a_second_layer_of_attention_are_refused(monkeypatc
 
 
 def test_work_of_a_step_is_that_of_the_formula():
-    expected = private_tasks.attention_step_flops(**SHAPE)
-    assert subject("attention", NONPRIVATE).work().flops == expected
+    # Four projections forward and their weights' gradients, the gradient of one of their inputs
+    # (the data need none), and the pairs of causal attention.
+    batch, tokens, heads, head_dim = (SHAPE[k] for k in ("batch", "tokens", "heads", "head_dim"))
+    projections = batch * tokens * 2 * (heads * head_dim) ** 2 * (4 + 4 + 1)
+    pairs = 14 * head_dim * batch * heads * tokens * (tokens + 1) // 2
+    assert subject("attention", NONPRIVATE).work().flops == projections + pairs
 
 
 @pytest.mark.parametrize("provider", DPFLASH)

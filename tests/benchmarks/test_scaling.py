@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from dpflash.bench import output as results
 from dpflash.bench import scaling, scaling_tasks
 from dpflash.bench.document import key_insights, markdown
 from dpflash.bench.picture import draw
-from dpflash.bench.published import read_reports, reported_rows
 from dpflash.bench.ranks import Place, RankFailed, run_ranks
 from dpflash.bench.scaling import Options, fill, sample_rows, scaling_suite, training_row
 from dpflash.bench.scaling_model import ASSUMPTIONS, LINKS, Link, Load, load_of, step_times
@@ -241,32 +239,6 @@ def test_slow_steps_are_timed_with_fewer_calls_or_not_tried_in_a_larger_case(mon
     reasons = [row["needs"] for row in rows if row.get("needs")]
     assert len(reasons) == 30 and all(" takes 4 s, " in reason for reason in reasons)
     assert sum("of B 8, T 1024 already" in reason for reason in reasons) == 10
-
-
-def test_every_row_of_the_reports_has_one_of_ours(monkeypatch):
-    suite = suite_named("ranks")
-    cases = scaling.sample_cases(Request(device="cpu"))
-    assert all(case.heads == 12 and case.width == 12 * 64 for case in cases)
-    monkeypatch.setattr(
-        scaling,
-        "training_row",
-        lambda section, case, alone, ranks, *_: scaling._row(section, "", case, ranks),
-    )
-    request = replace(REQUEST, quick=False)
-    parts = [
-        (lambda request: sample_rows(request, lambda *_: 0.0)) if part is sample_rows else part
-        for part in suite.plan(request)
-    ]
-    rows = [row for part in parts for row in part(request)]
-    answers = [
-        answer
-        for _, reported in reported_rows(r for r in read_reports() if r.id in ("S0", "S2"))
-        for answer in reported.answers
-        if answer.suite == suite.name
-    ]
-    assert len(answers) >= 13
-    for answer in answers:
-        assert any(answer.fits(row["config"], row) for row in rows), answer
 
 
 @pytest.mark.parametrize("name", ["cpu-epyc/scaling", "cpu-epyc/ranks", "cpu-xeon/ranks"])
