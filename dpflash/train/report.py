@@ -27,9 +27,9 @@ _NOT_COVERED = {
     "history_nonprivate": "losses of a run without privacy",
     "bits_per_byte_nonprivate": "result of a run without privacy",
     "clip_fraction": "computed from the gradients of single documents",
-    "tokens_per_second": "depends on which documents were drawn",
-    "peak_memory_mb": "depends on which documents were drawn",
-    "verified": "depends on how many documents were drawn together",
+    "tokens_per_second": "depends on which documents were sampled",
+    "peak_memory_mb": "depends on which documents were sampled",
+    "verified": "depends on how many documents were sampled together",
     "num_documents": "treated as public, with sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
     "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",

@@ -127,7 +127,7 @@ def test_wrappers_with_something_of_their_own(pair: Any) -> None:
     for said in pair.run(CASES, "wrappers", 2):
         assert "its own communication hook" in said["hook"]
         assert said["plain step"] == "did it: None"
-        assert "tensor parallelism has no rule" in said["tensor parallel"]
+        assert "does not support tensor parallelism" in said["tensor parallel"]
         assert said["one data rank"] == "did it: made"
 
 
