@@ -431,9 +431,8 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(
     assert "noise_multiplier=2" in refused([*resume, "--noise-multiplier", "2"])
     assert "baseline=False" in refused([*resume, "--no-baseline"])
     assert "drop --out" in refused([*resume, "--out", str(tmp_path / "other")])
-    assert "the folder has no checkpoint.pt" in refused(
-        ["train", "--resume", str(tmp_path / "none")]
-    )
+    missing = ["train", "--resume", str(tmp_path / "none")]
+    assert "the folder has no checkpoint.pt" in refused(missing)
     document = data / "poem-3.txt"
     text = document.read_text()
     document.write_text(text + "x")
