@@ -204,24 +204,19 @@ def query(
 
     `limit_s` is the limit for one call of a peer, in seconds.
     """
+    if not warm:
+        return _asked(provider, lambda shift: [(noise + shift, RATE, steps)], limit_s)
     phases = [(noise, RATE, steps)]
     value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
-    if warm:
-        accountant = build(provider, phases)
-        accountant.get_epsilon(DELTA)
+    accountant = build(provider, phases)
+    accountant.get_epsilon(DELTA)
 
-        def step() -> float:
-            if provider.startswith("google"):
-                accountant.compose(_google_event(noise, RATE))
-            else:
-                accountant.step(noise_multiplier=noise, sample_rate=RATE)
-            return float(accountant.get_epsilon(DELTA))
-    else:
-        # Another noise in each call, so that no cache helps.
-        calls = itertools.count(1)
-
-        def step() -> float:
-            return epsilon(provider, [(noise + 1e-7 * next(calls), RATE, steps)], DELTA)
+    def step() -> float:
+        if provider.startswith("google"):
+            accountant.compose(_google_event(noise, RATE))
+        else:
+            accountant.step(noise_multiplier=noise, sample_rate=RATE)
+        return float(accountant.get_epsilon(DELTA))
 
     return _judged(step, provider, value, phases)
 
@@ -234,14 +229,18 @@ def schedule(
     def history(shift: float) -> list[Phase]:
         return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
 
+    return _asked(provider, history, limit_s)
+
+
+def _asked(provider: str, history: Callable[[float], list[Phase]], limit_s: float) -> Subject:
+    """The epsilon of a history, whose noise is shifted in each call so that no cache helps."""
     calls = itertools.count(1)
     value = first_answer(provider, limit_s, lambda: epsilon(provider, history(0.0), DELTA))
-    return _judged(
-        lambda: epsilon(provider, history(1e-7 * next(calls)), DELTA),
-        provider,
-        value,
-        history(0.0),
-    )
+
+    def step() -> float:
+        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
+
+    return _judged(step, provider, value, history(0.0))
 
 
 def calibration(

@@ -1,4 +1,4 @@
-"""The first screen of the results page: is a private step faster than Opacus', and by how much?"""
+"""The first screen of the page of results: a private step of dpflash beside Opacus'."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LABELS = {
     "dpflash-flat-auto": "dpflash, flat",
     "dpflash-per_layer": "dpflash, per_layer",
     "dpflash-per_block": "dpflash, per_block",
-    "opacus-hooks": "Opacus, hooks",
-    "opacus-ghost": "Opacus, ghost",
+    "opacus-hooks": "Opacus (hooks)",
+    "opacus-ghost": "Opacus (ghost)",
 }
 _OURS, _PEERS = "dpflash-flat-auto", ("opacus-hooks", "opacus-ghost")
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from dpflash.distributed.collectives import WorkerError
+from dpflash.distributed.collectives import RankError
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
 # In an isolated process: the pipe to the process that waits for it.
@@ -333,7 +333,7 @@ def _run_rank(
         dist.destroy_process_group()
         pipe.send(("done", result))
     except BaseException as error:
-        is_lost = isinstance(error, WorkerError) or any(text in str(error) for text in _LOST)
+        is_lost = isinstance(error, RankError) or any(text in str(error) for text in _LOST)
         pipe.send(("failed", _Failure(is_lost, time.monotonic(), traceback.format_exc())))
         raise SystemExit(1) from None
     finally:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dpflash.distributed import Layout, edges_per_rank, sent_bytes
-from dpflash.distributed.exchange_plan import Spread, need
+from dpflash.distributed.exchange_plan import ShardedPattern, needed_rows
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 from . import output as results
@@ -196,11 +196,11 @@ def load_of(
         )
         for rank in range(stretch)
     ]
-    spread = Spread(pattern, length, heads, heads, Layout(length, stretch, sharding))
+    spread = ShardedPattern(pattern, length, heads, heads, Layout(length, stretch, sharding))
     cpu = torch.device("cpu")
     moved = np.array(
         [
-            [to != of and need(spread, to, of, cpu).count > 0 for of in range(stretch)]
+            [to != of and needed_rows(spread, to, of, cpu).count > 0 for of in range(stretch)]
             for to in range(stretch)
         ]
     )

@@ -360,7 +360,7 @@ def _reports(request: Request) -> Iterator[Item]:
 
 def _too_slow(measurements: Sequence[Measurement]) -> Callable[[Request], Iterator[Row]]:
     def rows(request: Request) -> Iterator[Row]:
-        """Listing what takes minutes here."""
+        """Listing the rows that take minutes here."""
         for one in measurements:
             yield needs(one.name, one.config, _NO_TIME, **one.columns)
 

@@ -40,14 +40,14 @@ from .config import (
     refuse_keywords,
     resolved,
 )
-from .distributed.mesh import Workers
+from .distributed.mesh import Ranks
 from .distributed.validate import (
     check_module,
     digests_of,
-    join,
     open_ledger,
-    part,
+    release_ranks,
     require_same_data,
+    synchronize_ranks,
 )
 from .grad_rules.convert import attach, check_model, detach, make_groups
 from .optimize.levels import Asked, Optimization, choose
@@ -82,7 +82,7 @@ def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 def _after_fork() -> None:
     for engine in _engines:
         # A forked child is none of the ranks.
-        engine._workers = Workers()
+        engine._ranks = Ranks()
         engine._keys.leave_ranks()
         if engine._step is not None:
             engine._step.leave_ranks()
@@ -134,7 +134,7 @@ class PrivacyEngine:
     ):
         if unknown:
             refuse_keywords(unknown, PrivacyEngine)
-        self._workers = Workers.of(mesh)
+        self._ranks = Ranks.of(mesh)
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"PrivacyEngine without mesh in one of {dist.get_world_size()} workers: each "
@@ -147,14 +147,14 @@ class PrivacyEngine:
         self._spending = Spending(
             accountant,
             relation=neighboring_relation,
-            ledger=open_ledger(ledger, self._workers),
+            ledger=open_ledger(ledger, self._ranks),
         )
         self._ledger = self._spending.ledger
-        self._workers.agree(
+        self._ranks.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        self._keys = RunKeys(seed, self._workers)
+        self._keys = RunKeys(seed, self._ranks)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
         self._wrapper: ForwardWrapper | None = None
@@ -270,7 +270,7 @@ class PrivacyEngine:
         assert privacy.noise_multiplier is not None and privacy.clipping is not None
         noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.max_grad_norm
         clipping, mode = privacy.clipping, performance.grad_sample_mode
-        loss_reduction, ranks = privacy.loss_reduction, self._workers
+        loss_reduction, ranks = privacy.loss_reduction, self._ranks
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
 
@@ -310,11 +310,11 @@ class PrivacyEngine:
             check_allowed(module, trained, privacy.allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
-        trained, loader, groups, entries, planned, optimization = ranks.on_all(
+        trained, loader, groups, entries, planned, optimization = ranks.run_on_all(
             "make_private", checked
         )
         names = {p: n for n, p in module.named_parameters()}
-        self._workers.agree(
+        self._ranks.agree(
             "make_private",
             {
                 "noise_multiplier": noise_multiplier,
@@ -336,7 +336,7 @@ class PrivacyEngine:
         )
         require_same_data(entries, ranks)
         self._spending.begin(loader.event(noise_multiplier), privacy.budget)
-        join(module, ranks)
+        synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
             trained,
@@ -498,7 +498,9 @@ class PrivacyEngine:
             delta=target_delta,
         )
         noise_multiplier = float(
-            self._workers.from_first(repr(noise_multiplier).encode(), "the noise multiplier")
+            self._ranks.broadcast_from_first(
+                repr(noise_multiplier).encode(), "the noise multiplier"
+            )
         )
         asked = replace(asked, noise_multiplier=noise_multiplier)
         made = self._make_private(module, optimizer, data_loader, asked, performance)
@@ -537,7 +539,7 @@ class PrivacyEngine:
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
                 + ("" if losses.ndim else scalar)
             )
-        if losses.ndim == 1 and losses.shape[0] == 0 and self._workers.everyone is None:
+        if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
             # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)
             return
@@ -755,7 +757,7 @@ class PrivacyEngine:
             )
         self._wrapper.remove()
         detach(model)
-        part(model)
+        release_ranks(model)
         assert self._optimizer is not None
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
@@ -791,13 +793,13 @@ class PrivacyEngine:
         self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._wrapper is not None and self._wrapper.unchanged is not None
-        self._workers.on_all("save_checkpoint", self._wrapper.unchanged.compare)
+        self._ranks.run_on_all("save_checkpoint", self._wrapper.unchanged.compare)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(extra),
             model=self._model,
             optimizer=self._optimizer.original_optimizer,
-            workers=self._workers,
+            ranks=self._ranks,
             as_folder=self._has_mesh,
         )
 
@@ -861,7 +863,7 @@ class PrivacyEngine:
             path,
             model=self._model,
             optimizer=self._optimizer.original_optimizer,
-            workers=self._workers,
+            ranks=self._ranks,
             check=check,
         )
         assert self._step is not None
@@ -932,16 +934,16 @@ class PrivacyEngine:
 
     def _common(self, number: int) -> int:
         """The number of the first rank."""
-        return int(self._workers.from_first(str(number).encode(), "the memory budget"))
+        return int(self._ranks.broadcast_from_first(str(number).encode(), "the memory budget"))
 
     def _check_joint(self, sampling: str, mode: str) -> None:
         """Refuse options that do not work with several ranks."""
-        if self._workers.everyone is not None and sampling == "shuffled":
+        if self._ranks.everyone is not None and sampling == "shuffled":
             raise ValueError(
                 "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
                 "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
             )
-        if self._workers.context is not None and mode == "book_keeping":
+        if self._ranks.context is not None and mode == "book_keeping":
             raise ValueError(
                 "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
                 "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "

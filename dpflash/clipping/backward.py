@@ -66,7 +66,7 @@ class PrivateBackward:
         self.groups = list(groups)
         self.step = step
         self.planner = planner
-        self.workers = step.ranks
+        self.ranks = step.ranks
         self.names = step.names
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
@@ -165,7 +165,7 @@ class PrivateBackward:
     @property
     def meeting(self) -> ProcessGroup | None:
         """The ranks that exchange gradients in the backward; None where none do."""
-        return self.workers.everyone if self.step.is_sharded else self.workers.context
+        return self.ranks.everyone if self.step.is_sharded else self.ranks.context
 
     def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
         """Check that ranks which exchange gradients are about to run the same backward.
@@ -181,7 +181,7 @@ class PrivateBackward:
             ValueError: on all ranks, naming what differs.
             RuntimeError: on all ranks, where the model changed something that is never released.
         """
-        workers, group = self.workers, self.meeting
+        ranks, group = self.ranks, self.meeting
         try:
             refuse_together(self._refusal(), group, "engine.backward")
         except RuntimeError:
@@ -197,11 +197,11 @@ class PrivateBackward:
             "modules that ran, and how often": list(self.forward.used.items()),
         }
         size = {"number of samples": self.forward.batch_size}
-        if group is workers.context:
+        if group is ranks.context:
             same |= size
-        told = agree(what, same, group, tell=[int(twice), int(proving)])
-        if group is not workers.context:
-            agree(what, size, workers.context)
+        told = agree(what, same, group, extra=[int(twice), int(proving)])
+        if group is not ranks.context:
+            agree(what, size, ranks.context)
         return any(row[0] for row in told), any(row[1] for row in told)
 
     def _is_ghost(self, gate: Gate) -> bool:

@@ -27,7 +27,7 @@ from dpflash.kernels import (
 )
 from dpflash.kernels.block_reference import BLOCK
 
-from ..distributed import collectives as workers
+from ..distributed import collectives
 from ..step import refuse_mixed
 from .deferred import TiledUse
 from .gate import Gate
@@ -38,8 +38,8 @@ class ContextGate(Gate):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert self.owner.workers.context is not None
-        self._group = self.owner.workers.context
+        assert self.owner.ranks.context is not None
+        self._group = self.owner.ranks.context
         self._slices: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._mixed: list[Tensor] = []
@@ -74,7 +74,7 @@ class ContextGate(Gate):
         for piece in self._slices.values():
             squares += squared_norm(piece)
         if self.batch_size:
-            workers.all_reduce_(squares, self._group, "norms of the samples' gradients")
+            collectives.all_reduce_(squares, self._group, "norms of the samples' gradients")
         return squares
 
     def reset(self) -> None:
@@ -170,16 +170,16 @@ class ContextGate(Gate):
         parameter = self.group.parameters[position]
         # Tiles are not cut.
         unit = BLOCK[0] * parameter.shape[1] if self.group.tiled else 1
-        count = workers.world_size(self._group)
+        count = collectives.world_size(self._group)
         size = -(-parameter.numel() // (unit * count)) * unit
-        begin = min(size * workers.rank_in(self._group), parameter.numel())
+        begin = min(size * collectives.rank_in(self._group), parameter.numel())
         return begin, min(begin + size, parameter.numel()), size
 
     def _slice(self, position: int, grad: Tensor) -> Tensor:
         """This rank's slice `[B, n]` of the sum over ranks of per-sample gradients `[B, ...]`."""
         begin, end, size = self._cut(position)
         parameter = self.group.parameters[position]
-        batch, count = grad.shape[0], workers.world_size(self._group)
+        batch, count = grad.shape[0], collectives.world_size(self._group)
         grad = grad.reshape(batch, parameter.numel())
         dtype = torch.promote_types(grad.dtype, torch.float32)
         self._taken.add(position)
@@ -192,7 +192,7 @@ class ContextGate(Gate):
         for rank, row in enumerate(sent):
             theirs = grad[:, size * rank : size * (rank + 1)]
             row[:-1].view(batch, size)[:, : theirs.shape[1]] = theirs
-        own = workers.reduce_scatter(
+        own = collectives.reduce_scatter(
             sent, self._group, "sum of the samples' gradients over their tokens"
         )
         self._mixed.append(own[-1] != count * mark)
@@ -203,7 +203,7 @@ class ContextGate(Gate):
         parameter = self.group.parameters[position]
         size = self._cut(position)[2]
         padded = F.pad(piece.flatten(), (0, size - piece.numel()))
-        whole = workers.all_gather(padded, self._group, "clipped sums of all ranks' slices")
+        whole = collectives.all_gather(padded, self._group, "clipped sums of all ranks' slices")
         return whole.flatten()[: parameter.numel()].view(parameter.shape)
 
     def _least(self, factors: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class ContextGate(Gate):
         # A rank may have no tile.
         least = F.pad(factors, (0, 1), value=1.0).amin(1)
         if len(least):
-            workers.all_reduce_(
+            collectives.all_reduce_(
                 least, self._group, "factors of the samples' tiles", dist.ReduceOp.MIN
             )
         return least

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..clipping.planner import clipping_for
-from ..distributed.mesh import Workers
+from ..distributed.mesh import Ranks
 
 __all__ = ["PLAIN", "Asked", "Optimization", "choose"]
 
@@ -34,7 +34,7 @@ class Asked:
         mode: how flat clipping gets its norms.
         public_batch_size: samples of a microbatch that the planner plans for.
         memory_budget: bytes that their per-sample gradients may take.
-        workers: the ranks that train the model.
+        ranks: the ranks that train the model.
     """
 
     level: str
@@ -42,7 +42,7 @@ class Asked:
     mode: str
     public_batch_size: int
     memory_budget: int
-    workers: Workers
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
         return "the model is compiled already"
     if asked.mode not in ("auto", "instantiate"):
         return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
-    if asked.workers.everyone is not None:
+    if asked.ranks.everyone is not None:
         return "several workers exchange what a compiled backward would hold back"
     if size > asked.memory_budget:
         return (

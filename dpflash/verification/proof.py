@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..distributed.collectives import from_first, gather_rows
+from ..distributed.collectives import broadcast_from_first, gather_rows
 from .digests import differing, row_summaries, tolerance
 from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
@@ -243,7 +243,7 @@ class Proof:
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
         rng = np.random.default_rng(_secret())
-        drawn = from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
+        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
         return np.frombuffer(drawn, dtype="<i8")
 
     # Backward

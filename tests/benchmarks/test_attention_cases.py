@@ -299,6 +299,7 @@ def test_ring_attention_of_one_rank_is_the_operator_itself():
         ("branch-by-branch", "grouped", "every head"),
         ("branch-by-branch", "set", "every branch"),
         ("branch-by-branch", "masked-rows", "rate 3 divides"),
+        ("branch-by-branch", "dilated", "lengths 256 and 66 rate 4 divides"),
         ("sdpa-flash", "dilated", "dense or causal"),
         ("sdpa-cudnn", "dense", "CUDA"),
         ("flex", "dense", "GPU"),
@@ -308,4 +309,4 @@ def test_ring_attention_of_one_rank_is_the_operator_itself():
 def test_what_cannot_run_says_what_it_needs(operator, name, reason):
     assert operator in OPERATORS
     with pytest.raises(Unsupported, match=reason):
-        build_run(operator, case_of(pattern_of(name)))
+        build_run(operator, case_of(pattern_of(name), tokens=322))

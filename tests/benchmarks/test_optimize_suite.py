@@ -51,6 +51,9 @@ def test_a_row_whose_compiler_failed_says_so_and_is_the_eager_one(monkeypatch):
     assert "no such instruction" in told["fell_back"] and told["fell_back"] in told["changes"]
     cells = dict(optimize.SUITE.tables[0].columns)
     assert "no such instruction" in cells["fell back"](told)
+    # It is clipped as its row says, not flat.
+    with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
+        assert subject.error() <= subject.tolerance
 
 
 def test_every_level_takes_turns_with_none_on_every_workload():

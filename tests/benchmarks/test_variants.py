@@ -158,6 +158,8 @@ def test_a_patient_run_tries_on_a_cpu_what_others_leave_out():
     patient = {one.name for one in measurements(variants.SUITE, patience)}
     assert {f"{large}{one}" for one in (variants.OURS, variants.FORMULA)} <= tried
     assert f"{large}BlockSparse" in patient - tried
+    # Its forward is that of BranchByBranch, and is measured there.
+    assert "reports/small/forward/BranchByBranchDetached" not in tried
     left = [
         row
         for item in variants.SUITE.plan(CPU)

@@ -47,7 +47,7 @@ class Sum(nn.Module):
 def released(
     group: object = None,
     *,
-    workers: int = 0,
+    ranks: int = 0,
     wrapper: str = "plain",
     sigma: float = 0.5,
     bound: float = 0.7,
@@ -56,8 +56,8 @@ def released(
     clipping: str = "flat",
     grad_sample_mode: str = "auto",
 ) -> list[np.ndarray]:
-    """The gradients of some releases, whole; workers=0 is one process without a mesh."""
-    mesh = cases.mesh_of(1) if workers else None
+    """The gradients of some releases, whole; ranks=0 is one process without a mesh."""
+    mesh = cases.mesh_of(1) if ranks else None
     torch.manual_seed(0)
     plain = Sum()
     model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)

@@ -1,4 +1,4 @@
-"""What the workers of test_train_workers.py do; each function is called on every rank."""
+"""What the ranks of test_train_ranks.py do; each function is called on every rank."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from dpflash.train.run import Interrupted, TrainingRun
 
 
 class Met(Launch):
-    """A launch whose workers have met already."""
+    """A launch whose ranks have met already."""
 
     def meet(self, config):
         self.parallel.check(config)
@@ -23,7 +23,7 @@ class Met(Launch):
 
 
 def train(group, out, parallel, config=None, stop_at=None, told=0):
-    """A job of a config, or the one in `out`; the worker `told` is told to stop after a step."""
+    """A job of a config, or the one in `out`; the rank `told` is told to stop after a step."""
     launch = Met(Parallelism(**parallel))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,7 +52,7 @@ def train(group, out, parallel, config=None, stop_at=None, told=0):
 
 
 def refused(group, out, parallel, config):
-    """The error of a start on this worker; `config` has one entry for each of them."""
+    """The error of a start on this rank; `config` has one entry for each of them."""
     try:
         TrainingRun.start(
             TrainingConfig(**config[dist.get_rank()]), out, Met(Parallelism(**parallel))

@@ -420,22 +420,26 @@ def test_physical_batches_add_up_to_one_big_batch(kind, private, distance, next_
     torch.manual_seed(0)
     plain = language_model().double()
     found = []
-    for physical in (None, 3):
+    parts = []
+    for options in ({"one_part": True}, {"physical_batch_size": 3}):
         engine, model, optimizer, loader = private(
             copy.deepcopy(plain),
             tokens(24),
             batch_size=12,
             max_grad_norm=0.2,
-            physical_batch_size=physical,
+            **options,
             **kind,
         )
+        parts.append(0)
         for (batch,) in loader:
             optimizer.zero_grad()
             engine.backward(next_token_loss(model, batch))
             optimizer.step()
+            parts[-1] += 1
             if optimizer.releases == 1:
                 break
         found.append({n: p.grad for n, p in model.named_parameters()})
+    assert parts[0] == 1 and parts[1] > 3
     assert distance(found[1], found[0]) <= 1e-12
 
 

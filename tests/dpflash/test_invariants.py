@@ -661,6 +661,7 @@ def test_invariant_6_a_non_finite_sample_contributes_zero_and_is_reported(
         found.append(sums(engine, model))
         messages = [str(w.message) for w in caught]
         assert (len(batch) == 5) == any("NaN or Inf" in m for m in messages)
+        assert all("their number is private" in m for m in messages if "NaN or Inf" in m)
         assert (len(batch) == 5) == (engine.diagnostics()["nonfinite_samples"] > 0)
     assert all(bool(torch.isfinite(g).all()) for g in found[0].values())
     assert distance(found[0], found[1]) <= 1e-6

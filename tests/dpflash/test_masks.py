@@ -75,7 +75,7 @@ def test_two_calls_two_batches_and_two_ranks_have_masks_of_their_own(draw, priva
         if len(model.masks) == 5:
             break
     engine, other, *_ = private(Dropping(draw), seed=5)
-    monkeypatch.setattr(type(engine._workers), "data_rank", 1)
+    monkeypatch.setattr(type(engine._ranks), "data_rank", 1)
     other(torch.ones(6, 8))
     found = [m[0] for m in (*masks, *model.masks, *other.masks)]
     assert len({tuple(m.tolist()) for m in found}) == len(found) == 9

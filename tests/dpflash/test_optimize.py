@@ -21,7 +21,7 @@ import dpflash
 from dpflash.cli import main
 from dpflash.clipping import planner
 from dpflash.clipping.planner import LEVELS
-from dpflash.distributed.mesh import Workers
+from dpflash.distributed.mesh import Ranks
 from dpflash.grad_rules import PrivateModule
 from dpflash.nn import LongContextLM
 from dpflash.optimize import levels as optimization
@@ -121,13 +121,13 @@ def test_make_private_with_epsilon_hands_the_level_on(level, tiny_lm, quick):
 
 def test_workers_agree_on_the_level(private, tiny_lm, monkeypatch):
     told = {}
-    agree = Workers.agree
+    agree = Ranks.agree
 
     def heard(self, what, same, *args, **kwargs):
         told.setdefault(what, same)
         return agree(self, what, same, *args, **kwargs)
 
-    monkeypatch.setattr(Workers, "agree", heard)
+    monkeypatch.setattr(Ranks, "agree", heard)
     private(tiny_lm(), optimize="balanced")
     assert told["make_private"]["optimize"] == "balanced"
 

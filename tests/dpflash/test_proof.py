@@ -163,6 +163,29 @@ def test_what_only_a_backward_mixes_is_refused_by_the_first_layer_that_sees_it(
     assert engine.verified == "pending"
 
 
+class _TensorScale(torch.autograd.Function):
+    """The identity, whose backward divides by the greatest entry of the batch's gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.abs().max()
+
+
+def test_a_scale_that_one_sample_sets_is_refused_whatever_weights_were_drawn(private):
+    """The sample of the greatest loss has weight 0, or half of all proofs would not see it."""
+    for loudest in range(6):
+        torch.manual_seed(loudest)
+        engine, model, *_ = private(Between(None, _TensorScale.apply))
+        losses = losses_of(model, data())
+        losses = torch.where(torch.arange(BATCH) == loudest, 1e3 * losses, losses)
+        with pytest.raises(RuntimeError, match="of layer 'b' for a sample changed"):
+            engine.backward(losses)
+
+
 @pytest.mark.parametrize("mode", ["instantiate", "ghost"])
 @pytest.mark.parametrize(
     "couple",

@@ -358,6 +358,8 @@ def test_of_those_as_fast_within_noise_the_one_that_sees_most_and_fits_is_chosen
     assert ("as fast within noise as the fastest of 2 that fit" in str(found)) == is_chosen
     assert ("as fast as the fastest that fits" in str(found)) == is_chosen
     assert _recommend(tmp_path, 16384, memory=9 * MIB).pattern == WINDOW
+    _file(tmp_path, [_timed(WINDOW, 10.0, 9.0, 10.3), _timed(_wide(), 9.9, 9.0, 10.3)])
+    assert _recommend(tmp_path, 16384).pattern == _wide()
 
 
 def test_where_figures_are_from_is_said_once(tmp_path: Path) -> None:
