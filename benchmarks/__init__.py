@@ -1,6 +1,6 @@
 """Benchmarks of `dpflash bench`: one harness, and a file for each group of suites.
 
-`suite` runs a benchmark, `timing`, `memory` and `work` measure its calls, `isolated` and `ranks`
-start processes, `output`, `document` and `picture` write what was found, and `schema` upgrades
+`suite` runs a benchmark, `timing`, `memory` and `work` measure its calls, `isolated` starts
+processes, `output`, `document` and `picture` write what was found, and `schema` upgrades
 older files. `suites` lists the benchmarks, `compare` compares two runs and `versus` two checkouts.
 """

@@ -1,197 +1,277 @@
-"""Runs a function on the ranks of a torch.distributed group, processes of this machine."""
+"""Rows of calls on several ranks, and the suite "ranks": private training over numbers of ranks.
+
+Letters: B samples, T tokens, P ranks.
+"""
 
 from __future__ import annotations
 
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dpflash.distributed.collectives import RankError
+from . import output as results
+from .document import Chart, Column, Table, column, config, milliseconds
+from .environment import usable_cores
+from .isolated import run_ranks
+from .private_scaling import insight
+from .scaling_tasks import TrainingCase, measure_training
+from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
+from .timing import Effort, columns, speedup, summarize
 
-from .isolated import begin_process, fresh_processes
+SAMPLES, CONTEXT, NODE = "private_training", "context", "nodes"
+RANKS = (1, 2, 4, 8, 16)
+CONTEXT_RANKS = NODES = (1, 2, 4, 8)
 
-_SECONDS_FOR_OTHERS = 3.0  # in which other ranks' failures arrive after the first
-_SECONDS_TO_START = 120.0
-_SECONDS_BEHIND = 60.0  # by which exchanges time out later than the function, which names ranks
-# Messages of gloo's plain RuntimeError about a rank that is gone.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
-
-class RankFailed(RuntimeError):
-    """A rank raised, died, or did not end in time."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a function runs: a rank of the default group of torch.distributed."""
-
-    rank: int
-    world_size: int
-    device: torch.device  # "cpu", or a GPU of this rank's own
-
-    def barrier(self) -> None:
-        """Waits for all ranks."""
-        dist.barrier(device_ids=None if self.device.type == "cpu" else [self.rank])
-
-    def all_true(self, value: bool) -> bool:
-        """Whether the value is true on all ranks."""
-        least = torch.tensor([int(value)], device=self.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return bool(least.item())
+TIMEOUT = 900.0
 
 
-class _Failure(NamedTuple):
-    """What a rank raised, when, and whether it only lost the other ranks."""
+def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
+    """Writes what a function of `scaling_tasks` returned for a row, by rank, into it."""
+    row.update(
+        error=worst(one["error"] for one in returned),
+        correct=all(one["correct"] for one in returned),
+    )
+    if not row["correct"]:
+        return
+    first = returned[0]
+    row.update(first["columns"])
+    for key in ("peak_memory_mb", "saved_mb"):
+        if key in first:
+            each = [one[key] for one in returned]
+            row.update({key: None if None in each else max(each), f"{key}_per_rank": each})
+    if "seconds" not in first:
+        return
+    # A trial ends when its slowest rank does.
+    seconds = [max(trial) for trial in zip(*(one["seconds"] for one in returned), strict=True)]
+    row.update(columns(seconds, is_short=is_short), alone=None, speedup=1.0, efficiency=1.0)
+    row["tokens_per_s"] = 1e3 * first["tokens"] / row["median_ms"]
+    gain = first["tokens"] / first["tokens_alone"]
+    if "alone_seconds" in first:
+        over = speedup(seconds, first["alone_seconds"])
+        row["alone"] = summarize(first["alone_seconds"]).as_row()
+        row["speedup"] = gain * over.median
+        row["efficiency"] = row["speedup"] / len(returned)
+        if not is_short:
+            row["speedup_ci95"] = [gain * end for end in over.ci95]
+            row["efficiency_ci95"] = [end / len(returned) for end in row["speedup_ci95"]]
+    if "edges_per_rank" in row:
+        edges, work = row["edges_per_rank"], sum(row["edges_per_rank"])
+        row["work_efficiency"] = row["efficiency"] * work / row.pop("edges_alone") / gain
+        row["balance"] = max(edges) * len(edges) / work
+    row["bytes_counted"], row["bytes_predicted"] = (
+        [one[key] for one in returned] for key in ("counted", "predicted")
+    )
+    row["bytes_equal"] = row["bytes_counted"] == row["bytes_predicted"]
 
-    is_lost: bool
-    when: float
-    trace: str
+
+def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:
+    """A row of a case of `scaling_tasks`, before it is measured."""
+    shape = {**asdict(case), "ranks": ranks, **more, "dtype": "float32"}
+    return results.row(f"{section}/{name}/P{ranks}", shape, section=section, ranks=ranks)
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
+def on_ranks(
+    rows: Sequence[Row],
+    function: Callable[..., list[dict[str, Any]]],
+    request: Request,
+    timeout: float = TIMEOUT,
     *,
-    device: str,
-    timeout: float,
+    is_short: bool = False,
     **arguments: Any,
-) -> list[Any]:
-    """Returns what ``function(place, **arguments)`` returned on each rank.
+) -> Sequence[Row]:
+    """Runs a function on ranks and fills each row with what it returned for it."""
+    ranks, device = rows[0]["ranks"], request.where.type
+    try:
+        if device == "cuda" and ranks > torch.cuda.device_count():
+            raise Unsupported(f"{ranks} GPUs: this machine has {torch.cuda.device_count()}")
+        returned = run_ranks(function, ranks, device=device, timeout=timeout, **arguments)
+        for number, row in enumerate(rows):
+            row["oversubscribed"] = device == "cpu" and ranks > usable_cores()
+            fill(row, [one[number] for one in returned], is_short=is_short)
+    except Exception as error:
+        for row in rows:
+            refuse(row, error)
+    return rows
+
+
+def _ranks(row: Mapping[str, Any]) -> str:
+    return f"{row['ranks']}{' over' if row.get('oversubscribed') else ''}"
+
+
+def _efficiency(row: Mapping[str, Any]) -> str | None:
+    if row.get("efficiency") is None:
+        return None
+    if row.get("efficiency_ci95") is None:
+        return f"{row['efficiency']:.0%}"
+    low, high = row["efficiency_ci95"]
+    return f"{row['efficiency']:.0%} [{low:.0%}, {high:.0%}]"
+
+
+P: Column = ("P", _ranks)
+X: Column = ("P", lambda row: row["ranks"])
+PEAK = column("peak_memory_mb", "peak MiB of a rank")
+EFFICIENCY: Column = ("efficiency", _efficiency)
+
+
+def training_row(
+    section: str,
+    case: TrainingCase,
+    alone: TrainingCase,
+    ranks: int,
+    request: Request,
+    effort: Effort,
+) -> Row:
+    """The row of a private step by ranks that each have a core, or a GPU, of their own."""
+    row = blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
+    if request.where.type == "cpu" and ranks > usable_cores():
+        return {**row, "needs": f"{ranks} cores: this machine has {usable_cores()}"}
+    given: dict[str, Any] = {"case": case, "alone": alone, "effort": effort}
+    on_ranks([row], measure_training, request, is_short=effort != request.calls, **given)
+    if row["median_ms"] is not None:
+        row["tasks_per_s"] = 1e3 / row["median_ms"]
+    return row
+
+
+def step_seconds(case: TrainingCase, request: Request) -> float:
+    """Seconds of one step by one rank; 0 of a wrong one, which its row reports."""
+    given = {"case": case, "alone": case, "effort": Effort(0, 1)}
+    device = request.where.type
+    ((found,),) = run_ranks(measure_training, 1, device=device, timeout=TIMEOUT, **given)
+    return float(found["seconds"][0]) if found["correct"] else 0.0
+
+
+def sample_cases(request: Request) -> list[TrainingCase]:
+    """B and T of the steps, the smallest first; 12 heads of 64, as in a published table."""
+    sizes = [(batch, tokens) for batch in (8, 16, 32) for tokens in (256, 512, 1024)]
+    cases = [
+        TrainingCase("replicated", *size, width=768, layers=1, heads=12)
+        for size in ([(8, 32)] if request.quick else sizes)
+    ]
+    return sorted(cases, key=lambda case: (case.batch * case.tokens, case.batch))
+
+
+def sample_rows(
+    request: Request, seconds_of: Callable[[TrainingCase, Request], float] = step_seconds
+) -> Iterator[Row]:
+    """Strong scaling: the samples of a step are spread over the ranks.
 
     Args:
-        function: of a module; it, its arguments and its result travel by pickle.
-        world_size: number of processes, which are fresh.
-        device: "cpu" (gloo, one thread each) or "cuda" (nccl, one GPU each).
-        timeout: seconds that it may take; starting may take two minutes.
-
-    Raises:
-        RankFailed: a rank raised or died, or the time is up; all processes have ended then.
+        request: how to measure.
+        seconds_of: times a step by one rank, which decides how many calls a row makes.
     """
-    context = fresh_processes()
-    processes: list[Any] = []
-    pipes: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="dpflash-bench-") as folder:
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, world_size, device, str(Path(folder) / "store"), timeout)
-                process = context.Process(
-                    target=_run_rank, args=(theirs, function, arguments, *place), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return _results(processes, pipes, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for pipe in pipes:
-                pipe.close()
-
-
-def _results(processes: list[Any], pipes: list[Connection], timeout: float) -> list[Any]:
-    started: set[int] = set()
-    results: dict[int, Any] = {}
-    failures: dict[int, _Failure | None] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    limit, deadline = _SECONDS_TO_START, time.monotonic() + _SECONDS_TO_START
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready and failures:
-            break
-        if not ready:
-            what = "the ranks" if len(started) == len(pipes) else "starting"
-            raise RankFailed(
-                f"{what} did not end within timeout={limit:g} seconds on ranks "
-                f"{sorted(waiting.values())}; all were ended. Pass a longer timeout, or smaller "
-                "sizes"
-            )
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, OSError):
-                kind, value = "failed", None
-            if kind == "started":
-                started.add(rank)
-                if len(started) == len(pipes):
-                    limit, deadline = timeout, time.monotonic() + timeout
+    slow: list[tuple[TrainingCase, float]] = []
+    for case in sample_cases(request):
+        # A step with as many samples and tokens, or more, takes no less time.
+        known = [
+            one for one in slow if case.batch >= one[0].batch and case.tokens >= one[0].tokens
+        ]
+        effort = None
+        if not known:
+            seconds = seconds_of(case, request)
+            effort = request.calls.within(seconds, request.limit)
+            known = [(case, seconds)]
+            slow += known if effort is None else []
+        for ranks in RANKS:
+            if effort is not None:
+                yield training_row(SAMPLES, case, case, ranks, request, effort)
                 continue
-            del waiting[pipe]
-            if kind == "done":
-                results[rank] = value
-            else:
-                failures[rank] = value
-                deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
-    if failures:
-        raise RankFailed(_first_cause(processes, failures))
-    return [results[rank] for rank in range(len(pipes))]
+            other, seconds = known[0]
+            size = "" if other == case else f" of B {other.batch}, T {other.tokens} already"
+            reason = too_slow(f"one rank's step{size} takes {seconds:.3g} s", request.limit)
+            row = blank_row(SAMPLES, f"B{case.batch}/T{case.tokens}", case, ranks)
+            yield {**row, "needs": reason}
 
 
-def _first_cause(processes: list[Any], failures: Mapping[int, _Failure | None]) -> str:
-    """The message of the earliest failure of a rank that did not just lose the others."""
-
-    def order(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        return (1, 0.0) if failure is None else (2 if failure.is_lost else 0, failure.when)
-
-    rank = min(failures, key=order)
-    failure = failures[rank]
-    if failure is not None:
-        return f"rank {rank} of {len(processes)} failed:\n{failure.trace}"
-    processes[rank].join(_SECONDS_FOR_OTHERS)
-    return (
-        f"rank {rank} of {len(processes)} died with exit code {processes[rank].exitcode}; if it "
-        "was killed for memory, pass smaller sizes or fewer ranks"
-    )
+def context_rows(request: Request) -> Iterator[Row]:
+    """Weak scaling: each rank has the same number of tokens of every sample."""
+    alone = TrainingCase("context", 2, 128 if request.quick else 512)
+    for ranks in CONTEXT_RANKS:
+        case = replace(alone, tokens=alone.tokens * ranks)
+        yield training_row(CONTEXT, case, alone, ranks, request, request.calls)
 
 
-def _run_rank(
-    pipe: Connection,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    device: str,
-    store: str,
-    timeout: float,
-) -> None:
-    begin_process(threads=1)
-    try:
-        own = torch.device("cpu")
-        if device == "cuda":
-            own = torch.device("cuda", rank)
-            torch.cuda.set_device(own)
-        dist.init_process_group(
-            _BACKENDS[device],
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=max(timeout, _SECONDS_TO_START) + _SECONDS_BEHIND),
+def node_rows(request: Request) -> Iterator[Row]:
+    """Rows that need several machines."""
+    for nodes in NODES:
+        yield needs(
+            f"{NODE}/P{nodes}",
+            {"ranks": nodes, "model": "7B"},
+            f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model: "
+            f"torchrun --nnodes {nodes} -m dpflash train --shard-parameters",
+            section=NODE,
+            ranks=nodes,
         )
-        place = Place(rank, world_size, own)
-        place.barrier()
-        pipe.send(("started", None))
-        result = function(place, **arguments)
-        place.barrier()
-        dist.destroy_process_group()
-        pipe.send(("done", result))
-    except BaseException as error:
-        is_lost = isinstance(error, RankError) or any(text in str(error) for text in _LOST)
-        pipe.send(("failed", _Failure(is_lost, time.monotonic(), traceback.format_exc())))
-        raise SystemExit(1) from None
-    finally:
-        pipe.close()
+
+
+def throughput_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """The speed-up of further ranks, as sentences."""
+    for row in rows:
+        if row.get("efficiency_ci95") is not None:
+            ranks, case = row["ranks"], row["config"]
+            low, high = row["speedup_ci95"]
+            yield insight(
+                row["name"],
+                f"{ranks} ranks with B = {case['batch']}, T = {case['tokens']:,} train "
+                f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}] times the tokens/s of one, "
+                f"{row['efficiency']:.0%} of {ranks} times.",
+                efficiency=row["efficiency"],
+            )
+
+
+_B, _T, _CORRECT = config("batch", "B"), config("tokens", "T"), column("correct")
+_STEPS: tuple[Column, ...] = (
+    *(P, _B, _T, ("ms of a step", milliseconds), column("tasks_per_s", "steps/s")),
+    *(column("tokens_per_s", "tokens/s"), EFFICIENCY, PEAK, _CORRECT),
+)
+SUITE = Suite(
+    name="ranks",
+    title="Private training on several ranks: throughput and efficiency",
+    about=(
+        "Private steps (per-sample clipping, noise, one sum over all ranks) of a transformer on P "
+        "ranks of this machine: a GPU each, or one core and one thread each, and never more ranks "
+        "than cores. Efficiency is throughput(P) / (P throughput(1)); rank 0 by itself takes "
+        "turns with all of them, so that both see the same machine. Before anything is timed, the "
+        "ranks' step without noise is compared with a loop over single samples in one process. P, "
+        "B and T are those of tables that earlier libraries published (dp-flash-attention and "
+        "torchbridge). Bytes, memory and more ways to share the work are "
+        "in `dpflash bench scaling`."
+    ),
+    plan=lambda request: [sample_rows, context_rows, node_rows],
+    derive=throughput_rows,
+    on_ranks=True,
+    tables=(
+        Table(
+            SAMPLES,
+            "The samples of a step spread over P ranks: strong scaling",
+            _STEPS,
+            "A layer of 12 heads of 64; B and T stay as P grows.",
+        ),
+        Table(
+            CONTEXT,
+            "The tokens of each sample spread over P ranks: weak scaling",
+            _STEPS,
+            "Two layers of 4 heads of 32. T grows with P; attention is dense, so a token's work "
+            "grows too, and an efficiency below 100% is not lost time alone. For attention by "
+            "itself see `dpflash bench scaling`.",
+        ),
+        Table(NODE, "Several machines", (column("ranks", "machines"), ("", milliseconds))),
+    ),
+    charts=(
+        Chart(
+            SAMPLES,
+            "Throughput, strong scaling",
+            X,
+            column("tasks_per_s", "steps/s"),
+            lambda row: f"B {row['config']['batch']}, T {row['config']['tokens']}",
+        ),
+        Chart(
+            CONTEXT,
+            "Tokens/s, weak scaling",
+            X,
+            column("tokens_per_s", "tokens/s"),
+            lambda row: f"B {row['config']['batch']}",
+        ),
+    ),
+)

@@ -33,8 +33,8 @@ from dpflash.distributed import (
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
+from .isolated import Place
 from .memory import peak_growth, saved_bytes
-from .ranks import Place
 from .suite import worst
 from .timing import Effort, Step, Stopwatch, time_steps
 

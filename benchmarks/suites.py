@@ -40,8 +40,6 @@ _MODULES = {
     "heads": "growth:HEADS",
     "max-length": "max_length",
     "private-step": "private_step",
-    "ranks": "scaling:RANKS_SUITE",
-    "scaling": "scaling:SCALING",
 }
 
 

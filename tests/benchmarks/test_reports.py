@@ -16,7 +16,7 @@ from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
 from dpflash.bench.published import Answer, Figure, Reported, read_reports, reported_rows
 from dpflash.bench.quality import contestants
-from dpflash.bench.scaling import (
+from dpflash.bench.ranks import (
     CONTEXT,
     CONTEXT_RANKS,
     NODE,

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from dpflash.bench import output as results
+from dpflash.bench import ranks as ranks_suite
 from dpflash.bench import scaling, scaling_tasks
 from dpflash.bench.document import key_insights, markdown
+from dpflash.bench.isolated import Place, RankFailed, run_ranks
 from dpflash.bench.picture import draw
-from dpflash.bench.ranks import Place, RankFailed, run_ranks
-from dpflash.bench.scaling import Options, fill, sample_rows, scaling_suite, training_row
+from dpflash.bench.ranks import fill, sample_rows, training_row
+from dpflash.bench.scaling import Options, scaling_suite
 from dpflash.bench.scaling_model import ASSUMPTIONS, LINKS, Link, Load, load_of, step_times
 from dpflash.bench.scaling_tasks import PATTERNS, TrainingCase
 from dpflash.bench.schema import upgraded
@@ -186,15 +188,15 @@ def test_the_ranks_suite_never_shares_cores(monkeypatch):
         asked.append(ranks)
         return [[returned([2.0, 2.0], [6.0, 6.0])]] * ranks
 
-    monkeypatch.setattr(scaling, "usable_cores", lambda: 3)
-    monkeypatch.setattr(scaling, "run_ranks", run)
+    monkeypatch.setattr(ranks_suite, "usable_cores", lambda: 3)
+    monkeypatch.setattr(ranks_suite, "run_ranks", run)
     more = training_row("private_training", CASE, CASE, 4, REQUEST, REQUEST.calls)
     assert more["needs"] == "4 cores: this machine has 3" and not asked
     row = training_row("private_training", CASE, CASE, 3, REQUEST, REQUEST.calls)
     assert asked == [3] and row["tasks_per_s"] == 0.5 and not row["oversubscribed"]
-    assert scaling.step_seconds(CASE, REQUEST) == 2.0
+    assert ranks_suite.step_seconds(CASE, REQUEST) == 2.0
     # Only the suite's own insights may follow from its rows.
-    rows = [row, *scaling.RANKS_SUITE.derive([row])]
+    rows = [row, *ranks_suite.SUITE.derive([row])]
     assert key_insights(rows)[0] == (
         "3 ranks with B = 4, T = 64 train 3.00 [3.00, 3.00] times the tokens/s of one, 100% of 3 "
         "times."
@@ -207,12 +209,12 @@ def test_a_launch_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
             raise RankFailed("rank 1 of 2 failed")
         return [[returned([1.0, 1.0])]] * ranks
 
-    monkeypatch.setattr(scaling, "run_ranks", run)
+    monkeypatch.setattr(ranks_suite, "run_ranks", run)
     options = Options(ranks=(1, 2, 3), sections=("training",), sizes=TINY)
     (part,) = scaling_suite(options).plan(REQUEST)
     rows = list(part(REQUEST))
     failed = {row["failure"] for row in rows if row["ranks"] == 2}
-    assert failed == {"dpflash.bench.ranks.RankFailed: rank 1 of 2 failed"}
+    assert failed == {"dpflash.bench.isolated.RankFailed: rank 1 of 2 failed"}
     assert all(row["correct"] for row in rows if row["ranks"] != 2) and len(rows) == 4 + 6 + 6
 
 
@@ -225,9 +227,9 @@ def test_slow_steps_are_timed_with_fewer_calls_or_not_tried_in_a_larger_case(mon
 
     def measure(section, case, alone, ranks, request, effort):
         efforts[case.batch, case.tokens] = effort
-        return scaling._row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
+        return ranks_suite.blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
 
-    monkeypatch.setattr(scaling, "training_row", measure)
+    monkeypatch.setattr(ranks_suite, "training_row", measure)
     request = Request(device="cpu", effort=Effort(2, 5), max_seconds=10.0)
     rows = list(sample_rows(request, seconds_of))
     assert tried == [(8, 256), (8, 512), (16, 256), (8, 1024), (16, 512), (32, 256)]
@@ -381,7 +383,7 @@ def test_the_command_refuses_by_name_and_writes_nothing(tmp_path, capsys, argume
 def test_the_command_asks_for_what_its_arguments_say(tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(
-        scaling, "run_ranks", lambda *given, **more: asked.append(given[1]) or [[]] * given[1]
+        ranks_suite, "run_ranks", lambda *given, **more: asked.append(given[1]) or [[]] * given[1]
     )
     monkeypatch.setattr(scaling, "FULL_SIZES", TINY)
     monkeypatch.setattr(scaling, "QUICK_SIZES", TINY)
