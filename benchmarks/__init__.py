@@ -1,10 +1,6 @@
-"""Measurements: one way of timing, one form of results, one file per benchmark.
+"""Benchmarks of `dpflash bench`: one harness, and a file for each group of suites.
 
-`timing` times calls, `memory` measures what they take, `work` counts what they do, `roofline` says
-what bounds them, `trace` profiles them. `plan` is what a benchmark is made of, `suite` runs it,
-`measuring` checks and times its comparisons, `isolated` in processes of their own and `workers` on
-several; `environment` says on what, `progress` how far it is. `results` writes JSON, `document`
-the page of it, `legend` what its columns say, `picture` the picture. `suites` lists the
-benchmarks, `compare` tells whether one run is slower than another, `versus` runs two checkouts in
-turns.
+`suite` runs a benchmark, `timing`, `memory` and `work` measure its calls, `isolated` starts
+processes, `output`, `document` and `picture` write what was found, and `schema` upgrades
+older files. `suites` lists the benchmarks, `compare` compares two runs and `versus` two checkouts.
 """

@@ -1,40 +1,31 @@
-"""The benchmark of accountants: dpflash's, Opacus' and those of Google's dp_accounting.
+"""The suite "accounting": dpflash's accountants beside Opacus' and Google's dp_accounting.
 
-An epsilon is right where it is not below what is certain: the lower end that dpflash's contour
-certifies (for the contour itself the one that its PLD does), or the table of truths of a checkout,
-which was computed by other code with many digits.
+An epsilon is right where it is not below a certified lower bound: the lower end of contour's
+interval (for contour itself, of pld's), or the table of truths of a checkout, which other code
+computed with many digits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
+import logging
 import math
+import signal
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from dpflash.accounting import create_accountant, get_noise_multiplier
+
 from . import output as results
-from .accounting_providers import (
-    DELTA,
-    PEERS,
-    PROVIDERS,
-    RATE,
-    Phase,
-    add_step,
-    build,
-    calibrator,
-    epsilon,
-    first_answer,
-    judge_of,
-    lower_end,
-)
 from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
 from .isolated import Failed, run_isolated
-from .measuring import recorded_warnings
 from .suite import (
     Build,
     Comparison,
@@ -45,34 +36,34 @@ from .suite import (
     Suite,
     Unsupported,
     needs,
+    recorded_warnings,
 )
 
+Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
+
+OWN = ("contour", "pld", "rdp")
+PEERS = ("opacus prv", "opacus rdp", "google pld", "google rdp")
+PROVIDERS = (*OWN, *PEERS)
 TRUTH = Path(__file__).resolve().parents[1] / "tests" / "accounting" / "truth.json"
 
-NOISE = 1.0
+# Of every question that does not name others.
+RATE, DELTA, NOISE = 0.01, 1e-5, 1.0
+# The relative error of float64 arithmetic.
+_ROUNDING = 1e-9
+_MEMORY = 8 * 2**30
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked.
+    """The questions."""
 
-    Attributes:
-        steps: of a query.
-        queries: "cold", "warm".
-        targets: (target epsilon, sample rate, steps) of each calibration.
-        schedules: (phases, steps of each).
-        every: so many-th setting of the table of truths is asked for.
-        call_seconds: that one call of a peer may take.
-        table_seconds: that one setting of the table may.
-    """
-
-    steps: int
-    queries: Sequence[str]
-    targets: Sequence[tuple[float, float, int]]
-    schedules: Sequence[tuple[int, int]]
-    every: int
-    call_seconds: float
-    table_seconds: float
+    steps: int  # of a query
+    queries: Sequence[str]  # "cold", "warm"
+    targets: Sequence[tuple[float, float, int]]  # epsilon, sample rate and steps to calibrate
+    schedules: Sequence[tuple[int, int]]  # phases, and steps of each
+    every: int  # takes every n-th setting of the table of truths
+    call_seconds: float  # limit for one call of a peer
+    table_seconds: float  # limit for one setting of the table
 
 
 FULL = Grid(
@@ -84,50 +75,148 @@ FULL = Grid(
     call_seconds=10.0,
     table_seconds=2.0,
 )
-QUICK = Grid(
-    steps=1000,
-    queries=("cold",),
-    targets=((8.0, 0.01, 100),),
-    schedules=(),
-    every=26,
-    call_seconds=1.0,
-    table_seconds=0.5,
-)
+QUICK = Grid(1000, ("cold",), ((8.0, 0.01, 100),), (), 26, 1.0, 0.5)
 
-# What float64 may lose of a value.
-_ROUNDING = 1e-9
-_MEMORY = 8 * 2**30
+
+def epsilon(provider: str, phases: Sequence[Phase], delta: float) -> float:
+    """A provider's epsilon of a history."""
+    return float(build(provider, phases).get_epsilon(delta))
+
+
+def lower_end(accountant: str, phases: Sequence[Phase], delta: float) -> float:
+    """A certified lower bound of epsilon."""
+    return float(build(accountant, phases).get_epsilon(delta, interval=True).lower or 0.0)
+
+
+def build(provider: str, phases: Sequence[Phase]) -> Any:
+    """A provider's accountant with this history."""
+    if provider.startswith("google"):
+        accountant = _google(provider)()
+        for noise, rate, steps in phases:
+            accountant.compose(_google_event(noise, rate), steps)
+        return accountant
+    accountant = create_accountant(provider) if provider in OWN else _opacus(provider)()
+    accountant.history = list(phases)
+    return accountant
+
+
+def calibrator(provider: str) -> Callable[[float, float, int], float]:
+    """A provider's own search: (target epsilon, sample rate, steps) to a noise multiplier."""
+    if provider.startswith("google"):
+        accountant = _google(provider)
+        import dp_accounting
+
+        def find(target: float, rate: float, steps: int) -> float:
+            def event(noise: float) -> Any:
+                return dp_accounting.SelfComposedDpEvent(_google_event(noise, rate), steps)
+
+            bracket = dp_accounting.LowerEndpointAndGuess(0.1, 1.0)
+            return float(
+                dp_accounting.calibrate_dp_mechanism(
+                    accountant, event, target, DELTA, bracket, tol=1e-4
+                )
+            )
+
+        return find
+    search: Callable[..., float] = get_noise_multiplier
+    if provider not in OWN:
+        _opacus(provider)
+        from opacus.accountants import utils
+
+        search = utils.get_noise_multiplier
+    return lambda target, rate, steps: float(
+        search(
+            accountant=provider.removeprefix("opacus "),
+            target_epsilon=target,
+            target_delta=DELTA,
+            sample_rate=rate,
+            steps=steps,
+        )
+    )
+
+
+def _opacus(provider: str) -> Any:
+    try:
+        from opacus import accountants
+    except ImportError:
+        raise Unsupported("Opacus: pip install opacus") from None
+    return accountants.PRVAccountant if provider.endswith("prv") else accountants.RDPAccountant
+
+
+def _google(provider: str) -> Any:
+    try:
+        from dp_accounting.pld import PLDAccountant
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError:
+        raise Unsupported("dp_accounting: pip install dp-accounting") from None
+    # It logs each order of RDP at which its series does not converge.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return PLDAccountant if provider.endswith("pld") else RdpAccountant
+
+
+def _google_event(noise: float, rate: float) -> Any:
+    import dp_accounting
+
+    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+
+
+def first_answer(provider: str, limit: float, call: Callable[[], float]) -> float:
+    """The first answer.
+
+    Raises:
+        Unsupported: a peer took longer than the limit, or refused.
+    """
+    if provider in OWN:
+        return call()
+    build(provider, [(3.0, RATE, 10)]).get_epsilon(DELTA)  # imports what it needs
+    try:
+        with _deadline(limit):
+            return call()
+    except TimeoutError:
+        raise Unsupported(f"more time: one call took longer than {limit:g} s") from None
+    except (MemoryError, Unsupported):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:160]
+        raise Unsupported(f"another setting: {type(error).__name__}: {text}") from None
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block, in the main thread, after this much processor time."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def query(
     *, device: str, seed: int, provider: str, warm: bool, noise: float, steps: int, limit_s: float
 ) -> Subject:
-    """One epsilon of equal steps: of a new history, or (warm) after one more step of a long one.
+    """One epsilon of equal steps; `warm`: of an accountant that has answered, after one more step.
 
-    Args:
-        device: the CPU's whatever it says.
-        seed: of nothing.
-        provider: one of `PROVIDERS`.
-        warm: whether the accountant has answered before.
-        noise: noise multiplier.
-        steps: of the history.
-        limit_s: seconds of one call, of a peer.
+    `limit_s` is the limit for one call of a peer, in seconds.
     """
+    if not warm:
+        return _asked(provider, lambda shift: [(noise + shift, RATE, steps)], limit_s)
     phases = [(noise, RATE, steps)]
     value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
-    if warm:
-        accountant = build(provider, phases)
-        accountant.get_epsilon(DELTA)
+    accountant = build(provider, phases)
+    accountant.get_epsilon(DELTA)
 
-        def step() -> float:
-            add_step(provider, accountant, noise)
-            return float(accountant.get_epsilon(DELTA))
-    else:
-        # Another noise in each call, so that no cache helps.
-        calls = itertools.count(1)
-
-        def step() -> float:
-            return epsilon(provider, [(noise + 1e-7 * next(calls), RATE, steps)], DELTA)
+    def step() -> float:
+        if provider.startswith("google"):
+            accountant.compose(_google_event(noise, RATE))
+        else:
+            accountant.step(noise_multiplier=noise, sample_rate=RATE)
+        return float(accountant.get_epsilon(DELTA))
 
     return _judged(step, provider, value, phases)
 
@@ -135,16 +224,23 @@ def query(
 def schedule(
     *, device: str, seed: int, provider: str, phases: int, steps: int, limit_s: float
 ) -> Subject:
-    """One epsilon of phases whose noise rises from 1 to 2; the other arguments are `query`'s."""
+    """One epsilon of phases whose noise rises from 1 to 2; see `query`."""
 
-    def of(shift: float) -> list[Phase]:
+    def history(shift: float) -> list[Phase]:
         return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
 
+    return _asked(provider, history, limit_s)
+
+
+def _asked(provider: str, history: Callable[[float], list[Phase]], limit_s: float) -> Subject:
+    """The epsilon of a history, whose noise is shifted in each call so that no cache helps."""
     calls = itertools.count(1)
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, of(0.0), DELTA))
-    return _judged(
-        lambda: epsilon(provider, of(1e-7 * next(calls)), DELTA), provider, value, of(0.0)
-    )
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(0.0), DELTA))
+
+    def step() -> float:
+        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
+
+    return _judged(step, provider, value, history(0.0))
 
 
 def calibration(
@@ -157,48 +253,39 @@ def calibration(
     steps: int,
     limit_s: float,
 ) -> Subject:
-    """The noise multiplier of a target; right where the epsilon that it has is not above it."""
+    """The noise multiplier of a target; it is right where its true epsilon is not above that."""
     find = calibrator(provider)
-
-    def call(shift: float) -> float:
-        return find(target_epsilon * (1 + shift), sample_rate, steps)
-
-    noise = first_answer(provider, limit_s, lambda: call(0.0))
+    noise = first_answer(provider, limit_s, lambda: find(target_epsilon, sample_rate, steps))
     phases = [(noise, sample_rate, steps)]
-    certain = lower_end(judge_of(provider), phases, DELTA)
+    certain = lower_end(_judge_of(provider), phases, DELTA)
     calls = itertools.count(1)
     return Subject(
-        lambda: call(1e-7 * next(calls)),
+        lambda: find(target_epsilon * (1 + 1e-7 * next(calls)), sample_rate, steps),
         lambda: _shortfall(target_epsilon, certain),
         _ROUNDING,
-        figures={
-            "noise_multiplier": noise,
-            "true_epsilon": lower_end("contour", phases, DELTA),
-        },
+        figures={"noise_multiplier": noise, "true_epsilon": lower_end("contour", phases, DELTA)},
     )
+
+
+def _judge_of(provider: str) -> str:
+    """The accountant whose lower end judges a provider: never its own."""
+    return "pld" if provider == "contour" else "contour"
 
 
 def _judged(
     step: Callable[[], float], provider: str, value: float, phases: Sequence[Phase]
 ) -> Subject:
-    """The subject of an epsilon that was found for these phases."""
-    truth = lower_end(judge_of(provider), phases, DELTA)
-    return Subject(
-        step,
-        lambda: _shortfall(value, truth),
-        _ROUNDING,
-        figures={
-            "epsilon": value,
-            "lower_end": truth,
-            "above": value / truth - 1 if truth else None,
-        },
-    )
+    """The subject of an epsilon of these phases."""
+    truth = lower_end(_judge_of(provider), phases, DELTA)
+    above = value / truth - 1 if truth else None
+    figures = {"epsilon": value, "lower_end": truth, "above": above}
+    return Subject(step, lambda: _shortfall(value, truth), _ROUNDING, figures=figures)
 
 
 def _shortfall(value: float, truth: float) -> float:
     """How far an epsilon is below the truth, over the truth.
 
-    Infinite where it is no number, or is infinite and the truth is not.
+    Infinite where it is NaN, or infinite and the truth is not.
     """
     if value == truth:
         return 0.0
@@ -209,7 +296,7 @@ def _shortfall(value: float, truth: float) -> float:
 
 def truth_rows(request: Request) -> Iterator[Row]:
     """Each provider beside the table of truths."""
-    grid = _grid(request)
+    grid = QUICK if request.quick else FULL
     limit, settings = grid.table_seconds, _settings(grid.every)
     for provider in PROVIDERS:
         name, kept = f"truth/{provider}", {"provider": provider, "limit_s": limit}
@@ -223,7 +310,7 @@ def truth_rows(request: Request) -> Iterator[Row]:
             answers, warned = run_isolated(
                 answers_of,
                 memory_limit=_MEMORY,
-                # Signals do not end what a library does in C.
+                # A signal does not end a call inside a library's C code.
                 timeout=60 + 2 * limit * len(settings),
                 provider=provider,
                 settings=[(phases, delta) for phases, delta, _ in settings],
@@ -241,7 +328,7 @@ def truth_rows(request: Request) -> Iterator[Row]:
 def answers_of(
     provider: str, settings: Sequence[tuple[list[Phase], float]], limit: float
 ) -> tuple[list[float | str], list[str]]:
-    """The provider's epsilon of each setting, or why there is none; and what it warned of."""
+    """The provider's epsilon of each setting, or why it has none; and its warnings."""
     found: list[float | str] = []
     warned: list[str] = []
     with recorded_warnings(warned):
@@ -255,16 +342,18 @@ def answers_of(
 
 
 def summary(answers: Sequence[float | str], truths: Sequence[float]) -> Row:
-    """Columns of a provider's row; correct where no answer is below its truth."""
+    """Columns of a provider's row; it is correct where no answer is below its truth."""
     pairs = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
+    reasons = [answer for answer in answers if isinstance(answer, str)]
     finite = [(a, t) for a, t in pairs if math.isfinite(a)]
     errors = [abs(a / t - 1) for a, t in finite if t > 0]
     shortfalls = [_shortfall(a, t) for a, t in pairs]
+    late = sum(reason.startswith("more time") for reason in reasons)
     return {
         "answers": len(finite),
         "infinite_or_nan": len(pairs) - len(finite),
-        "late": sum(isinstance(a, str) and a.startswith("more time") for a in answers),
-        "refused": sum(isinstance(a, str) and not a.startswith("more time") for a in answers),
+        "late": late,
+        "refused": len(reasons) - late,
         "below_truth": sum(_shortfall(a, t) > _ROUNDING for a, t in finite),
         "median_error": statistics.median(errors) if errors else None,
         "greatest_error": max(errors, default=None),
@@ -275,61 +364,43 @@ def summary(answers: Sequence[float | str], truths: Sequence[float]) -> Row:
 
 
 def _settings(every: int) -> list[tuple[list[Phase], float, float]] | None:
-    """(phases, delta, epsilon) of the table; None where it is not here."""
+    """(phases, delta, epsilon) of the table; None where there is no table."""
     if not TRUTH.is_file():
         return None
-    rows = json.loads(TRUTH.read_text(encoding="utf-8"))
-    return [
-        (
-            [
-                (noise, rate, steps)
-                for noise, rate, steps in row.get("phases")
-                or [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
-            ],
-            row["delta"],
-            float(row["epsilon"]),
-        )
-        for row in rows[::every]
-    ]
+    found = []
+    for row in json.loads(TRUTH.read_text(encoding="utf-8"))[::every]:
+        one = (row.get("noise_multiplier"), row.get("sample_rate"), row.get("steps"))
+        phases = [tuple(phase) for phase in row.get("phases") or [one]]
+        found.append((phases, row["delta"], float(row["epsilon"])))
+    return found
 
 
-def plan(
-    request: Request,
-) -> Iterable[Comparison | Callable[[Request], Iterable[Row]]]:
-    """Queries, calibrations, schedules and the table of truths; quick leaves some out."""
-    grid = _grid(request)
+def _plan(request: Request) -> Iterable[Comparison | Callable[[Request], Iterable[Row]]]:
+    grid = QUICK if request.quick else FULL
     limit = {"limit_s": grid.call_seconds}
     for kind in grid.queries:
         kept = {"warm": kind == "warm", "noise": NOISE, "steps": grid.steps, **limit}
-        yield _compared(f"query/{kind}", query, kept, "query")
+        yield _compared("query", kind, query, kept)
     for target, rate, steps in grid.targets:
         kept = {"target_epsilon": target, "sample_rate": rate, "steps": steps, **limit}
-        yield _compared(f"calibration/{target:g}", calibration, kept, "calibration")
+        yield _compared("calibration", f"{target:g}", calibration, kept)
     for phases, steps in grid.schedules:
         kept = {"phases": phases, "steps": steps, **limit}
-        yield _compared(f"schedule/{phases}", schedule, kept, "schedule")
+        yield _compared("schedule", str(phases), schedule, kept)
     yield truth_rows
-
-
-def _grid(request: Request) -> Grid:
-    return QUICK if request.quick else FULL
 
 
 def _columns(provider: str, section: str) -> dict[str, Any]:
     return {"section": section, **({"peer": True} if provider in PEERS else {})}
 
 
-def _compared(name: str, subject: Build, kept: dict[str, Any], section: str) -> Comparison:
+def _compared(section: str, name: str, subject: Build, kept: dict[str, Any]) -> Comparison:
+    place = f"{section}/{name}"
     measurements = [
-        Measurement(
-            f"{name}/{provider}",
-            subject,
-            {"provider": provider, **kept},
-            _columns(provider, section),
-        )
-        for provider in PROVIDERS
+        Measurement(f"{place}/{one}", subject, {"provider": one, **kept}, _columns(one, section))
+        for one in PROVIDERS
     ]
-    return Comparison(measurements, baseline=f"{name}/contour")
+    return Comparison(measurements, baseline=f"{place}/contour")
 
 
 def _cold_or_warm(row: Mapping[str, Any]) -> str:
@@ -340,11 +411,16 @@ def _six_digits(row: Mapping[str, Any]) -> str | None:
     return None if row.get("epsilon") is None else f"{row['epsilon']:.6g}"
 
 
+def _provider(row: Mapping[str, Any]) -> str:
+    return str(row["config"]["provider"])
+
+
 _PROVIDER = config("provider")
 _EPSILON: tuple[Column, ...] = (
     ("epsilon", _six_digits),
     column("above", "above the certified lower end, relative"),
 )
+_MS = column("median_ms", "ms")
 
 SUITE = Suite(
     name="accounting",
@@ -352,10 +428,10 @@ SUITE = Suite(
     about="Accountants of dpflash (contour, pld, rdp), Opacus and Google's dp_accounting on "
     f"Poisson-subsampled Gaussian steps, delta = {DELTA:g}. They take turns in one process. An "
     "epsilon below what is certain is WRONG and has no figures: the error of such a row is its "
-    "shortfall over the truth; nor has one that is infinite where the truth is not. Where a peer "
-    "is wrong that is something found, and no failure of the run. Speed-ups are over contour, "
-    "so below 1 is slower than it.",
-    plan=plan,
+    "shortfall over the truth; nor has one that is infinite where the truth is not. A wrong peer "
+    "is a finding, and no failure of the run. Speed-ups are over contour, so below 1 is slower "
+    "than it.",
+    plan=_plan,
     tables=(
         Table(
             "query",
@@ -406,19 +482,13 @@ SUITE = Suite(
         ),
     ),
     charts=(
-        Chart(
-            "query",
-            "One query",
-            ("", _cold_or_warm),
-            column("median_ms", "ms"),
-            lambda row: row["config"]["provider"],
-        ),
+        Chart("query", "One query", ("", _cold_or_warm), _MS, _provider),
         Chart(
             "schedule",
             "One query of a schedule",
             config("phases", "phases of other noise"),
-            column("median_ms", "ms"),
-            lambda row: row["config"]["provider"],
+            _MS,
+            _provider,
         ),
     ),
 )

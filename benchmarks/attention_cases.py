@@ -1,8 +1,7 @@
-"""One problem of attention, and the check that each implementation of it must pass.
+"""Attention problems, their definition in float64, and the check that every result must pass.
 
-The definition here is written without the library's tile graphs, in float64.
-
-Letters: B samples, H heads, T tokens, D head dim, R checked query rows, n blocks, K kept blocks.
+The definition does not use the library's tile graphs. Letters: B samples, H heads, T tokens,
+D head dim, R checked query rows, n blocks, K kept blocks.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from dpflash.patterns import (
 
 from .suite import Unsupported
 
-# Largest relative error that a row may have, in the worst of BANDS bands of rows.
+# The largest relative error that is allowed, in the worst of BANDS bands of rows.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 BANDS = 8
-# Up to this T every row is checked, beyond it this many.
+# Every row is checked up to this T; of longer sequences, this many rows.
 CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
-# Up to so many scores, of R rows and T keys in each, every (sample, head) is checked.
+# Every (sample, head) is checked up to this many scores, R T for each.
 CHECKED_SCORES = 2**24
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 # How often key j counts for query i in head h, elementwise.
 Multiplicity = Callable[[Any, Any, Any], Tensor]
-# What is added to the scores of a head: (sample, head, rows, q, k) to [R, T].
+# The term added to a head's scores: (sample, head, rows, q, k) to [R, T].
 Bias = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: everything that implementations share which are compared."""
+    """One attention problem, the same for every implementation that is compared."""
 
     pattern: Pattern
     tokens: int
@@ -62,39 +61,33 @@ class Case:
 
     @functools.cached_property
     def pairs(self) -> int:
-        """Pairs (query, key) that see each other, over all samples and heads."""
+        """Pairs (query, key) of the pattern, over all samples and heads."""
         return self.batch * self.pattern.edges(self.tokens, self.heads)
 
     @property
-    def density(self) -> float:
-        """Pairs over those of dense attention that is not causal."""
-        return self.pairs / (self.batch * self.heads * self.tokens**2)
-
-    @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Softmax scale."""
         return 1 / math.sqrt(self.head_dim)
 
     @property
     def bytes_of_a_tensor(self) -> int:
-        """Of each of q, k, v, o and their gradients."""
+        """Bytes of q, and of every other tensor of its shape."""
         size = getattr(torch, self.dtype).itemsize
         return self.batch * self.heads * self.tokens * self.head_dim * int(size)
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (which ask for gradients) and do, `[B, H, T, D]`, contiguous."""
+        """q, k, v (which require gradients) and do: contiguous, `[B, H, T, D]`."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (self.batch, self.heads, self.tokens, self.head_dim)
+        dtype = getattr(torch, self.dtype)
         q, k, v, do = (
-            torch.randn(
-                shape, dtype=getattr(torch, self.dtype), device=self.device, generator=generator
-            )
+            torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
             for _ in range(4)
         )
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
 
     def checked_rows(self, seed: int = 0) -> Tensor:
-        """`[R]`: all query rows of a short sequence; of a long one a row of each R-th part."""
+        """`[R]`: all rows of a short sequence; one row drawn from each R-th part of a long one."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
@@ -102,7 +95,7 @@ class Case:
         return torch.tensor([generator.randrange(a, b) for a, b in itertools.pairwise(borders)])
 
     def checked_pairs(self) -> list[tuple[int, int]]:
-        """(sample, head): all where that is little to compute, else each sample and head once."""
+        """(sample, head): all of a small problem; else every sample and every head once."""
         scores = self.batch * self.heads * len(self.checked_rows()) * self.tokens
         if scores <= CHECKED_SCORES:
             return list(itertools.product(range(self.batch), range(self.heads)))
@@ -110,11 +103,11 @@ class Case:
         return [(i % self.batch, i % self.heads) for i in range(count)]
 
     def figures(self, checked_pairs: int) -> dict[str, Any]:
-        """Columns of a row: what is computed, and how much of it is checked."""
+        """Columns of a row: the pattern, its density, and how much is checked."""
         return {
             "pattern_key": self.pattern.key,
             "pairs": self.pairs,
-            "density": self.density,
+            "density": self.pairs / (self.batch * self.heads * self.tokens**2),
             "checked_rows": len(self.checked_rows()),
             "checked_pairs": checked_pairs,
         }
@@ -123,7 +116,7 @@ class Case:
 def document_borders(
     tokens: int, seed: int = 0, *, shortest: int = 128, longest: int = 4096
 ) -> tuple[int, ...]:
-    """Borders of documents whose lengths are log-uniform in a range, the last one cut."""
+    """Borders of documents of log-uniform lengths; the last document is cut at `tokens`."""
     generator, borders = random.Random(seed), [0]
     while borders[-1] < tokens:
         length = round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
@@ -134,7 +127,7 @@ def document_borders(
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
     """How often key j counts for query i in head h, and whether heads differ.
 
-    FlexAttention is given its masks by it too. Not for Adaptive, which chooses from q and k.
+    FlexAttention's masks are built from it too. Adaptive has none: it chooses from q and k.
     """
     pattern = case.pattern
     seen, per_head = _without_causality(case)
@@ -159,7 +152,7 @@ def _without_causality(case: Case) -> tuple[Multiplicity, bool]:
     if isinstance(pattern, Hierarchical):
         return _hierarchical(pattern), False
     if isinstance(pattern, BlockSparse):
-        return _block_sparse(pattern, case), _table_heads(pattern, case) > 1
+        return _block_sparse(pattern, case)
     if isinstance(pattern, Dilated):
         per_head = max(pattern.dilation_rates) > 1 or pattern.heads == "grouped"
         return _dilated(pattern, case), per_head
@@ -181,31 +174,22 @@ def _hierarchical(pattern: Hierarchical) -> Multiplicity:
     return seen
 
 
-def _block_sparse(pattern: BlockSparse, case: Case) -> Multiplicity:
-    """By rules; blocks that are drawn or listed by a table of blocks."""
+def _block_sparse(pattern: BlockSparse, case: Case) -> tuple[Multiplicity, bool]:
     size = pattern.block_size
-    table = None
     if pattern.random_blocks or pattern.block_lists is not None:
-        # A pattern of blocks sees blocks as that with blocks of one token sees tokens.
+        # Random and listed blocks come from a table: the same pattern over blocks of one token.
         small = dataclasses.replace(pattern, block_size=1)
-        heads = _table_heads(pattern, case)
-        table = small.mask(-(-case.tokens // size), heads).bool().to(case.device)
+        table = small.mask(-(-case.tokens // size), case.heads).bool().to(case.device)
+        return (lambda h, i, j: table[h, i // size, j // size]), case.heads > 1
 
     def seen(h: Any, i: Any, j: Any) -> Tensor:
         row, col = i // size, j // size
-        if table is not None:
-            return table[h if len(table) > 1 else 0, row, col]
         found = (row - col).abs() <= pattern.local_blocks
         if pattern.stride_blocks:
             found = found | ((row - col) % pattern.stride_blocks == 0)
         return found | (row < pattern.global_blocks) | (col < pattern.global_blocks)
 
-    return seen
-
-
-def _table_heads(pattern: BlockSparse, case: Case) -> int:
-    differs = pattern.random_blocks > 0 or pattern.block_lists is not None
-    return case.heads if differs else 1
+    return seen, False
 
 
 def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
@@ -213,12 +197,11 @@ def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
         (min(w, case.tokens), r)
         for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     ]
-    # The branches of each head.
     takes_part = torch.ones(len(branches), case.heads, dtype=torch.bool, device=case.device)
     if pattern.heads == "grouped":
+        takes_part[:] = False
         groups = torch.arange(case.heads, device=case.device).tensor_split(len(branches))
         for branch, group in enumerate(groups):
-            takes_part[branch] = False
             takes_part[branch, group] = True
 
     def seen(h: Any, i: Any, j: Any) -> Tensor:
@@ -236,8 +219,8 @@ def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
 class Reference:
     """The definition in float64 at the checked rows of the checked (sample, head).
 
-    Gradients are those of ``sum(o do)`` over the checked rows alone: with do = 0 elsewhere they
-    are exact for every query and key, whatever T.
+    The gradients are those of ``sum(o do)`` over the checked rows alone. do is 0 in all other
+    rows, so they are exact for every query and key.
     """
 
     rows: Tensor  # [R]
@@ -249,7 +232,7 @@ class Reference:
 def reference(
     case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, with_grads: bool, seed: int = 0
 ) -> Reference:
-    """What an implementation's result is compared with; rows are drawn from the seed."""
+    """The expected result at rows drawn from the seed."""
     rows, checked = case.checked_rows(seed).to(case.device), case.checked_pairs()
     masked = torch.zeros_like(do)
     masked[:, :, rows] = do[:, :, rows]
@@ -269,15 +252,15 @@ def reference(
 def attend_rows(
     case: Case, bias: Bias, sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """`[R, D]`: what the rows of a head see, from its q, k and v `[T, D]`."""
+    """`[R, D]`: attention of these query rows of a head, from its q, k and v `[T, D]`."""
     scores = case.scale * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
-    # A query that sees nothing has the output 0, and a softmax over nothing would be NaN.
-    blind = (scores == -math.inf).all(1, keepdim=True)
-    return (scores.masked_fill(blind, 0.0).softmax(1) @ v) * ~blind
+    # A fully masked row has the output 0; its softmax would be NaN.
+    masked = (scores == -math.inf).all(1, keepdim=True)
+    return (scores.masked_fill(masked, 0.0).softmax(1) @ v) * ~masked
 
 
 def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
-    """What the pattern adds to the scores: the log of how often a key counts."""
+    """The pattern as a term of the scores: the log of how often a key counts."""
     if isinstance(case.pattern, Adaptive):
         return _adaptive_bias(case, case.pattern, q, k)
     seen, _ = multiplicity(case)
@@ -290,7 +273,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 
 
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
-    """The log of the gates, as a function of q and k; the blocks as the library chooses them."""
+    """The log of the gates as a function of q and k, for the blocks that the library chooses."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
     chosen = pattern.choose(q.detach(), k.detach(), case.scale)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
@@ -313,19 +296,16 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
 def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, float]:
     """The relative error of o and, where the reference has them, of dq, dk and dv.
 
-    Infinite where anything in them is no finite number, also beyond what the reference has.
+    It is infinite where any entry is not finite, in rows that are not checked too.
     """
     q, k, v = inputs[:3]
-    found: dict[str, Tensor] = {}
-    if expected.expected["dq"]:
+    with torch.set_grad_enabled(bool(expected.expected["dq"])):
         o = run(q, k, v)
+    found = {"o": o.detach()}
+    if expected.expected["dq"]:
         grads = torch.autograd.grad(o, (q, k, v), expected.do)
-        found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    else:
-        with torch.no_grad():
-            o = run(q, k, v)
-    found["o"] = o.detach()
-    errors = {name: whole_error(x) for name, x in found.items()}
+        found.update(zip(("dq", "dk", "dv"), grads, strict=True))
+    errors = {name: not_finite(x) for name, x in found.items()}
     found["o"] = found["o"][:, :, expected.rows]
     for name, values in expected.expected.items():
         for (sample, head), value in zip(expected.pairs, values, strict=bool(values)):
@@ -333,16 +313,16 @@ def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, 
     return errors
 
 
-def whole_error(x: Tensor) -> float:
-    """0 where all of it is finite, else infinite."""
+def not_finite(x: Tensor) -> float:
+    """0 where every entry is finite, else infinity."""
     return 0.0 if bool(x.isfinite().all()) else math.inf
 
 
 def band_error(x: Tensor, expected: Tensor) -> float:
     """``|x - expected| / |expected|`` in the worst of BANDS bands of rows.
 
-    By bands, because the late rows of a long sequence are small and would vanish beside the early
-    ones. A band counts as at least a hundredth of the mean one.
+    The late rows of a long sequence are small and would vanish beside the early ones. A band's
+    norm counts as at least a hundredth of the mean band's.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     worst = 0.0

@@ -67,11 +67,12 @@ def _lack(row: Any) -> str:
             return f"it has no {key}"
         if not isinstance(row[key], kinds) or (isinstance(row[key], bool) and bool not in kinds):
             return f"its {key} is {row[key]!r}"
-    for key in ("samples_ms", "ci95_ms"):
+    for key in ("samples_ms", "ci95_ms", "range_ms"):
         numbers = row.get(key) or []
         if not (isinstance(numbers, list) and all(map(_is_number, numbers))):
             return f"its {key} is {numbers!r}"
-    interval = row.get("ci95_ms") or []
+    # Rows that are too slow for an interval have a range.
+    interval = row.get("ci95_ms") or row.get("range_ms") or []
     trials = row.get("samples_ms") or interval
     median = row["median_ms"]
     if trials and median is not None and not bad_figures(row):

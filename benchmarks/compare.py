@@ -248,6 +248,7 @@ def _are_timed(old: Row, new: Row) -> bool:
         and old["median_ms"] is not None
         and new["median_ms"] is not None
         and not (bad_figures(old) or bad_figures(new))
+        and not (old.get("range_ms") or new.get("range_ms"))
     )
 
 
@@ -316,6 +317,9 @@ def _line(name: str, old: Row | None, new: Row | None, test: Test | None) -> Lin
     if old["median_ms"] is not None and new["median_ms"] is None:
         note = new.get("needs") or "it has no figures any more"
         return replace(plain, verdict="lost", note=note)
+    if old.get("range_ms") or new.get("range_ms"):
+        note = "it is slow: too few calls for an interval"
+        return replace(plain, verdict="not comparable", note=note)
     if test is None:
         return replace(plain, verdict="still right", note="it has no times")
     low, high = test.interval

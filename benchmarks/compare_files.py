@@ -13,6 +13,7 @@ from typing import Any
 from .comparable import MAKE_IT, Unusable
 from .compare import Report, compare
 from .output import write_text
+from .schema import upgraded
 
 # Of the names of two files, without their suffix.
 _NEAR = 0.75
@@ -127,13 +128,19 @@ def _meant(path: Path) -> str:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unusable(f"{path}: no such file{_meant(path) or f'; {MAKE_IT}'}") from None
     except OSError as error:
         raise Unusable(f"{path}: it cannot be read ({error.strerror}); {MAKE_IT}") from None
     except ValueError as error:
         raise Unusable(f"{path}: not a JSON file ({error}); {MAKE_IT}") from None
+    if not isinstance(found, Mapping):
+        return found
+    try:
+        return upgraded(found)
+    except ValueError as error:
+        raise Unusable(f"{path}: {error}") from None
 
 
 def _write(path: Path, reports: Mapping[str, Report], *, is_folder: bool) -> None:

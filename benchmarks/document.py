@@ -1,14 +1,15 @@
-"""A suite's page, and what is said at its end, from what its JSON holds."""
+"""A suite's page and its key insights, made from its JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .legend import legend
+from . import output as results
 from .output import environment_table, markdown_table
+from .timing import exponent
 
 if TYPE_CHECKING:
     from .suite import Suite
@@ -31,39 +32,24 @@ Column = tuple[str, Callable[[Row], Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one section.
+    """Rows of one section."""
 
-    Attributes:
-        section: which rows, by their column "section".
-        title: above it.
-        columns: (header, cell of a row).
-        note: below it.
-    """
-
-    section: str
-    title: str
-    columns: Sequence[Column]
-    note: str = ""
+    section: str  # which rows, by their column "section"
+    title: str  # above it
+    columns: Sequence[Column]  # header, and cell of a row
+    note: str = ""  # below it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture; rows of one section that have both values.
-
-    Attributes:
-        section: which rows.
-        title: above it.
-        x, y: (label, value of a row).
-        series: what a row's line is named.
-        logarithmic: both axes; else both are linear and the upright one begins at 0.
-    """
+    """A panel of the picture; rows of one section that have both values."""
 
     section: str
-    title: str
-    x: Column
+    title: str  # above it
+    x: Column  # label, and value of a row
     y: Column
-    series: Callable[[Row], str]
-    logarithmic: bool = True
+    series: Callable[[Row], str]  # the name of a row's line
+    logarithmic: bool = True  # both axes; else both are linear and the upright one begins at 0
 
 
 def config(key: str, header: str | None = None) -> Column:
@@ -77,7 +63,7 @@ def column(key: str, header: str | None = None) -> Column:
 
 
 def milliseconds(row: Row) -> str | None:
-    """The median with its interval, or what a row needs to have one."""
+    """The median with its interval or range, or what a row needs to have one."""
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
@@ -86,6 +72,9 @@ def milliseconds(row: Row) -> str | None:
         return f"needs: {row['needs']}"
     if row["median_ms"] is None:
         return None
+    if row.get("range_ms"):
+        low, high = row["range_ms"]
+        return f"{row['median_ms']:.4g} ({row['trials']} calls: {low:.4g} to {high:.4g})"
     low, high = row["ci95_ms"]
     mark = f" (high variance, CV {row['cv']:.0%})" if row.get("high_variance") else ""
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
@@ -118,7 +107,7 @@ FIGURES: tuple[Column, ...] = (
 ROOFS: tuple[Column, ...] = (
     column("gflop_per_s", "GFLOP/s"),
     column("roof"),
-    column("roof_share", "of its roof"),
+    column("roof_fraction", "of its roof"),
     column("bound", "bound by"),
 )
 SPEEDUP: Column = ("speed-up", ratio)
@@ -128,9 +117,10 @@ CORRECT: tuple[Column, ...] = (column("correct"),)
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
     """The page."""
     environment, rows = dict(found["environment"]), found["rows"]
-    roofs = environment.pop("roofs")
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in roofs["flops"].items())
-    environment["roofs, measured"] = f"{rates} GFLOP/s; {roofs['bandwidth'] / 1e9:,.1f} GB/s"
+    roofs = environment.pop("roofs", None)
+    if roofs is not None:
+        rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in roofs["flops"].items())
+        environment["roofs, measured"] = f"{rates} GFLOP/s; {roofs['bandwidth'] / 1e9:,.1f} GB/s"
     parts = [f"# {suite.title}", suite.about, environment_table(environment)]
     if not found["complete"]:
         parts.append(f"**{BROKEN_OFF}**")
@@ -148,11 +138,9 @@ def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
             parts += [f"## {table.title}", markdown_table(head, lines)]
             if table.note:
                 parts.append(table.note)
-    explained = legend(headers)
-    if explained:
+    if explained := legend(headers):
         parts += ["## What the columns say", bullets(explained)]
-    warned = _warned(rows)
-    if warned:
+    if warned := _warned(rows):
         parts += ["## Warnings of what was measured", bullets(warned)]
     lost = [row for row in rows if row.get("failure") and not row.get("section")]
     if lost:
@@ -167,21 +155,17 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def key_insights(rows: Sequence[Row]) -> list[str]:
-    """What the rows come to in some sentences, at least one.
+    """The suite's own insights (section "insights"), and how many rows have figures.
 
-    Those that the suite wrote itself (section "insights"); else the range of each speed-up and
-    the exponents. Behind them how many rows have figures.
+    A suite without insights gets the range of each speed-up, and the exponents.
     """
-    told = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
-    return [*(told or _derived(rows)), _counts(rows)]
-
-
-def _derived(rows: Sequence[Row]) -> list[str]:
-    return [*_over_dense(rows), *_speedups(rows), *_exponents(rows)]
+    own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
+    derived = own or [*_over_dense(rows), *_speedups(rows), *_exponents(rows)]
+    return [*derived, _counts(rows)]
 
 
 def _over_dense(rows: Sequence[Row]) -> Iterator[str]:
-    """How fast each pattern is over dense attention, at the longest T that has both."""
+    """The speed-up of each pattern over dense attention, at the longest T that has both."""
     curves: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, float]]] = {}
     for row in rows:
         held = row["config"]
@@ -197,20 +181,17 @@ def _over_dense(rows: Sequence[Row]) -> Iterator[str]:
         longest = max(both)
         others = dict(shapes[longest])
         dense = others.pop("dense")
-        told = [f"{name} {dense / ms:.2f}" for name, ms in sorted(others.items(), key=_of_item)]
+        by_time = sorted(others.items(), key=lambda item: item[1])
+        speedups = ", ".join(f"{name} {dense / ms:.2f}" for name, ms in by_time)
         yield (
             f"{direction}, {'causal' if causal else 'not causal'}, D={head_dim}, {dtype}, at the "
             f"longest T with both, {longest[0]:,}: times as fast as dense attention, which sees "
-            f"more, are {', '.join(told)}."
+            f"more, are {speedups}."
         )
 
 
-def _of_item(item: tuple[str, float]) -> float:
-    return item[1]
-
-
 def _speedups(rows: Sequence[Row]) -> Iterator[str]:
-    """Rows are named PLACE/OPERATOR, in the place of their baseline, if they have one."""
+    """The range of each speed-up; rows are named PLACE/OPERATOR, as their baselines are."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row.get("speedup") is not None and row.get("baseline"):
@@ -235,16 +216,18 @@ def _exponents(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    timed = sum(row["median_ms"] is not None for row in rows)
     lacking = sum(bool(row.get("needs")) for row in rows)
+    short = sum(bool(row.get("range_ms")) for row in rows)
     wrong = [row for row in rows if row["correct"] is False]
     peers = sum(bool(row.get("peer")) for row in wrong)
-    told = [f"{timed} rows were timed"]
+    counts = [f"{sum(row['median_ms'] is not None for row in rows)} rows were timed"]
+    if short:
+        counts.append(f"{short} of them with few calls, since they are slow")
     if lacking:
-        told.append(f"{lacking} need time or things that are not here (they say what)")
+        counts.append(f"{lacking} need time or things that are not here (they say what)")
     if wrong:
-        told.append(f"{len(wrong)} are wrong or failed, {peers} of them of peers")
-    return ", ".join(told) + "."
+        counts.append(f"{len(wrong)} are wrong or failed, {peers} of them of peers")
+    return ", ".join(counts) + "."
 
 
 def _warned(rows: Sequence[Row]) -> list[str]:
@@ -254,3 +237,123 @@ def _warned(rows: Sequence[Row]) -> list[str]:
         for text in row.get("warnings") or ():
             found.setdefault(" ".join(text.split()), []).append(row["name"])
     return [f"{text} ({', '.join(names)})" for text, names in found.items()]
+
+
+def fitted_row(
+    name: str, rows: Sequence[Row], size: str, value: str = "median_ms", **columns: Any
+) -> dict[str, Any]:
+    """A row with the exponent p of ``value = c size^p``, and its 95% interval.
+
+    The size is a key of the rows' config, the value a column; rows without it do not count.
+    Further columns of the row are such as "section" and "curve".
+    """
+    measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
+    sizes = [one for one, _ in measured]
+    columns.update(over=size, sizes=sizes, exponent=None, exponent_ci95=None)
+    if len(set(sizes)) < 3:
+        reason = f"three sizes: {len(sizes)} of {len(rows)} were measured"
+        return results.row(name, {}, needs=reason, **columns)
+    power, low, high = exponent(*zip(*measured, strict=True))
+    columns.update(exponent=power, exponent_ci95=[low, high])
+    return results.row(name, {}, **columns)
+
+
+def _exponent(row: Row) -> str:
+    if row["exponent"] is None:
+        return f"needs: {row['needs']}"
+    low, high = row["exponent_ci95"]
+    return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def exponent_table(section: str, title: str, note: str) -> Table:
+    """The table of a section of exponents."""
+    columns = (
+        column("curve"),
+        column("over"),
+        ("exponent [95%]", _exponent),
+        ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
+    )
+    note += " The interval is that of the fit to the logarithms."
+    return Table(section, title, columns, note)
+
+
+_TIME = (
+    "median over the trials of one call, outliers beyond Tukey's fences left out, with the 95% "
+    "interval of the median by order statistics; fewer than 6 trials have no such interval, and "
+    "the range of the trials stands there (a quick look has 5). *High variance*: the coefficient "
+    "of variation (CV) is above 10%. A row that is too slow for all calls shows (number of calls: "
+    "shortest to longest) in place of an interval, and is not compared"
+)
+_PEAK = (
+    "how far the memory grows at most during one call, in MiB (2^20 bytes): on a CPU the resident "
+    "memory of a fresh process, on a GPU what torch's allocator gives out. What is there before "
+    "the call, such as inputs and weights, does not count. In the JSON it is `peak_memory_mb`, "
+    "which is MiB too"
+)
+_SPEEDUP = (
+    "time of the baseline over the time of this row, the median over the rounds in which both "
+    "took their turns, with its 95% interval; below 1 is slower"
+)
+_EXPONENT = (
+    "p of value ~ size^p, a line fitted to the logarithms by least squares, with its 95% interval "
+    "by Student's t. Over 3 sizes that has one degree of freedom: an interval of 1 and more is "
+    "no error, it says that 3 points tell little"
+)
+LEGEND = {
+    "T": "tokens of a sequence",
+    "B": "sequences of a batch",
+    "H": "heads",
+    "D": "components of a head",
+    "N": "tokens of a sequence",
+    "P": "ranks: processes that work together, on this machine",
+    "direction": "forward is the output alone; forward+backward all gradients too",
+    "ms": _TIME,
+    "ms of a step": _TIME,
+    "speed-up": _SPEEDUP,
+    "tokens/s": "tokens of all sequences of the batch over the median",
+    "peak MiB": _PEAK,
+    "peak MiB of a rank": f"{_PEAK}; of the rank that takes most",
+    "saved MiB": "what autograd keeps between forward and backward, q, k and v among it; of the "
+    "rank that keeps most",
+    "GFLOP/s": "floating-point operations of matrix products and attention's pairs over the "
+    "median; exp, sums and the like are not counted",
+    "roof": "the lower of the machine's two measured roofs for this work: compute (FLOP/s of a "
+    "matrix product) or memory (bytes/s)",
+    "bound by": "overhead is less than half of its roof: time goes where no roof stands for it "
+    "(exp and sums of the softmax, small products, launches, Python); else compute_bound or "
+    "memory_bandwidth by its roof, balanced where both roofs are within a quarter of each other; "
+    "memory_capacity is four fifths of the device's memory taken",
+    "of its roof": "what is achieved over what the lower roof allows; above 1 where torch's "
+    "matrix product, which stands for the processor, is not the fastest code on it, where work "
+    "stays in caches, or where other jobs lowered the roofs while they were measured",
+    "density": "part of all T x T pairs that the pattern has",
+    "checked rows": "query rows whose output (and from which all gradients) were compared with "
+    "the definition in float64 before anything was timed",
+    "of B H": "how many (sample, head) these rows were compared in; a dash: not recorded",
+    "correct": "yes: the error was within the tolerance in this very run; a dash: not checked "
+    "here; NO: there are no figures",
+    "exponent [95%]": _EXPONENT,
+    "physical": "sequences of the batch that is timed; a larger batch is made of such ones",
+    "level": "of `make_private(optimize=...)`",
+    "clipping": "flat clips a sample's gradient as a whole, per_layer each layer's part of it",
+    "compiled": "whether torch.compile really ran the model",
+    "fell back": "why a level ran without what it asks for; a dash where it ran as asked",
+    "efficiency": "throughput of P ranks over P times that of one, which is rank 0 by itself, in "
+    "turns with all of them. Where ranks share cores (*over*) it is at most cores / P",
+    "of work": "efficiency of the pairs (query, key) computed a second in place of the tokens: in "
+    "weak scaling of dense attention each token has more pairs as T grows",
+    "MiB sent": "by the rank that sends most in a call, counted",
+    "as predicted": "whether each rank sent, to the byte, what the formula says before",
+    "balance": "pairs (query, key) of the busiest rank over the mean",
+    "time over nonprivate": "time of a step over that of the same step without privacy",
+}
+
+
+def legend(headers: Iterable[str]) -> list[str]:
+    """A line for each of these columns that needs an explanation, in their order."""
+    wanted = dict.fromkeys(headers)
+    lines = [f"*{header}*: {LEGEND[header]}." for header in wanted if header in LEGEND]
+    # Variants of the header name the baseline.
+    if "speed-up" not in wanted and any(header.startswith("speed-up ") for header in wanted):
+        lines.append(f"*speed-up*: {_SPEEDUP}.")
+    return lines

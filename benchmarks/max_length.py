@@ -1,7 +1,7 @@
-"""The longest sequence that attention takes, before memory or time runs out.
+"""The suite "max-length": the longest sequence that attention takes in this memory and time.
 
-Every call runs in a process of its own, which may take so much memory and time and no more, so
-that a call too many harms nothing. T is the tokens of a sequence.
+Every call runs in a process of its own with limits of memory and time, so that a call too many
+does no harm. T is the tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -14,84 +14,60 @@ from typing import Any
 
 import torch
 
-from dpflash.patterns import Dilated, Pattern, SlidingWindow
+from dpflash.patterns import SlidingWindow
 
 from . import output as results
-from .attention import DIRECTIONS
+from .attention import DIRECTIONS, goes_backward, longnet
 from .attention_cases import TOLERANCES, Case, check, reference
 from .document import Chart, Table, column, config, wrong
 from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
-from .named_variants import VARIANTS, Variant
 from .peers import build_run
 from .suite import Request, Row, Suite, Unsupported, worst
 from .timing import Stopwatch
+from .variants import VARIANTS, Variant, fixed
 
 SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-# The check of each process: long enough that windows and short segments leave something out.
+# Checked in each process: long enough that windows and short segments leave something out.
 _CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
-_WITHIN = 8  # The longest T is known to one part in so many.
+_WITHIN = 8  # the longest T is known to one part in this many
 _LEAST = 256
-# A search makes a dozen calls, and those that fail take longer than one may.
+# A search makes a dozen calls, and a call that fails takes longer than one may.
 _CALLS = 24
-# Beyond the time of a call: what its process takes to start, and to check a short sequence.
+# The time that a process takes to start and to check a short sequence, beside its call.
 _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
-# (first T, last T) of a search.
-_CPU, _CPU_QUICK = (2**12, 2**18), (2**11, 2**13)
-_GPU, _GPU_QUICK = (2**17, 2**21), (2**14, 2**17)
-
-
-def _longnet(tokens: int, causal: bool) -> Pattern:
-    return Dilated(
-        segment_lengths=(2048, 4096, 8192, 16384, 32768),
-        dilation_rates=(1, 2, 4, 6, 12),
-        causal=causal,
-    )
-
-
-def _sliding_window(tokens: int, causal: bool) -> Pattern:
-    return SlidingWindow(window=1024, causal=causal)
-
 
 SEARCHED: Mapping[str, Variant] = {
-    variant.name: variant
-    for variant in (
-        Variant("LongNet", "LongNet's own segments, five of them up to 32,768", _longnet),
-        Variant("SlidingWindow", "1,024 tokens back", _sliding_window),
-        *(
-            VARIANTS[name]
-            for name in (
-                "DilatedAttention",
-                "BranchByBranch",
-                "BlockSparse",
-                "BlockSparseOptimized",
-                "BlockSparseHierarchical",
-                "BlockSparseAdaptive",
-                "Dense",
-                "SDPA",
-            )
-        ),
-    )
+    "LongNet": Variant(
+        "LongNet", "LongNet's own segments, five of them up to 32,768", fixed(longnet)
+    ),
+    "SlidingWindow": Variant(
+        "SlidingWindow", "1,024 tokens back", fixed(SlidingWindow, window=1024)
+    ),
+    **{
+        name: VARIANTS[name]
+        for name in (
+            "DilatedAttention",
+            "BranchByBranch",
+            "BlockSparse",
+            "BlockSparseOptimized",
+            "BlockSparseHierarchical",
+            "BlockSparseAdaptive",
+            "Dense",
+            "SDPA",
+        )
+    },
 }
 _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: causal attention with B = 1, and its backward pass where it has one.
-
-    Attributes:
-        variant: of SEARCHED.
-        direction: of `attention.DIRECTIONS`.
-        tokens: T.
-        dtype: of q, k and v.
-        device: "cpu" or "cuda".
-        seed: of the inputs.
-    """
+    """A call of causal attention with B = 1; variant is of SEARCHED, direction of DIRECTIONS."""
 
     variant: str
     direction: str
@@ -102,50 +78,39 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a call took.
+class Measured:
+    """The measurements of a call."""
 
-    Attributes:
-        error: relative, of the same variant at a small T.
-        seconds: of the call alone, which was not warmed up.
-        peak_mb: MiB by which the memory of its process grew, inputs included; None where the
-            system does not tell.
-    """
-
-    error: float
-    seconds: float
-    peak_mb: float | None
+    error: float  # relative, of the same variant at a small T
+    seconds: float  # without warm-up
+    peak_mb: float | None  # growth of its process in MiB, inputs included, where it is known
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a search ended.
+    """The end of a search."""
 
-    Attributes:
-        tokens: the longest T that went well; None where none did.
-        failed_tokens: the shortest T that did not; None where all did.
-        stopped_by: why it did not, or CEILING.
-    """
-
-    tokens: int | None
-    failed_tokens: int | None
-    stopped_by: str
+    tokens: int | None  # the longest T that succeeded
+    failed_tokens: int | None  # the shortest T that failed
+    stopped_by: str  # why it failed, or CEILING
 
 
-def make_call(call: Call) -> Taken:
-    """Checks a variant at a small T, then calls it once; in a process of its own."""
+def make_call(call: Call) -> Measured:
+    """Checks a variant at a small T, then calls it once; runs in a process of its own."""
     variant, device = SEARCHED[call.variant], torch.device(call.device)
-    pattern = variant.pattern(call.tokens, True)
+    pattern, backward = variant.pattern(call.tokens, True), goes_backward(call.direction)
     case = Case(pattern, call.tokens, 1, _HEADS, _HEAD_DIM, call.dtype, call.device)
-    backward = call.direction == DIRECTIONS[1]
-    error = _error(variant.operator, case, call.seed, backward)
+    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
+    inputs = small.inputs(call.seed)
+    expected = reference(small, *inputs, with_grads=backward, seed=call.seed)
+    error = worst(check(build_run(variant.operator, small), inputs, expected).values())
+    del inputs, expected
     run = build_run(variant.operator, case)
-    shape = (1, _HEADS, call.tokens, _HEAD_DIM)
+    shape, dtype = (1, _HEADS, call.tokens, _HEAD_DIM), getattr(torch, call.dtype)
     seconds = 0.0
 
     def whole() -> None:
         nonlocal seconds
-        dtype = getattr(torch, call.dtype)
         q, k, v = (
             torch.randn(shape, dtype=dtype, device=device, requires_grad=backward)
             for _ in range(3)
@@ -157,20 +122,13 @@ def make_call(call: Call) -> Taken:
             seconds = _seconds(lambda: run(q, k, v), device)
 
     peak = peak_growth(whole, device)
-    return Taken(error, seconds, peak)
-
-
-def _error(operator: str, case: Case, seed: int, backward: bool) -> float:
-    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
-    inputs = small.inputs(seed)
-    expected = reference(small, *inputs, with_grads=backward, seed=seed)
-    return worst(check(build_run(operator, small), inputs, expected).values())
+    return Measured(error, seconds, peak)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cpu":
         return Stopwatch(device)(call)
-    # Stopwatch overwrites the cache, by a buffer that would count as memory here.
+    # Stopwatch overwrites the cache with a buffer that would count as memory here.
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call()
@@ -179,12 +137,12 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def search(why_not: Callable[[int], str | None], first: int, ceiling: int) -> Found:
-    """Doubles, or halves, until it is known where calls begin to fail; then bisects.
+    """Doubles or halves T until calls begin to fail, then bisects.
 
     Args:
-        why_not: makes a call with so many tokens, and says why it failed; None where it did not.
+        why_not: makes a call with this T, and returns why it failed or None.
         first: T of the first call.
-        ceiling: the most tokens that are tried.
+        ceiling: the largest T that is tried.
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
@@ -195,21 +153,18 @@ def search(why_not: Callable[[int], str | None], first: int, ceiling: int) -> Fo
                 return Found(good, None, CEILING)
         else:
             bad, reason = tokens, failure
-        if bad == 0:
-            tokens = min(2 * good, ceiling)
-        else:
-            tokens = (good + bad) // 2
+        tokens = min(2 * good, ceiling) if bad == 0 else (good + bad) // 2
     return Found(good or None, bad, reason)
 
 
-class _Wrong(Exception):
-    """A result is not what the definition says; the argument is the relative error."""
+class _WrongResult(Exception):
+    """A result is wrong; the argument is its relative error."""
 
 
 def _search_row(variant: str, direction: str, request: Request) -> Row:
     device = request.where
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    limit = _memory_limit(device)
+    limit = int(device_memory(device) * 2**20) if device.type == "cuda" else _CPU_MEMORY
     call_seconds = request.limit / _CALLS
     first, ceiling = _range(request)
     row = results.row(
@@ -229,13 +184,13 @@ def _search_row(variant: str, direction: str, request: Request) -> Row:
         limit_bytes=limit,
         call_limit_s=call_seconds,
     )
-    taken: dict[int, Taken] = {}
+    calls: dict[int, Measured] = {}
 
     def why_not(tokens: int) -> str | None:
         try:
-            told = run_isolated(
+            measured = run_isolated(
                 make_call,
-                # A GPU ends such a call by itself.
+                # A GPU refuses such a call by itself.
                 memory_limit=limit if device.type == "cpu" else None,
                 timeout=call_seconds + _SECONDS_AROUND,
                 call=Call(variant, direction, tokens, dtype, device.type, request.seed),
@@ -246,51 +201,43 @@ def _search_row(variant: str, direction: str, request: Request) -> Row:
             return "time"
         except Failed as error:
             return f"failure: {error}"
-        if not told.error <= TOLERANCES[dtype]:
-            raise _Wrong(told.error)
-        taken[tokens] = told
-        return "time" if told.seconds > call_seconds else None
+        if not measured.error <= TOLERANCES[dtype]:
+            raise _WrongResult(measured.error)
+        calls[tokens] = measured
+        return "time" if measured.seconds > call_seconds else None
 
     try:
         found = search(why_not, first, ceiling)
     except Unsupported as reason:
         row["needs"] = str(reason)
-        return row
-    except _Wrong as told:
-        row.update(correct=False, error=told.args[0])
-        return row
+    except _WrongResult as wrong_result:
+        row.update(correct=False, error=wrong_result.args[0])
     except Exception as error:
         row.update(correct=False, failure=brief(error))
-        return row
-    row.update(
-        max_tokens=found.tokens, failed_tokens=found.failed_tokens, stopped_by=found.stopped_by
-    )
-    if taken:
-        row.update(correct=True, error=max(one.error for one in taken.values()))
-    if found.tokens is not None:
-        longest = taken[found.tokens]
-        row.update(call_seconds=longest.seconds, peak_memory_mb=longest.peak_mb)
-        if longest.peak_mb is not None:
-            row["bytes_per_token"] = longest.peak_mb * 2**20 / found.tokens
+    else:
+        row.update(
+            max_tokens=found.tokens, failed_tokens=found.failed_tokens, stopped_by=found.stopped_by
+        )
+        if calls:
+            row.update(correct=True, error=max(one.error for one in calls.values()))
+        if found.tokens is not None:
+            longest = calls[found.tokens]
+            row.update(call_seconds=longest.seconds, peak_memory_mb=longest.peak_mb)
+            if longest.peak_mb is not None:
+                row["bytes_per_token"] = longest.peak_mb * 2**20 / found.tokens
     return row
 
 
-def _memory_limit(device: torch.device) -> int:
-    """Bytes that a process may take."""
-    if device.type == "cuda":
-        return int(device_memory(device) * 2**20)
-    return _CPU_MEMORY
-
-
 def _range(request: Request) -> tuple[int, int]:
+    """The first T and the ceiling of a search."""
     if request.where.type == "cuda":
-        return _GPU_QUICK if request.quick else _GPU
-    return _CPU_QUICK if request.quick else _CPU
+        return (2**14, 2**17) if request.quick else (2**17, 2**21)
+    return (2**11, 2**13) if request.quick else (2**12, 2**18)
 
 
 def _searches(variant: str) -> Callable[[Request], Iterator[Row]]:
     def rows(request: Request) -> Iterator[Row]:
-        # The server of new processes starts in nobody's time.
+        # Starts the server of new processes, so that no call's time includes it.
         run_isolated(torch.get_num_threads)
         for direction in DIRECTIONS:
             yield _search_row(variant, direction, request)
@@ -315,18 +262,15 @@ SUITE = Suite(
     name="max-length",
     title="The longest sequence that fits",
     about=(
-        "How long a sequence each kind of causal attention takes on this machine, one sequence "
-        "of 8 heads of 64, forward and with its backward, before the memory or the time of a call "
-        "ends. A longest T that was stopped by memory compares what the kinds take; one stopped "
-        "by time says how fast this machine is; one at the search's own ceiling says nothing of "
-        "where the kind ends. The names are those of `dpflash bench variants`, whose first table "
-        "explains them.\n\n"
-        "Lengths are doubled until a call fails, then bisected to within an eighth; every call "
+        "The longest sequence of causal attention, one sample of 8 heads of 64, before the memory "
+        "or the time of a call ends. A T that was stopped by memory compares the memory of the "
+        "kinds; one stopped by time says how fast this machine is; one at the ceiling of the "
+        "search does not say where the kind ends. `dpflash bench variants` explains the names.\n\n"
+        "Lengths are doubled until a call fails, then bisected to within an eighth. Every call "
         "runs once, in a process of its own, which first checks the kind against its definition "
-        f"at T = {_CHECKED_TOKENS:,}. On a CPU the limit of memory is that of a process's private "
-        "memory, with some 270 MB of the libraries' own; on a GPU it is the card's. q, k and v, "
-        "and for the backward the gradient of the output, are among what the call takes. The time "
-        "of a call is a part of that of a row (--max-seconds)."
+        f"at T = {_CHECKED_TOKENS:,}. The limit of memory is that of a process's private memory, "
+        "with some 270 MB of the libraries' own, or a GPU's. q, k, v and the output's gradient "
+        "count. The time of a call is a part of that of a row (--max-seconds)."
     ),
     plan=lambda request: [_searches(name) for name in (_QUICK if request.quick else SEARCHED)],
     tables=(

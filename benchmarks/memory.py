@@ -1,4 +1,4 @@
-"""What a call takes of memory, and what autograd keeps of it."""
+"""Measures how far memory grows in a call, and what autograd keeps of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PeakMemory:
     """How far memory grows in a block: ``with PeakMemory() as peak: ...``.
 
     Attributes, after the block, in MiB of 2^20 bytes:
-        cpu_mb: MiB by which this process's resident memory grew at most; None where the system
-            does not tell (it is Linux that does).
-        gpu_mb: MiB that torch gave out at most on the current GPU beyond what was held before;
-            None without a GPU.
+        cpu_mb: largest growth of this process's resident memory; None where the system does not
+            report it (Linux does).
+        gpu_mb: largest growth of what torch's allocator gave out on the current GPU; None without
+            a GPU.
     """
 
     cpu_mb: float | None = None
@@ -32,12 +32,14 @@ class PeakMemory:
 
     def __str__(self) -> str:
         """Such as "64.1 MiB on the CPU, 12 MiB on the GPU"."""
-        told = [
+        parts = [
             f"{grown:.4g} MiB on the {where}"
             for where, grown in (("CPU", self.cpu_mb), ("GPU", self.gpu_mb))
             if grown is not None
         ]
-        return ", ".join(told) or "not measured (the block has not ended, or no system tells)"
+        return (
+            ", ".join(parts) or "not measured (the block has not ended, or no system reports it)"
+        )
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
@@ -61,8 +63,8 @@ class PeakMemory:
 def peak_growth(step: Callable[[], object], device: torch.device) -> float | None:
     """MiB by which the memory grows at most during a call.
 
-    On a GPU what the allocator gave out, else the resident memory of this process (Linux); None
-    where the system does not tell.
+    On a GPU what the allocator gave out, else the resident memory of this process; None where the
+    system does not report it.
     """
     with PeakMemory() as peak:
         step()
@@ -77,11 +79,7 @@ def device_memory(device: torch.device) -> float:
 
 
 def saved_bytes(forward: Callable[[], object]) -> int:
-    """Bytes of memory that autograd keeps between a forward pass and its backward.
-
-    Args:
-        forward: makes the pass and returns its output, inputs among what is kept count too.
-    """
+    """Bytes that autograd keeps between forward and backward, inputs among them."""
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 
 
 def _begin_resident() -> float | None:
-    """MiB that are resident, where a new peak begins; None where there is no telling."""
+    """MiB that are resident, where a new peak begins; None where the system does not report it."""
     try:
         _give_back()
         (_PROCESS / "clear_refs").write_text("5")

@@ -1,9 +1,9 @@
-"""A benchmark's results as JSON, Markdown and a picture.
+"""Writes a benchmark's results as JSON, Markdown tables and a picture.
 
-The JSON is ``{"environment": {...}, "rows": [...]}``, and each row has at least the keys of
-`COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was timed),
-the peak memory, and whether what was timed computes the right thing. What is named "_mb" is in MiB
-(2^20 bytes); scripts rest on the names.
+The JSON is ``{"schema": 2, "environment": {...}, "rows": [...]}``. Each row has at least the keys
+of `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was
+timed), the peak memory, and whether its result was right. Keys that end in "_mb" are in MiB (2^20
+bytes). Scripts outside rely on the names; `schema` upgrades older files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .schema import SCHEMA
+
 COLUMNS = (
     "name",
     "config",
@@ -25,17 +27,16 @@ COLUMNS = (
     "peak_memory_mb",
     "correct",
 )
-BLUE, GREY = "#1f5fa8", "#666666"
 
 
 def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
-    """A row with all columns; those not given are None, and no trials."""
+    """A row with all columns; those not given are None, and its trials 0."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
     return {**empty, "name": name, "config": dict(config), "trials": 0, **figures}
 
 
 def require_drawing() -> None:
-    """Refuse, before anything is measured, what could not be drawn."""
+    """Refuses, before anything is measured, a run whose picture cannot be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -61,24 +62,24 @@ def make_folder(out: str | os.PathLike[str]) -> Path:
 
 
 def write_json(path: Path, found: Mapping[str, Any]) -> None:
-    """Write results, whole or not at all; numbers that JSON does not have become null."""
+    """Writes results whole or not at all; numbers that JSON does not have become null."""
     for entry in found["rows"]:
         missing = [column for column in COLUMNS if column not in entry]
         if missing:
             raise ValueError(f"row {entry.get('name')!r} lacks {missing}; make it with row()")
-    text = json.dumps(_finite(found), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(_finite({"schema": SCHEMA, **found}), indent=1, allow_nan=False) + "\n"
     write_text(path, text)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Writes a file whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
 def write_picture(path: Path, figure: Any) -> None:
-    """Write a matplotlib Figure as a PNG, whole or not at all."""
+    """Writes a matplotlib Figure as a PNG whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     figure.savefig(part, dpi=110, format="png")
     part.replace(path)
@@ -105,7 +106,7 @@ def shown(value: Any) -> str:
 
 
 def environment_table(environment: Mapping[str, Any]) -> str:
-    """What stands above the tables."""
+    """The table of the environment, which stands above the others."""
     return markdown_table(("", "value"), [(key, str(value)) for key, value in environment.items()])
 
 

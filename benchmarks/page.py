@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from .document import bullets
-from .legend import legend
+from .document import bullets, legend
+from .headline import PICTURE, newest, sentences
 from .output import markdown_table
-from .report_tables import LEGEND, has_figures, report_parts
-from .reported import Report, reported_rows
+from .published import LEGEND, Report, has_figures, report_parts, reported_rows
 from .result_files import Files, ResultFile, device_names, load
 from .suites import SUITES, suite_named
 
@@ -52,7 +51,12 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
         for part, columns in _own_tables(name, files, reports, page):
             own.append(part)
             headers += columns
-    parts = [_TITLE, _INTRO, _count(reports, devices), "## What was measured"]
+    first = newest(devices)
+    head = []
+    if first is not None:
+        image = f"![Time of a private step]({_relative(results / PICTURE, page)})"
+        head = [image, *sentences(first)]
+    parts = [_TITLE, *head, _INTRO, _count(reports, devices), "## What was measured"]
     for name, files in devices.items():
         parts += [f"### {name}", _summary(files.values(), page)]
     parts += ["## The reports", _REPORTS, _contents(reports), "## What the columns say"]
@@ -112,7 +116,11 @@ def _summary(files: Iterable[ResultFile], page: Path) -> str:
 
 
 def _link(path: Path, page: Path) -> str:
-    return f"[{path.name}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
+    return f"[{path.name}]({_relative(path, page)})"
+
+
+def _relative(path: Path, page: Path) -> str:
+    return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
 def _state(file: ResultFile) -> str:

@@ -1,7 +1,7 @@
-"""What attention can be computed with: dpflash, and what others would take instead of it.
+"""Attention baselines: dpflash's operators, torch's, flash-attn and LongNet's formula.
 
-Letters: B samples, H heads, T tokens, D head dim, w segment length, r dilation rate, n segments,
-m live tokens of a segment.
+Letters: B samples, H heads, T tokens, D head dim, r dilation rate, n segments, m live tokens of a
+segment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dpflash.patterns import Dense, Dilated, Documents, SlidingWindow
 from .attention_cases import Case, Run, multiplicity
 from .suite import Unsupported
 
-# What each computes attention with; those of FORWARD_ONLY have a gradient that is not its own.
 OPERATORS = (
     "dpflash",
     "ring",
@@ -32,20 +31,17 @@ OPERATORS = (
     "branch-by-branch",
     "branch-by-branch-detached",
 )
+# Its gradient is not the gradient of its output.
 FORWARD_ONLY = ("branch-by-branch-detached",)
-# Others' code, which may be wrong without being a failure of ours.
+# Other projects' code: a wrong result of it is a finding, not a failure of dpflash.
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn")
 
 
 def build_run(operator: str, case: Case) -> Run:
-    """An operator's attention for a case, ready to be called.
-
-    Args:
-        operator: one of OPERATORS.
-        case: the problem.
+    """Attention by one of OPERATORS, as a function of q, k and v.
 
     Raises:
-        Unsupported: it has none; the message says why.
+        Unsupported: the operator cannot compute this case here.
     """
     pattern = case.pattern
     if operator == "dpflash":
@@ -58,12 +54,10 @@ def build_run(operator: str, case: Case) -> Run:
         return flex(case)
     if operator == "flash-attn":
         return _flash_attn(case)
-    if operator == "branch-by-branch":
+    if operator.startswith("branch-by-branch"):
         branches = _branches(case)
-        return lambda q, k, v: _BranchByBranch.apply(q, k, v, branches, pattern.causal)
-    if operator == "branch-by-branch-detached":
-        branches = _branches(case)
-        return lambda q, k, v: _detached(q, k, v, branches, pattern.causal)
+        run = _detached if operator.endswith("detached") else _BranchByBranch.apply
+        return lambda q, k, v: run(q, k, v, branches, pattern.causal)
     if operator.startswith("sdpa-"):
         return _sdpa(operator.removeprefix("sdpa-"), case)
     raise ValueError(f"operator={operator!r}: expected one of {', '.join(OPERATORS)}")
@@ -75,7 +69,7 @@ def _sdpa(name: str, case: Case) -> Run:
     if case.device == "cpu" and name == "cudnn":
         raise Unsupported("a CUDA device: cuDNN has no attention on the CPU")
     if not isinstance(case.pattern, Dense):
-        raise Unsupported("another pattern: it takes dense or causal attention only")
+        raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
     backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
@@ -88,7 +82,7 @@ def _sdpa(name: str, case: Case) -> Run:
 
 
 def flex(case: Case, *, compiled: bool = True) -> Run:
-    """FlexAttention with the same multiplicities; what is not compiled is for tests only."""
+    """FlexAttention with the same multiplicities; only tests pass compiled=False."""
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -100,12 +94,12 @@ def flex(case: Case, *, compiled: bool = True) -> Run:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + torch.log(seen(h, i, j).to(torch.float32))
 
-    # Every case compiles anew; without this, dynamo would give up after eight of them.
+    # Every case compiles again, and dynamo gives up after eight compilations.
     torch._dynamo.reset()
     make: Any = create_block_mask
     attend: Any = flex_attention
     if compiled:
-        # The block mask too, because the eager one holds T x T entries for each head.
+        # The block mask too: built eagerly it holds T x T entries for each head.
         make, attend = (torch.compile(function, dynamic=False) for function in (make, attend))
     if not isinstance(case.pattern, Dense) or case.pattern.causal:
         block_mask = make(
@@ -116,7 +110,7 @@ def flex(case: Case, *, compiled: bool = True) -> Run:
             case.tokens,
             device=case.device,
         )
-    # Backward alone is timed on a graph that is kept.
+    # A backward that is timed alone runs on a retained graph.
     torch._functorch.config.donated_buffer = False
     return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=block_mask)
 
@@ -133,7 +127,7 @@ def _flash_attn(case: Case) -> Run:
     pattern, causal = case.pattern, case.pattern.causal
     if isinstance(pattern, Documents):
         if case.batch > 1:
-            raise Unsupported("B = 1: it is given one packed sample here")
+            raise Unsupported("B = 1: one packed sample is measured here")
         lengths = torch.tensor(pattern.cu_seqlens)
         borders = lengths.to(case.device, torch.int32)
         longest = int(lengths.diff().max())
@@ -147,7 +141,7 @@ def _flash_attn(case: Case) -> Run:
 
         return run_packed
     if not isinstance(pattern, Dense | SlidingWindow):
-        raise Unsupported("another pattern: it has dense attention, windows and packed documents")
+        raise Unsupported("another pattern: flash-attn has dense, windows and documents")
     reach = pattern.window if isinstance(pattern, SlidingWindow) else -1
     window = (reach, 0 if causal and reach >= 0 else reach)
 
@@ -160,7 +154,7 @@ def _flash_attn(case: Case) -> Run:
 
 
 class _Piece(NamedTuple):
-    """Consecutive segments of one length: of a branch all whole ones, or its short last one."""
+    """Consecutive segments of equal length: a branch's whole segments, or its short last one."""
 
     begin: int
     segments: int  # n
@@ -168,7 +162,7 @@ class _Piece(NamedTuple):
     rate: int
 
     def classes(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The heads of each residue class and their live tokens, a view `[B, ., n, m, .]`."""
+        """Heads h with equal h mod r, and a view of their live tokens, `[B, ., n, m, .]`."""
         end = self.begin + self.segments * self.length
         sizes = (self.segments, self.length // self.rate, self.rate)
         parts = x[:, :, self.begin : end].unflatten(2, sizes)
@@ -177,7 +171,7 @@ class _Piece(NamedTuple):
             yield heads, parts[:, heads, :, :, offset]
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[B n, H, m, D]`: the live tokens of `[B, H, T, D]`, head h those of class h mod r."""
+        """`[B n, H, m, D]`: the live tokens of x `[B, H, T, D]`; head h's are those at h mod r."""
         batch, heads, _, width = x.shape
         if self.rate == 1:
             (_, view), *_ = self.classes(x)
@@ -188,7 +182,7 @@ class _Piece(NamedTuple):
         return live.flatten(0, 1)
 
     def scatter(self, into: Tensor, live: Tensor, *, add: bool) -> None:
-        """Puts what `gather` takes back to where it was."""
+        """Writes the result of `gather` back to its place, or adds it there."""
         values = live.unflatten(0, (into.shape[0], self.segments)).transpose(1, 2)
         for own, view in self.classes(into):
             if add:
@@ -201,10 +195,10 @@ _Branches = tuple[tuple[_Piece, ...], ...]
 
 
 def _branches(case: Case) -> _Branches:
-    """The pieces of each branch of LongNet's formula."""
+    """The pieces of each branch in LongNet's formula."""
     pattern, tokens = case.pattern, case.tokens
     if not isinstance(pattern, Dilated):
-        raise Unsupported("a dilated pattern: it is LongNet's formula")
+        raise Unsupported("a dilated pattern: LongNet's formula has no other")
     if (pattern.overlap, pattern.offset, pattern.heads) != ("multiset", "head", "all"):
         raise Unsupported("LongNet's own rules: every branch counts, in every head, at h mod r")
     branches = []
@@ -224,10 +218,7 @@ def _branches(case: Case) -> _Branches:
 
 
 def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool) -> Tensor:
-    """As in torchscale: branches are mixed by weights through which no gradient flows.
-
-    Torch's flash attention has none for its sums.
-    """
+    """The form of torchscale: no gradient flows through the weights that mix the branches."""
     outputs, sums = [], []
     for pieces in branches:
         o = torch.zeros_like(q)
@@ -243,10 +234,10 @@ def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool
 
 
 class _BranchByBranch(torch.autograd.Function):
-    """The formula with its true gradient: one flash backward for each branch.
+    """LongNet's formula with its true gradient: one flash backward for each branch.
 
-    With the log-sum-exp of all branches a branch's probabilities are those of the mix, and with
-    the mixed output so is ``rowsum(o do)``: each branch adds its part of the whole gradient.
+    Each backward gets the log-sum-exp and the output of all branches together, so it returns the
+    branch's part of the whole gradient.
     """
 
     @staticmethod
@@ -291,7 +282,7 @@ def _all(branches: _Branches) -> list[_Piece]:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's flash attention, differentiable in its output: o and lse `[B, H, T]`."""
+    """Torch's flash attention: o, which is differentiable, and lse `[B, H, T]`."""
     name = "_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu")
     o, lse, *_ = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal)
     return o, lse
@@ -305,7 +296,7 @@ def _flash_backward(
             do, q, k, v, o, lse, 0.0, causal
         )
         return dq, dk, dv
-    # There is no dropout, whose random state these two would be.
+    # The random state of dropout, which is off.
     none = torch.zeros(2, dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,

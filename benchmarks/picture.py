@@ -1,4 +1,4 @@
-"""A suite's picture, from what its JSON holds: a panel for each chart."""
+"""Draws a suite's picture from its JSON: a panel for each chart."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .output import GREY
-
 if TYPE_CHECKING:
     from .document import Chart
     from .suite import Suite
 
 Row = Mapping[str, Any]
 
+_GREY = "#666666"
 _COLORS = (
     *("#1f5fa8", "#d1601a", "#2d8a4e", "#8a3f9e", "#b02a37", "#7a6a00"),
     *("#2a8f9e", "#555555", "#d66ba0", "#85561f", "#7fae2a", "#000000"),
@@ -27,7 +26,6 @@ _LABELS = {
     "H": "H, heads",
     "batch": "sequences of a batch",
     "tokens": "tokens of a sequence",
-    "workers": "worker processes",
 }
 _SHAPE = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D", "steps": "steps"}
 _MOST_TICKS = 9
@@ -56,15 +54,15 @@ def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
 
 def _subtitle(found: Mapping[str, Any]) -> str:
     environment = found["environment"]
-    told = [environment["device"]]
+    parts = [environment["device"]]
     if environment.get("threads") and str(environment["device"]).startswith("CPU"):
-        told.append(f"{environment['threads']} thread{'s' * (environment['threads'] > 1)}")
-    told.append(environment["date"])
+        parts.append(f"{environment['threads']} thread{'s' * (environment['threads'] > 1)}")
+    parts.append(environment["date"])
     if environment["quick"]:
-        told.append("a quick look")
+        parts.append("a quick look")
     if not found.get("complete", True):
-        told.append("broken off")
-    return ", ".join(told)
+        parts.append("broken off")
+    return ", ".join(parts)
 
 
 def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, int]) -> None:
@@ -79,7 +77,7 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
     panel.set_ylabel(_LABELS.get(y_label, y_label))
     if not drawn:
         panel.text(
-            0.5, 0.5, "nothing was measured", ha="center", color=GREY, transform=panel.transAxes
+            0.5, 0.5, "nothing was measured", ha="center", color=_GREY, transform=panel.transAxes
         )
         panel.set(xticks=[], yticks=[])
         return
@@ -107,12 +105,14 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
             )
     heights = [y(row) for row in drawn]
     if all(row.get("speedup") == y(row) for row in drawn):
-        panel.axhline(1, color=GREY, linewidth=1, zorder=0)
+        panel.axhline(1, color=_GREY, linewidth=1, zorder=0)
     if chart.logarithmic and min(heights) > 0:
         _logarithmic(panel.yaxis, panel.set_yscale, heights)
         if not has_words and min(x(row) for row in drawn) > 0:
             _sizes(panel, sorted({x(row) for row in drawn}), _batches(chart, drawn))
     else:
+        if chart.x[0] == "P":
+            _sizes(panel, sorted({x(row) for row in drawn}), {})
         tops = [y(row) + _reach(row, y(row))[1] for row in drawn]
         # Room for the marks of the highest ones.
         panel.set_ylim(0, 1.1 * max(tops) or None)
@@ -137,7 +137,7 @@ def _by_batch(
     """The points (x, y, below, above) of each batch; of all where the batch is x."""
     parts: dict[Any, list[tuple[float, ...]]] = {}
     for place, row in sorted(zip(at, rows, strict=True), key=lambda one: one[0]):
-        batch = None if chart.x[0] in ("batch", "B") else row["config"].get("batch")
+        batch = None if chart.x[0] in ("batch", "B", "P") else row["config"].get("batch")
         parts.setdefault(batch, []).append((place, y(row), *_reach(row, y(row))))
     return list(parts.values())
 

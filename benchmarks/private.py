@@ -1,6 +1,6 @@
-"""One training step of a private model as benchmarks measure it: who makes it, and whether right.
+"""Private training steps as subjects: who makes the step, and whether its gradients are right.
 
-Providers train the same model on the same batch, drawn anew by the loader of each at sample rate
+All providers train the same model on the same batch, which each one's loader draws at sample rate
 1, so that a step is loader, forward, backward, clipping, noise and optimizer. Letters: B samples,
 T tokens.
 """
@@ -11,18 +11,22 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash.arguments import make_groups
+from dpflash import losses
+from dpflash.accounting import get_noise_multiplier
 from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
+from dpflash.grad_rules.convert import make_groups
+from dpflash.kernels import gaussian_noise_
+from dpflash.nn import LinearCrossEntropy
 
-from .private_tasks import Task, make_task
+from .private_tasks import VOCABULARY, Task, built, bytes_task, lm, make_task
 from .suite import Subject, Unsupported, worst
 from .timing import Step
 from .work import Work, count_work
@@ -37,89 +41,61 @@ DPFLASH = (
     "dpflash-per_block",
 )
 AUTO = DPFLASH[0]
+# grad_sample_mode of the names in `DPFLASH`, which older results have too.
+_MODES = {
+    "auto": "auto",
+    "stored": "instantiate",
+    "book_keeping": "book_keeping",
+    "two_pass": "ghost",
+}
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
+# Not steps: ChaCha20 noise, torch.normal, and a copy of as many numbers.
+ALONE = ("secure-noise-alone", "torch-noise-alone", "copy-alone")
 
-# Below the norms of all samples, in all layers, so that each of them is clipped.
-_MAX_GRAD_NORM = 0.1
+# Below the norms of all samples in all layers, so that each sample is clipped.
+MAX_GRAD_NORM = 0.1
 _TILE = 128
-# Relative errors of gradients, of the parameter that is farthest off.
+# Relative errors of gradients, for the worst parameter.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-# Norms that dpflash does not take of gradients it holds are upper bounds: what products round is
-# added. By so much of the norm at most; on a GPU more, in the Gram form.
+# Where dpflash computes norms without the gradients, it adds a bound of the rounding: at most this
+# part of the norm. The Gram form on a GPU adds more.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
-
+# Of the standard deviation and the mean of ten thousand normal numbers or more.
+_NOISE_TOLERANCE = 0.03
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
-def private_subject(
-    *,
-    model: str,
-    provider: str,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int = 1,
-    noise_multiplier: float = 1.0,
-    dtype: str = "float32",
-    device: str,
-    seed: int,
-) -> Subject:
-    """A training step.
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of the steps that are timed."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
 
-    Args:
-        model: "attention" (a causal `MultiheadAttention` of width heads * head_dim, and the
-            squared error of its output) or "lm" (a `LongContextLM` over bytes, untied).
-        provider: one of PROVIDERS.
-        batch: B.
-        tokens: T of each sample.
-        heads, head_dim: of attention.
-        layers: of the lm.
-        noise_multiplier: of the private providers.
-        dtype: "float32", or "bfloat16" for autocast with parameters of float32.
-        device: "cpu" or "cuda".
-        seed: of weights and data.
+
+def private_subject(*, provider: str, noise_multiplier: float = 1.0, **task: Any) -> Subject:
+    """A training step of one of PROVIDERS; `task` is given to `private_tasks.make_task`.
 
     Raises:
-        Unsupported: a peer is not installed.
+        Unsupported: Opacus is not installed.
     """
-    task = make_task(
-        model=model,
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        head_dim=head_dim,
-        layers=layers,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-    )
-    return subject_of(task, provider, tokens=batch * tokens, noise_multiplier=noise_multiplier)
+    return subject_of(make_task(**task), provider, noise_multiplier=noise_multiplier)
 
 
-def subject_of(
-    task: Task, provider: str, *, tokens: int, noise_multiplier: float = 1.0
-) -> Subject:
-    """A training step of a task; its error is of the sum of clipped gradients without noise."""
-
-    def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
+def subject_of(task: Task, provider: str, *, noise_multiplier: float = 1.0) -> Subject:
+    """A training step; its error is that of the sum of clipped gradients, without noise."""
     training = make_training(task, provider, noise_multiplier=noise_multiplier, optimize=adamw)
 
     def work() -> Work:
         if task.x.is_cuda and training.engine is not None:
             plain = make_training(task, NONPRIVATE, noise_multiplier=0.0, optimize=adamw)
-            return _beyond(count_work(plain.step), training.engine)
+            return add_planned_work(count_work(plain.step), training.engine)
         return count_work(training.step)
 
     return Subject(
         training.step,
         lambda: gradient_error(task, provider),
         TOLERANCES[task.dtype],
-        tokens=tokens,
+        tokens=task.batch * task.x.shape[1],
         work=work,
         dtype=task.dtype,
     )
@@ -127,12 +103,7 @@ def subject_of(
 
 @dataclass(frozen=True)
 class Training:
-    """A private or other training.
-
-    Attributes:
-        step: one whole training step.
-        engine: of dpflash; None for the others.
-    """
+    """A whole training step, and the engine where it is dpflash's."""
 
     step: Step
     engine: PrivacyEngine | None = None
@@ -141,31 +112,64 @@ class Training:
 def make_training(
     task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize
 ) -> Training:
-    """The training of a task.
+    """The training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
 
-    Args:
-        task: what is trained.
-        provider: one of PROVIDERS.
-        noise_multiplier: of the private ones.
-        optimize: makes the optimizer of the parameters.
+    The name of the latter is "optimize-LEVEL".
 
     Raises:
-        Unsupported: a peer is not installed.
+        Unsupported: Opacus is not installed.
     """
     model = task.build()
     optimizer = optimize(list(model.parameters()))
     loader = DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch)
+    if provider in OPACUS:
+        return _opacus(task, provider, model, optimizer, loader, noise_multiplier)
     if provider == NONPRIVATE:
-        return _nonprivate(task, model, optimizer, loader)
-    make = _dpflash if provider in DPFLASH else _opacus
-    return make(task, provider, model, optimizer, loader, noise_multiplier)
+        batches = endless(loader)
+
+        def plain_step() -> None:
+            x, y = next(batches)
+            task.losses(model, x, y).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Training(plain_step)
+    options: dict[str, Any]
+    if is_level := provider.startswith("optimize-"):
+        options = {"optimize": provider.removeprefix("optimize-")}
+    else:
+        _, clipping, *mode = provider.split("-")
+        options = {"clipping": clipping, "grad_sample_mode": _MODES[mode[0] if mode else "auto"]}
+    engine = PrivacyEngine()
+    private, private_optimizer, private_loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=MAX_GRAD_NORM,
+        # The checks of the first batch are no part of a step.
+        verify_first_batch=False,
+        **options,
+    )
+    private_batches = endless(private_loader)
+
+    def step() -> None:
+        x, y = next(private_batches)
+        # A level sets autocast itself.
+        found = task.loss(private(x), y) if is_level else task.losses(private, x, y)
+        engine.backward(found)
+        private_optimizer.step()
+        private_optimizer.zero_grad()
+
+    return Training(step, engine)
 
 
 def gradient_error(task: Task, provider: str) -> float:
-    """Relative error of a provider's sum of clipped gradients, of the worst parameter.
+    """Relative error of a provider's sum of clipped gradients, for the worst parameter.
 
-    Of flat clipping by dpflash, the sum is that by its own norms, and these are compared with the
-    gradients' norms: infinite where one is less, or more than what rounding allows.
+    dpflash's flat clipping may use norms that are upper bounds. Its sum is compared with a sum by
+    these norms, and the norms with those of the gradients: the error is infinite where a norm is
+    too low, or higher than rounding explains.
     """
     given: list[Tensor] = []
 
@@ -174,10 +178,11 @@ def gradient_error(task: Task, provider: str) -> float:
 
     training = make_training(task, provider, noise_multiplier=0.0, optimize=keep)
     training.step()
-    clipping = clipping_of(provider)
-    raised = None
-    if training.engine is not None and clipping == "flat":
-        raised = raised_norms(task, training.engine.diagnostics()["per_sample_norms"])
+    engine, clipping, raised = training.engine, clipping_of(provider), None
+    if engine is not None and clipping is None:
+        clipping = engine.optimization.clipping
+    elif engine is not None and clipping == "flat":
+        raised = raised_norms(task, engine.diagnostics()["per_sample_norms"])
         if raised is None:
             return math.inf
     expected = clipped_sums(task, clipping, raised)
@@ -186,32 +191,26 @@ def gradient_error(task: Task, provider: str) -> float:
 
 
 def clipping_of(provider: str) -> str | None:
-    """What a provider clips: "flat", "per_layer", "per_block", or None for nothing."""
-    if provider == NONPRIVATE:
-        return None
-    return provider.split("-")[1] if provider in DPFLASH else "flat"
+    """A provider's clipping: "flat", "per_layer" or "per_block"; None for none, or by a level."""
+    if provider in DPFLASH:
+        return provider.split("-")[1]
+    return "flat" if provider in OPACUS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """By what factor each sample's norm was raised; None where one is no such bound.
-
-    Args:
-        task: whose samples are meant.
-        norms: [B], of its samples, in any order.
-    """
+    """Each sample's norm in `norms`, in any order, over its exact one; None where one is wrong."""
     if len(norms) != task.batch:
         return None
     model = task.build()
     exact = []
     for i in range(task.batch):
         loss = task.losses(model, task.x[i : i + 1], task.y[i : i + 1]).sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        exact.append(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)))
+        exact.append(_norm(torch.autograd.grad(loss, list(model.parameters()))))
     order = sorted(range(task.batch), key=exact.__getitem__)
     raised = [math.nan] * task.batch
     for i, norm in zip(order, sorted(norms.tolist()), strict=True):
         raised[i] = norm / exact[i] if exact[i] else math.inf if norm else 1.0
-    # The loop's own gradients, and 16-bit ones, are rounded too.
+    # The gradients of this loop are rounded too.
     rounding = TOLERANCES[task.dtype]
     highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]
     if not all(1 - rounding <= x <= highest for x in raised):
@@ -224,10 +223,7 @@ def clipped_sums(
 ) -> list[Tensor]:
     """The sum of clipped gradients of each parameter, by a loop over single samples.
 
-    Args:
-        task: whose samples are meant.
-        clipping: "flat", "per_layer", "per_block", or None for nothing.
-        raised: factors of the samples' norms in flat clipping, see `raised_norms`.
+    In flat clipping, `raised` has factors of the samples' norms, see `raised_norms`.
     """
     model = task.build()
     parameters = list(model.parameters())
@@ -247,7 +243,7 @@ def clipped_sums(
 
 def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
     """Scales one sample's gradients of a group, in place."""
-    bound = _MAX_GRAD_NORM * group.share / raised
+    bound = MAX_GRAD_NORM * group.share / raised
     if not group.tiled:
         _scale_(grads, bound)
         return
@@ -258,14 +254,18 @@ def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
 
 
 def _scale_(grads: Sequence[Tensor], bound: float) -> None:
-    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    norm = _norm(grads)
     if norm > bound:
         for grad in grads:
             grad.mul_(bound / norm)
 
 
+def _norm(grads: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+
+
 class GradientKeeper(torch.optim.SGD):
-    """Keeps what it is given instead of making a step."""
+    """Copies the gradients into a list instead of making a step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], given: list[Tensor]) -> None:
         super().__init__(parameters, lr=0.0)
@@ -278,59 +278,13 @@ class GradientKeeper(torch.optim.SGD):
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader, pass after pass."""
+    """The batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 
 
-def _nonprivate(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
-) -> Training:
-    batches = endless(loader)
-
-    def step() -> None:
-        x, y = next(batches)
-        task.losses(model, x, y).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(step)
-
-
-def _dpflash(
-    task: Task,
-    provider: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    noise_multiplier: float,
-) -> Training:
-    _, clipping, *way = provider.split("-")
-    engine = PrivacyEngine()
-    private, private_optimizer, private_loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=_MAX_GRAD_NORM,
-        clipping=clipping,
-        way=way[0] if way else "auto",
-        # What runs once, with the first batches, is no part of a step.
-        verify_first_batch=False,
-    )
-    batches = endless(private_loader)
-
-    def step() -> None:
-        x, y = next(batches)
-        engine.backward(task.losses(private, x, y))
-        private_optimizer.step()
-        private_optimizer.zero_grad()
-
-    return Training(step, engine)
-
-
 class _SampleMean(nn.Module):
-    """A task's loss as Opacus wants it: "mean" over samples, or "none"."""
+    """A task's loss as Opacus wants it: reduction "mean" over samples, or "none"."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -356,14 +310,13 @@ def _opacus(
         raise Unsupported("Opacus: pip install opacus") from None
     mode = provider.split("-")[1]
     with _quiet():
-        engine = opacus.PrivacyEngine(accountant="rdp")
-        parts = engine.make_private(
+        parts = opacus.PrivacyEngine(accountant="rdp").make_private(
             module=model,
             optimizer=optimizer,
             criterion=_SampleMean(task.loss),
             data_loader=loader,
             noise_multiplier=noise_multiplier,
-            max_grad_norm=_MAX_GRAD_NORM,
+            max_grad_norm=MAX_GRAD_NORM,
             grad_sample_mode=mode,
         )
     private, private_optimizer, private_loader = parts[0], parts[1], parts[-1]
@@ -385,7 +338,7 @@ def _opacus(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Opacus says of its noise, and torch of Opacus' hooks, in each step."""
+    """Ignores the warnings of Opacus about its noise, and of torch about Opacus' hooks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -393,7 +346,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registered() -> Iterator[None]:
-    """Opacus with this library's norms, which it takes from a registry of its own."""
+    """Registers dpflash's norms with Opacus, inside the block only."""
     from dpflash.integrations import opacus as integration
 
     integration.register()
@@ -403,13 +356,132 @@ def _registered() -> Iterator[None]:
         integration.unregister()
 
 
-def _beyond(plain: Work, engine: PrivacyEngine) -> Work:
-    """The work of a private step by the planner's formulas, since Triton kernels are not seen.
+def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
+    """The work of a private step by the planner's formulas; Triton kernels cannot be counted.
 
-    What "two_pass" does in attention's second backward is missing.
+    The second backward of attention in "ghost" is missing.
     """
     uses = list(engine.plan())
     return Work(
         plain.flops + sum(use.flops for use in uses),
         plain.moved_bytes + sum(use.moved_bytes for use in uses),
     )
+
+
+def noise_subject(
+    *,
+    provider: str,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    layers: int,
+    dtype: str,
+    device: str,
+    seed: int,
+) -> Subject:
+    """One of ALONE on sums of the shapes of the lm's parameters; batch and dtype do not matter."""
+    model = lm(tokens, heads, head_dim, layers).to(device)
+    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    copies = [torch.ones_like(total) for total in sums]
+    generator = torch.Generator(device).manual_seed(seed)
+    key, number = seed.to_bytes(32, "little"), 0
+
+    def secure() -> None:
+        nonlocal number
+        number += 1
+        for parameter_id, total in enumerate(sums):
+            gaussian_noise_(
+                total, std=1.0, grid=2.0**-30, key=key, step=number, parameter_id=parameter_id
+            )
+
+    def plain() -> None:
+        for total in sums:
+            total.add_(torch.normal(0.0, 1.0, total.shape, generator=generator, device=device))
+
+    def copy() -> None:
+        for total, copied in zip(sums, copies, strict=True):
+            copied.copy_(total)
+
+    step = dict(zip(ALONE, (secure, plain, copy), strict=True))[provider]
+
+    def error() -> float:
+        before = [total.clone() for total in sums]
+        step()
+        if provider == "copy-alone":
+            pairs = zip(copies, sums, strict=True)
+            return worst(float((one - other).abs().max()) for one, other in pairs)
+        return off_standard_normal([total - old for total, old in zip(sums, before, strict=True)])
+
+    return Subject(step, error, 0.0 if provider == "copy-alone" else _NOISE_TOLERANCE)
+
+
+def off_standard_normal(noise: Sequence[Tensor]) -> float:
+    """How far the mean is from 0 or the standard deviation from 1, whichever is more."""
+    values = torch.cat([one.flatten() for one in noise]).double()
+    return worst((abs(float(values.mean())), abs(float(values.std()) - 1)))
+
+
+def ghost_subject(
+    *, provider: str, batch: int, tokens: int, width: int, layers: int, device: str, seed: int
+) -> Subject:
+    """A step of an embedding, layers (LayerNorm, Linear, GELU) and a head, without attention."""
+
+    def make() -> nn.Module:
+        parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
+        for _ in range(layers):
+            parts += [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()]
+        return nn.Sequential(*parts, nn.Linear(width, VOCABULARY))
+
+    return subject_of(bytes_task(make, batch, tokens, "float32", device, seed), provider)
+
+
+def head_subject(
+    *,
+    head: str,
+    provider: str,
+    batch: int,
+    tokens: int,
+    classes: int,
+    width: int,
+    device: str,
+    seed: int,
+) -> Subject:
+    """A step of a language model's head, with the gradient of its input `[batch, tokens, width]`.
+
+    head is "dense" (a linear layer and its logits) or "chunked" (`LinearCrossEntropy`).
+    """
+    is_chunked = head == "chunked"
+
+    def make() -> nn.Module:
+        if is_chunked:
+            return LinearCrossEntropy(width, classes)
+        return nn.Linear(width, classes, bias=False)
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        output: Tensor = model(x, y) if is_chunked else model(x)
+        return output
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return output if is_chunked else losses.cross_entropy(output, y)
+
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, tokens, width, generator=generator)
+    y = torch.randint(0, classes, (batch, tokens), generator=generator)
+    task = Task(built(make, device, seed), x.to(device), y.to(device), loss, forward)
+    return subject_of(task, provider)
+
+
+def epsilon_subject(
+    *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, **task: Any
+) -> Subject:
+    """A step with the noise multiplier with which a run of such steps has this epsilon."""
+    noise_multiplier = get_noise_multiplier(
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=sample_rate,
+        steps=steps,
+    )
+    subject = private_subject(model="lm", provider=AUTO, noise_multiplier=noise_multiplier, **task)
+    return replace(subject, figures={"noise_multiplier": noise_multiplier})

@@ -1,35 +1,35 @@
-"""How a private training step of attention grows with its batch and with its tokens.
-
-Sizes that a machine cannot run in time by their FLOPs alone are not tried.
-"""
+"""How a private training step of attention grows with its batch and with its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from . import output as results
-from .document import FIGURES, LEAST_SIZES, ROOFS, Chart, Table, column, config
-from .exponents import exponent_table, fitted_row
+from .document import (
+    FIGURES,
+    LEAST_SIZES,
+    ROOFS,
+    Chart,
+    Table,
+    column,
+    config,
+    exponent_table,
+    fitted_row,
+)
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
-from .private_tasks import attention_step_flops
 from .suite import Comparison, Measurement, Request, Row, needs, of_section
-from .timing import Stopwatch
 
 PRIVATE = AUTO
 BATCHES = (1, 3, 5, 10, 19, 35, 64)
 TOKENS = (128, 223, 389, 677, 1179, 2048)
 
-# The optimal batch is the smallest one within this part of the most tokens/s.
+# The optimal batch is the smallest one within this fraction of the most tokens/s.
 _CLOSE = 0.95
-# Of the time that a row may take: a step reaches a third of the rate of one product, or more.
-_SHARE_OF_ROOF = 1 / 3
 _CPU_LIMIT_MB = 8.0 * 1024
-_GPU_SHARE = 0.8
+_GPU_FRACTION = 0.8
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,59 @@ class _Shape:
     head_dim: int
 
 
-_BATCH_CURVES = {
-    f"seq{tokens}_h{heads}_d{head_dim}": [
-        _Shape(batch, tokens, heads, head_dim) for batch in BATCHES
-    ]
-    for tokens, heads, head_dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
-}
-_SEQUENCE_CURVES = {
-    f"b16_h{heads}_d{head_dim}": [_Shape(16, tokens, heads, head_dim) for tokens in TOKENS]
-    for heads, head_dim in ((12, 64), (16, 64), (20, 80))
-}
-_QUICK_BATCH_CURVES = {"seq128_h4_d32": [_Shape(batch, 128, 4, 32) for batch in (1, 3, 10)]}
-_QUICK_SEQUENCE_CURVES = {"b4_h4_d32": [_Shape(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
-
-Item = Comparison | Callable[[Request], Iterable[Row]]
+Curves = Mapping[str, Sequence[_Shape]]
 
 
-def batch_plan(request: Request) -> Iterator[Item]:
+def batch_plan(request: Request) -> Iterator[Comparison]:
     """Steps at each batch size, private beside nonprivate; section "private_batch"."""
-    curves = _QUICK_BATCH_CURVES if request.quick else _BATCH_CURVES
+    curves: Curves = {
+        f"seq{tokens}_h{heads}_d{dim}": [_Shape(batch, tokens, heads, dim) for batch in BATCHES]
+        for tokens, heads, dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
+    }
+    if request.quick:
+        curves = {"seq128_h4_d32": [_Shape(batch, 128, 4, 32) for batch in (1, 3, 10)]}
     yield from _plan("private_batch", curves, (NONPRIVATE, PRIVATE), request)
 
 
-def sequence_plan(request: Request) -> Iterator[Item]:
+def sequence_plan(request: Request) -> Iterator[Comparison]:
     """Private steps at each number of tokens; section "private_sequence"."""
-    curves = _QUICK_SEQUENCE_CURVES if request.quick else _SEQUENCE_CURVES
+    curves: Curves = {
+        f"b16_h{heads}_d{dim}": [_Shape(16, tokens, heads, dim) for tokens in TOKENS]
+        for heads, dim in ((12, 64), (16, 64), (20, 80))
+    }
+    if request.quick:
+        curves = {"b4_h4_d32": [_Shape(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
     yield from _plan("private_sequence", curves, (PRIVATE,), request)
 
 
+def _plan(
+    section: str, curves: Curves, providers: Sequence[str], request: Request
+) -> Iterator[Comparison]:
+    dtype = "bfloat16" if request.where.type == "cuda" else "float32"
+    limit = memory_limit_mb(request)
+    for curve, shapes in curves.items():
+        for shape in shapes:
+            measurements = [
+                Measurement(
+                    f"{section}/{curve}/B{shape.batch}-T{shape.tokens}/{provider}",
+                    private_subject,
+                    {"model": "attention", "provider": provider, **asdict(shape), "dtype": dtype},
+                    {"section": section, "curve": curve, "memory_limit_mb": limit},
+                )
+                for provider in providers
+            ]
+            baseline = measurements[0].name if measurements[1:] else None
+            yield Comparison(measurements, baseline, curve=f"{section}/{curve}")
+
+
+def memory_limit_mb(request: Request) -> float:
+    """Memory that an optimal batch may take: 8 GiB on a CPU, 80% of a GPU's."""
+    device = request.where
+    return _GPU_FRACTION * device_memory(device) if device.type == "cuda" else _CPU_LIMIT_MB
+
+
 def derive_batch(rows: Sequence[Row]) -> Iterator[Row]:
-    """The exponent and the optimal batch of each curve, the clipping's price, and their gist."""
+    """The exponent and the optimal batch of each curve, the cost of privacy, and insights."""
     found = list(of_section(rows, "private_batch"))
     optimal = []
     for curve, own in _curves(found).items():
@@ -115,59 +138,6 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("private_sequence/exponent", ", ".join([text, *exponents[1:]]) + ".")
 
 
-def _plan(
-    section: str, curves: dict[str, list[_Shape]], providers: Sequence[str], request: Request
-) -> Iterator[Item]:
-    dtype = "bfloat16" if request.where.type == "cuda" else "float32"
-    rate = _product_rate(request.where)
-    limit = memory_limit_mb(request)
-    calls = request.calls.warm_ups + request.calls.trials
-    for curve, shapes in curves.items():
-        for number, shape in enumerate(shapes):
-            measurements = [
-                Measurement(
-                    f"{section}/{curve}/B{shape.batch}-T{shape.tokens}/{provider}",
-                    private_subject,
-                    {"model": "attention", "provider": provider, **asdict(shape), "dtype": dtype},
-                    {"section": section, "curve": curve, "memory_limit_mb": limit},
-                )
-                for provider in providers
-            ]
-            least = attention_step_flops(**asdict(shape)) / rate
-            # The first size of a curve is tried in any case.
-            if number and calls * least > request.limit * _SHARE_OF_ROOF:
-                yield _too_slow(measurements, least, calls)
-            else:
-                yield Comparison(measurements, measurements[0].name if measurements[1:] else None)
-
-
-def _too_slow(
-    measurements: Sequence[Measurement], least: float, calls: int
-) -> Callable[[Request], Iterable[Row]]:
-    reason = (
-        f"a faster device: {calls} calls of {least:.2g} s at the rate of a matrix product alone "
-        "are too much of a row's time (--max-seconds); not tried"
-    )
-    rows = [needs(one.name, one.config, reason, **one.columns) for one in measurements]
-    return lambda request: rows
-
-
-def _product_rate(device: torch.device) -> float:
-    """FLOP/s of one product of matrices; infinite on a GPU, where no size takes too long."""
-    if device.type == "cuda":
-        return float("inf")
-    size = 1024
-    a = torch.ones(size, size)
-    stopwatch = Stopwatch(device)
-    return 2 * size**3 / min(stopwatch(lambda: a @ a) for _ in range(5))
-
-
-def memory_limit_mb(request: Request) -> float:
-    """What an optimal batch may take: 8 GiB on a CPU, 80% of a GPU's memory."""
-    device = request.where
-    return _GPU_SHARE * device_memory(device) if device.type == "cuda" else _CPU_LIMIT_MB
-
-
 def _curves(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The private rows of each curve."""
     curves: dict[str, list[Row]] = {}
@@ -204,7 +174,7 @@ def optimal_batch(section: str, curve: str, rows: Sequence[Row]) -> Row:
 
 
 def insight(name: str, text: str, **numbers: float) -> Row:
-    """A sentence that follows from rows, and the numbers in it; section "insights"."""
+    """A row of section "insights": a sentence about other rows, and the numbers in it."""
     return results.row(f"insights/{name}", {}, section="insights", text=text, **numbers)
 
 

@@ -1,13 +1,23 @@
-"""The benchmark of private training steps: beside no privacy and Opacus, by batch and epsilon."""
+"""The suite "private-step": private training steps beside no privacy and beside Opacus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
-from .private import AUTO, DPFLASH, NONPRIVATE, OPACUS, private_subject
-from .private_parts import ALONE, epsilon_subject, ghost_subject, head_subject, noise_subject
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Column, Table, column, config
+from .private import (
+    ALONE,
+    AUTO,
+    DPFLASH,
+    NONPRIVATE,
+    OPACUS,
+    epsilon_subject,
+    ghost_subject,
+    head_subject,
+    noise_subject,
+    private_subject,
+)
 from .private_scaling import (
     OPTIMAL,
     OPTIMAL_NOTE,
@@ -17,10 +27,10 @@ from .private_scaling import (
     overhead,
     shown_overhead,
 )
-from .suite import Comparison, Measurement, Request, Row, Suite, needs, of_section
+from .suite import Build, Comparison, Measurement, Request, Row, Suite, needs, of_section
 from .timing import Ratio, speedup
 
-# Of a step; why it is not measured. They are not looked for.
+# Libraries that are not measured, and why.
 ABSENT = {
     "opacus-flash_fuse": "not measured here: it takes a fork of Opacus in place of the package",
     "fastDP": "not measured here: fastDP of github.com/awslabs/fast-differential-privacy",
@@ -28,31 +38,23 @@ ABSENT = {
 }
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 
-_Shape = dict[str, Any]
+_Shape = Mapping[str, Any]
 
 
 def _lm(batch: int, tokens: int, heads: int, head_dim: int, layers: int) -> _Shape:
-    return {
-        "batch": batch,
-        "tokens": tokens,
-        "heads": heads,
-        "head_dim": head_dim,
-        "layers": layers,
-    }
+    names = ("batch", "tokens", "heads", "head_dim", "layers")
+    return dict(zip(names, (batch, tokens, heads, head_dim, layers), strict=True))
 
 
 _QUICK_LM = _lm(4, 128, 2, 32, 1)
 _ALL = (NONPRIVATE, *DPFLASH, *OPACUS[:2])
-# Without the ways that the short sequences show to be slow, which take minutes on long ones.
-_SOME = (
-    NONPRIVATE,
-    AUTO,
-    "dpflash-flat-stored",
-    "dpflash-per_layer",
-    "dpflash-per_block",
-    OPACUS[0],
+# Without those that short sequences show to be slow; they take minutes on long ones.
+_SOME = tuple(
+    name
+    for name in _ALL
+    if name not in ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", OPACUS[1])
 )
-_STEPS: dict[str, list[tuple[_Shape, Sequence[str]]]] = {
+_STEPS: Mapping[str, Sequence[tuple[_Shape, Sequence[str]]]] = {
     "quick": [(_QUICK_LM, _ALL)],
     "cpu": [(_lm(16, 256, 8, 32, 2), _ALL), (_lm(4, 2048, 8, 32, 2), _SOME)],
     "cuda": [(_lm(4, 4096, 16, 64, 12), _ALL), (_lm(1, 16384, 16, 64, 12), _ALL)],
@@ -62,9 +64,9 @@ _GHOST_TOKENS = {
     "cpu": (512, 1024, 2048, 4096),
     "cuda": (512, 1024, 2048, 4096, 8192, 16384),
 }
-# (batch, tokens, classes)
+# Batch, tokens and classes.
 _HEADS = {"quick": (2, 128, 2048), "cpu": (1, 2048, 32000), "cuda": (2, 8192, 50000)}
-_HEAD_FAMILIES = {
+HEAD_FAMILIES = {
     NONPRIVATE: (("dense", NONPRIVATE), ("chunked", NONPRIVATE)),
     "private": (
         ("dense", AUTO),
@@ -82,135 +84,102 @@ _RUN = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}
 
 
 def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequence[Row]]]:
-    device = request.where.type
-    size = "quick" if request.quick else device
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    size = "quick" if request.quick else request.where.type
+    dtype = {"dtype": "bfloat16" if request.where.type == "cuda" else "float32"}
     for lm_shape, providers in _STEPS[size]:
-        yield _steps({**lm_shape, "dtype": dtype}, providers)
+        yield steps({**lm_shape, **dtype}, providers)
     yield lambda request: [
         needs(f"step/{name}", {"provider": name}, reason, section="step")
         for name, reason in ABSENT.items()
     ]
     for tokens in _GHOST_TOKENS[size]:
-        yield _ghost(tokens)
+        shape: _Shape = {"batch": 1, "tokens": tokens, "width": 256, "layers": 2}
+        rows = [
+            _row("ghost", f"ghost/T{tokens}/{name}", ghost_subject, name, shape)
+            for name in (NONPRIVATE, *OPACUS[1:])
+        ]
+        yield Comparison(rows, f"ghost/T{tokens}/opacus-ghost")
     batch, tokens, classes = _HEADS[size]
-    for family in _HEAD_FAMILIES:
-        yield _head(family, batch, tokens, classes)
+    shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
+    for family, members in HEAD_FAMILIES.items():
+        rows = [
+            _row(
+                "head",
+                f"head/{head}-{name}",
+                head_subject,
+                name,
+                {"head": head, **shape},
+                family=family,
+            )
+            for head, name in members
+        ]
+        yield Comparison(rows, rows[0].name)
     shape, batches = _THROUGHPUT[size]
     for batch in batches:
-        yield _throughput({**shape, "batch": batch, "dtype": dtype}, memory_limit_mb(request))
-    yield _epsilons({**shape, "dtype": dtype})
-
-
-def _name(shape: Mapping[str, Any]) -> str:
-    return f"B{shape['batch']}-T{shape['tokens']}"
-
-
-def _steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
-    """A whole step by each provider, and noise alone."""
-    prefix = f"step/{_name(shape)}"
-    steps = [
-        Measurement(
-            f"{prefix}/{provider}",
-            private_subject,
-            {"model": "lm", "provider": provider, **shape},
-            _columns("step", provider, shape=_name(shape)),
-        )
-        for provider in providers
-    ]
-    alone = [
-        Measurement(
-            f"{prefix}/{provider}",
-            noise_subject,
-            {"provider": provider, **shape},
-            _columns("step", provider, shape=_name(shape)),
-        )
-        for provider in ALONE
-    ]
-    return Comparison([*steps, *alone], steps[0].name)
-
-
-def _columns(section: str, provider: str, **columns: str) -> dict[str, Any]:
-    # With our norms it is no longer theirs alone.
-    is_peer = provider in OPACUS[:2]
-    return {"section": section, **columns, **({"peer": True} if is_peer else {})}
-
-
-def _ghost(tokens: int) -> Comparison:
-    prefix = f"ghost/T{tokens}"
-    shape = {"batch": 1, "tokens": tokens, "width": 256, "layers": 2}
-    measurements = [
-        Measurement(
-            f"{prefix}/{provider}",
-            ghost_subject,
-            {"provider": provider, **shape},
-            _columns("ghost", provider),
-        )
-        for provider in (NONPRIVATE, *OPACUS[1:])
-    ]
-    return Comparison(measurements, f"{prefix}/opacus-ghost")
-
-
-def _head(family: str, batch: int, tokens: int, classes: int) -> Comparison:
-    shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
-    measurements = [
-        Measurement(
-            f"head/{head}-{provider}",
-            head_subject,
-            {"head": head, "provider": provider, **shape},
-            {"section": "head", "family": family},
-        )
-        for head, provider in _HEAD_FAMILIES[family]
-    ]
-    return Comparison(measurements, measurements[0].name)
-
-
-def _throughput(shape: _Shape, limit: float) -> Comparison:
-    measurement = Measurement(
-        f"throughput_batch/{_name(shape)}",
-        private_subject,
-        {"model": "lm", "provider": AUTO, **shape},
-        {"section": "throughput_batch", "memory_limit_mb": limit},
-    )
-    return Comparison([measurement])
-
-
-def _epsilons(shape: _Shape) -> Comparison:
-    measurements = [
+        yield throughput({**shape, "batch": batch, **dtype}, memory_limit_mb(request))
+    rows = [
         Measurement(
             f"throughput_epsilon/{epsilon:g}",
             epsilon_subject,
-            {"target_epsilon": epsilon, **_RUN, **shape},
+            {"target_epsilon": epsilon, **_RUN, **shape, **dtype},
             {"section": "throughput_epsilon"},
         )
         for epsilon in EPSILONS
     ]
-    return Comparison(measurements, measurements[0].name)
+    yield Comparison(rows, rows[0].name)
+
+
+def _row(
+    section: str, name: str, subject: Build, provider: str, rest: _Shape, **columns: Any
+) -> Measurement:
+    # Registered, Opacus runs with dpflash's norms, and is no peer.
+    peer = {"peer": True} if provider in OPACUS[:2] else {}
+    given = {"provider": provider, **rest}
+    return Measurement(name, subject, given, {"section": section, **columns, **peer})
+
+
+def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
+    """A whole step by each provider, and the noise by itself."""
+    name = f"B{shape['batch']}-T{shape['tokens']}"
+    model = {"model": "lm", **shape}
+    rows = [
+        _row("step", f"step/{name}/{one}", private_subject, one, model, shape=name)
+        for one in providers
+    ]
+    rows += [
+        _row("step", f"step/{name}/{one}", noise_subject, one, shape, shape=name) for one in ALONE
+    ]
+    return Comparison(rows, rows[0].name)
+
+
+def throughput(shape: _Shape, limit: float) -> Comparison:
+    """A step of dpflash at one batch size."""
+    name = f"throughput_batch/B{shape['batch']}-T{shape['tokens']}"
+    model = {"model": "lm", **shape}
+    section = "throughput_batch"
+    return Comparison([_row(section, name, private_subject, AUTO, model, memory_limit_mb=limit)])
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
-    for shape, own in _by_shape(rows).items():
+    shapes: dict[str, dict[str, Row]] = {}
+    for row in _timed(rows, "step"):
+        shapes.setdefault(row["shape"], {})[row["config"]["provider"]] = row
+    for shape, own in shapes.items():
         yield from _best_clipping(shape, own)
         yield from _beside_opacus(shape, own)
     yield from _register_gains(rows)
     yield from _head_memory(rows)
-    yield from _steady(rows)
+    yield from _batch_and_epsilon(rows)
 
 
 def _timed(rows: Sequence[Row], section: str) -> list[Row]:
-    return [row for row in of_section(rows, section) if row["median_ms"] is not None]
-
-
-def _by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """The timed steps: shape, then provider."""
-    shapes: dict[str, dict[str, Row]] = {}
-    for row in _timed(rows, "step"):
-        shapes.setdefault(row["shape"], {})[row["config"]["provider"]] = row
-    return shapes
+    """The rows of a section whose times have an interval."""
+    own = of_section(rows, section)
+    return [row for row in own if row["median_ms"] is not None and not row.get("range_ms")]
 
 
 def _times(row: Row, other: Row) -> Ratio:
-    """How many times as long a row takes as one that took turns with it."""
+    """The time of a row over that of another in the same comparison."""
     return speedup(other["samples_ms"], row["samples_ms"])
 
 
@@ -278,7 +247,7 @@ def _head_memory(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("head", text, ratio=dense / chunked)
 
 
-def _steady(rows: Sequence[Row]) -> Iterator[Row]:
+def _batch_and_epsilon(rows: Sequence[Row]) -> Iterator[Row]:
     batches = list(of_section(rows, "throughput_batch"))
     if batches:
         best = optimal_batch("throughput_optimal", "lm", batches)
@@ -286,10 +255,12 @@ def _steady(rows: Sequence[Row]) -> Iterator[Row]:
         if best["batch"] is not None:
             text = f"{best['batch']} is the optimal batch of the lm, {AUTO}."
             yield insight("throughput", text, batch=best["batch"])
-    steps = {row["config"]["target_epsilon"]: row for row in _timed(rows, "throughput_epsilon")}
-    if len(steps) > 1:
-        least, most = min(steps), max(steps)
-        times = _times(steps[most], steps[least])
+    by_epsilon = {
+        row["config"]["target_epsilon"]: row for row in _timed(rows, "throughput_epsilon")
+    }
+    if len(by_epsilon) > 1:
+        least, most = min(by_epsilon), max(by_epsilon)
+        times = _times(by_epsilon[most], by_epsilon[least])
         text = (
             f"A step for epsilon {most:g} takes {_shown(times)} times as long as one for epsilon "
             f"{least:g}: the noise is drawn whatever its size."
@@ -297,22 +268,29 @@ def _steady(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("epsilon", text, ratio=times.median)
 
 
+def _chart(section: str, title: str, x: Column, y: Column, logarithmic: bool = False) -> Chart:
+    def series(row: Mapping[str, Any]) -> str:
+        return str(row["config"].get("provider", AUTO))
+
+    return Chart(section, title, x, y, series, logarithmic)
+
+
 _OVER = ("time over nonprivate", shown_overhead)
+_TOKENS = column("tokens_per_s", "tokens/s")
 
 SUITE = Suite(
     name="private-step",
     title="Private training steps: time and memory beside Opacus and beside no privacy",
     about=(
         "One whole training step: loader, forward, backward, clipping of each sample's gradient, "
-        "noise, AdamW. A *provider* is who makes the step: `nonprivate` (torch alone), "
+        "noise, AdamW. A *provider* makes the step: `nonprivate` (torch alone), "
         "`dpflash-CLIPPING-WAY` (flat: one norm over all parameters; per_layer, per_block: a norm "
-        "for each layer or tile; the way says how norms are found, auto leaves it to the "
-        "planner), `opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), "
-        "and `opacus-ghost-registered` (the same with this library's norms). Providers train the "
-        "same model on the same batch, which the loader of each draws anew at sample rate 1, and "
-        "take turns. Before a row is timed, its sum of clipped gradients, without noise, is "
-        "compared with a loop over single samples that are clipped as the row says. dpflash's "
-        "noise is by ChaCha20, Opacus' by torch's generator (secure_mode is off)."
+        "for each layer or tile; WAY is how norms are computed, auto leaves it to the planner), "
+        "`opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), and "
+        "`opacus-ghost-registered` (the same with this library's norms). All train the same model "
+        "on the same batch and take turns. Before a row is timed, its sum of clipped gradients, "
+        "without noise, is compared with a loop over single samples. dpflash's noise is by "
+        "ChaCha20, Opacus' by torch's generator (secure_mode is off)."
     ),
     plan=_plan,
     derive=_derive,
@@ -370,35 +348,18 @@ SUITE = Suite(
         ),
     ),
     charts=(
-        Chart(
-            "step",
-            "Time over that of a nonprivate step",
-            column("shape"),
-            ("times", overhead),
-            lambda row: row["config"]["provider"],
-            logarithmic=False,
+        _chart(
+            "step", "Time over that of a nonprivate step", column("shape"), ("times", overhead)
         ),
-        Chart(
-            "ghost",
-            "Opacus' ghost clipping",
-            config("tokens"),
-            column("median_ms", "ms"),
-            lambda row: row["config"]["provider"],
+        _chart(
+            "ghost", "Opacus' ghost clipping", config("tokens"), column("median_ms", "ms"), True
         ),
-        Chart(
-            "throughput_batch",
-            "Private tokens/s by batch",
-            config("batch"),
-            column("tokens_per_s", "tokens/s"),
-            lambda row: AUTO,
-        ),
-        Chart(
+        _chart("throughput_batch", "Private tokens/s by batch", config("batch"), _TOKENS, True),
+        _chart(
             "throughput_epsilon",
             "Private tokens/s by epsilon",
             config("target_epsilon", "epsilon"),
-            column("tokens_per_s", "tokens/s"),
-            lambda row: AUTO,
-            logarithmic=False,
+            _TOKENS,
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""What private training steps are measured on: a model, one batch and its loss.
+"""The models, batches and losses of private training steps that are measured.
 
 Letters: B samples, T tokens, H heads, D head dim, E = H D.
 """
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dpflash import losses
 from dpflash.nn import LongContextLM, MultiheadAttention
 
-from .work import attention_flops
-
 VOCABULARY = 256
 
 
@@ -26,22 +24,15 @@ def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model, its batch and its loss."""
 
-    Attributes:
-        build: makes the model, with the same weights in each call.
-        x, y: one batch, samples first.
-        loss: (output, y) to one loss a sample, `[B]`.
-        forward: (model, x, y) to the output; Opacus calls the model with x alone.
-        dtype: "float32", or "bfloat16" for autocast.
-    """
-
-    build: Callable[[], nn.Module]
-    x: Tensor
+    build: Callable[[], nn.Module]  # makes the model, with the same weights in each call
+    x: Tensor  # one batch, samples first
     y: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]  # (output, y) to one loss per sample, `[B]`
+    # (model, x, y) to the output; Opacus calls the model with x alone.
     forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = _output
-    dtype: str = "float32"
+    dtype: str = "float32"  # or "bfloat16", for autocast
 
     @property
     def batch(self) -> int:
@@ -55,7 +46,7 @@ class Task:
         return self.loss(output, y)
 
     def precision(self) -> torch.autocast:
-        """The context of a forward pass."""
+        """The autocast context of a forward."""
         enabled = self.dtype == "bfloat16"
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
@@ -112,7 +103,7 @@ class _Attention(nn.Module):
 
 def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
     """The language model over bytes, for at most this number of tokens."""
-    # Opacus' ghost clipping refuses tied weights, so nobody ties them here.
+    # Opacus' ghost clipping refuses tied weights, so none are tied here.
     return LongContextLM(
         VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
     )
@@ -127,15 +118,3 @@ def built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[],
             return make().to(device)
 
     return build
-
-
-def attention_step_flops(*, batch: int, tokens: int, heads: int, head_dim: int) -> float:
-    """FLOPs of a nonprivate step of the "attention" model, by hand.
-
-    Four projections forward and their weights' gradients, the gradient of one of their inputs
-    (the data need none), and the pairs of causal attention.
-    """
-    width = heads * head_dim
-    projections = batch * tokens * 2 * width**2 * (4 + 4 + 1)
-    pairs = batch * heads * tokens * (tokens + 1) // 2
-    return projections + attention_flops(pairs, head_dim, forward=True, backward=True)

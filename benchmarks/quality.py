@@ -1,13 +1,13 @@
-"""What attention patterns cost in quality: one small language model, trained with each of them.
+"""What attention patterns cost in held-out loss: one small language model trained with each.
 
-All models begin with the same weights and see the same bytes in the same order. T is the tokens of
-a window.
+All models start from the same weights and see the same bytes in the same order. T is the tokens
+of a window.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,61 +20,41 @@ from torch.utils.data import DataLoader
 import dpflash
 from dpflash.accounting import get_noise_multiplier
 from dpflash.nn import LongContextLM
-from dpflash.patterns import (
-    Adaptive,
-    Dense,
-    Dilated,
-    Hierarchical,
-    Pattern,
-    SlidingWindow,
-)
+from dpflash.patterns import Adaptive, Dense, Dilated, Hierarchical, Pattern, SlidingWindow
 from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
 
 from . import output as results
+from .attention import sparse_pattern
 from .attention_cases import TOLERANCES, Case, check, reference
-from .named_variants import sparse_pattern
+from .document import Column, Table, column, config
 from .peers import build_run
 from .suite import Request, Row
 
 DENSE = "dense"
-_BETAS = (0.9, 0.95)  # as in `dpflash train`
-_WARM_UP = 5  # steps in which the learning rate rises
 _DELTA = 1e-5
-_HELD_OUT_BATCH = 8
 _DTYPE = "float32"
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained.
-
-    Attributes:
-        tokens: T.
-        width, layers, heads: of the model.
-        batch: windows of a step; expected, where it is private.
-        steps: of each model.
-        learning_rate: of Adam, which rises over the first steps.
-        held_out: windows, each of a document of its own.
-        epsilon: of private models, at delta 1e-5.
-    """
+    """The size of a model and of its training."""
 
     tokens: int = 512
     width: int = 64
     layers: int = 2
     heads: int = 4
-    batch: int = 2
+    batch: int = 2  # windows of a step; the expected number, where training is private
     steps: int = 400
-    learning_rate: float = 3e-3
-    held_out: int = 96
-    epsilon: float = 8.0
+    learning_rate: float = 3e-3  # after a warm-up of five steps
+    held_out: int = 96  # windows, each of another document
+    epsilon: float = 8.0  # of private models, at delta 1e-5
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models that are compared, and of those compared under privacy.
+    """Of plain models, and of private ones and their baseline.
 
-    Noise drowns a small batch, so private models, and what they are compared with, take fewer
-    steps of larger ones; T is the same.
+    Noise drowns small batches, so private models take fewer steps of larger ones; T is the same.
     """
 
     plain: Size = Size()
@@ -82,64 +62,27 @@ class Sizes:
 
 
 FULL = Sizes()
-QUICK = Sizes(
-    Size(steps=25, held_out=24),
-    Size(batch=8, steps=5, learning_rate=1e-2, held_out=24),
-)
+QUICK = Sizes(Size(steps=25, held_out=24), Size(batch=8, steps=5, learning_rate=1e-2, held_out=24))
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model to be trained.
-
-    Attributes:
-        name: of its row.
-        pattern: of its attention.
-        baseline: whose loss is taken from its own; None for none.
-        large_batches: of the size that private models have.
-        private: trained with noise.
-        seeds_on: added to the seed of its weights and batches: by how much models differ that
-            differ in nothing else.
-    """
+    """A model to train."""
 
     name: str
     pattern: Pattern
-    baseline: str | None = DENSE
-    large_batches: bool = False
+    baseline: str | None = DENSE  # the model whose loss is subtracted
+    large_batches: bool = False  # trained with `Sizes.private`
     private: bool = False
-    seeds_on: int = 0
-
-
-def quality_rows(request: Request, sizes: Sizes | None = None) -> Iterator[Row]:
-    """Trains a model with each pattern and compares them on held-out documents.
-
-    Args:
-        request: how to measure; quick trains smaller models for a moment.
-        sizes: how much is trained; None for what the request says.
-
-    Yields:
-        A row for each model: "held_out_loss" (nats a byte) and its standard error, the bytes
-        guessed right, and the differences to the baseline on the same windows with 95% intervals.
-        A row is correct where the attention is what its definition says, at this T, and training
-        lowered the held-out loss.
-    """
-    sizes = sizes or (QUICK if request.quick else FULL)
-    told: dict[str, _Told] = {}
-    for contestant in contestants(sizes.plain.tokens):
-        size = sizes.private if contestant.large_batches else sizes.plain
-        row, found = _measured(contestant, size, request)
-        if row["correct"]:
-            told[contestant.name] = found
-            row.update(_figures(found, told.get(contestant.baseline or "")))
-        yield row
+    seeds_on: int = 0  # added to the seed of weights and batches
 
 
 def contestants(tokens: int) -> list[Contestant]:
-    """What is trained for windows of so many tokens, all causal; each after its baseline.
+    """The models trained on windows of so many tokens, all causal, each after its baseline.
 
-    The patterns are those which the suites "variants" and "attention" time at T = 8192, their
-    lengths scaled to these windows: so `dpflash.recommend` finds the loss of a pattern. Not
-    Adaptive's, whose blocks cannot be so small.
+    Their patterns are those that "variants" and "attention" time at T = 8192, with lengths scaled
+    to the window, so that `dpflash.recommend` finds the loss of a pattern. Adaptive is an
+    exception: its blocks cannot be that small.
     """
     dense = Dense(causal=True)
     dilated = Dilated(
@@ -147,6 +90,7 @@ def contestants(tokens: int) -> list[Contestant]:
     )
     block = tokens // 128
     levels = ((block, tokens // 16), (tokens // 16, tokens // 2), (tokens // 2, -1))
+    large = "dense, large batches"
     return [
         Contestant(DENSE, dense, baseline=None),
         Contestant("dense, another seed", dense, seeds_on=1),
@@ -160,68 +104,80 @@ def contestants(tokens: int) -> list[Contestant]:
         ),
         Contestant("hierarchical", Hierarchical(levels=levels, block_size=block, causal=True)),
         Contestant("adaptive", Adaptive(block_size=32, keep=4, causal=True)),
-        Contestant("dense, large batches", dense, baseline=None, large_batches=True),
-        Contestant(
-            "dense, private", dense, "dense, large batches", large_batches=True, private=True
-        ),
+        Contestant(large, dense, baseline=None, large_batches=True),
+        Contestant("dense, private", dense, large, large_batches=True, private=True),
         Contestant(
             "dilated, private", dilated, "dense, private", large_batches=True, private=True
         ),
     ]
 
 
-def _sparsity(pattern: Pattern, tokens: int, heads: int) -> float:
-    """The part of all causal pairs that is left out."""
-    return 1 - pattern.edges(tokens, heads) / (heads * tokens * (tokens + 1) // 2)
-
-
 @dataclass(frozen=True)
-class _Told:
+class _Scores:
     """Of each held-out window: nats a byte, and the part of its bytes that was guessed right."""
 
     losses: np.ndarray
     accuracies: np.ndarray
 
 
-def _measured(contestant: Contestant, size: Size, request: Request) -> tuple[Row, _Told]:
-    pattern, device = contestant.pattern, request.where
+def quality_rows(request: Request, sizes: Sizes | None = None) -> Iterator[Row]:
+    """Trains a model with each pattern and compares them on held-out documents.
+
+    A row has "held_out_loss" (nats a byte), the part of bytes guessed right, and differences to
+    the baseline on the same windows with 95% intervals. It is correct where the attention passes
+    its check at this T and training lowered the held-out loss; other rows have no figures.
+    """
+    sizes = sizes or (QUICK if request.quick else FULL)
+    scores: dict[str, _Scores] = {}
+    for contestant in contestants(sizes.plain.tokens):
+        size = sizes.private if contestant.large_batches else sizes.plain
+        row, found = _trained(contestant, size, request)
+        if row["correct"]:
+            scores[contestant.name] = found
+            row.update(_figures(found, scores.get(contestant.baseline or "")))
+        yield row
+
+
+def _trained(contestant: Contestant, size: Size, request: Request) -> tuple[Row, _Scores]:
+    pattern, seed = contestant.pattern, request.seed + contestant.seeds_on
     error = _attention_error(pattern, size, request)
-    seed = request.seed + contestant.seeds_on
-    model = _initial_model(pattern, size, seed).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
+    model = _initial_model(pattern, size, seed).to(request.where)
     before = _evaluate(model, size, request)
-    told: dict[str, Any] = {}
+    privacy: dict[str, Any] = {}
     if contestant.private:
-        told = _train_privately(model, size, seed)
+        privacy = _train_privately(model, size, seed)
     else:
         _train(model, size, seed)
     after = _evaluate(model, size, request)
-    fell = bool(after.losses.mean() < before.losses.mean())
+    learnt = bool(after.losses.mean() < before.losses.mean())
     row = results.row(
         f"quality/{contestant.name}",
         {
             "pattern": repr(pattern),
             **asdict(size),
-            "epsilon": told.get("epsilon"),
+            "epsilon": privacy.get("epsilon"),
             "seed": seed,
         },
         section="quality",
         what=contestant.name,
         pattern_key=pattern.key,
-        correct=error <= TOLERANCES[_DTYPE] and fell,
+        correct=error <= TOLERANCES[_DTYPE] and learnt,
         error=error,
-        sparsity=_sparsity(pattern, size.tokens, size.heads),
+        # The part of all causal pairs that is left out.
+        sparsity=1
+        - pattern.edges(size.tokens, size.heads)
+        / Dense(causal=True).edges(size.tokens, size.heads),
         steps=size.steps,
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         baseline=contestant.baseline,
         loss_before=float(before.losses.mean()),
-        **told,
+        **privacy,
     )
     return row, after
 
 
 def _attention_error(pattern: Pattern, size: Size, request: Request) -> float:
-    """Of the attention that the models have, at their T."""
+    """The error of the models' attention, at their T."""
     head_dim = size.width // size.heads
     case = Case(pattern, size.tokens, 1, size.heads, head_dim, _DTYPE, request.where.type)
     inputs = case.inputs(request.seed)
@@ -229,17 +185,12 @@ def _attention_error(pattern: Pattern, size: Size, request: Request) -> float:
     return max(check(build_run("dpflash", case), inputs, expected).values())
 
 
-def _figures(found: _Told, baseline: _Told | None) -> dict[str, Any]:
+def _figures(found: _Scores, baseline: _Scores | None) -> dict[str, Any]:
     """The columns of a model that learnt."""
-    loss, loss_error = _mean(found.losses)
-    accuracy, accuracy_error = _mean(found.accuracies)
-    figures: dict[str, Any] = {
-        "held_out_loss": loss,
-        "held_out_loss_error": loss_error,
-        "accuracy": accuracy,
-        "accuracy_error": accuracy_error,
-        "held_out_windows": len(found.losses),
-    }
+    figures: dict[str, Any] = {"held_out_windows": len(found.losses)}
+    for key, values in (("held_out_loss", found.losses), ("accuracy", found.accuracies)):
+        figures[key] = float(values.mean())
+        figures[f"{key}_error"] = float(scipy.stats.sem(values))
     if baseline is not None:
         difference, interval = _paired(found.losses, baseline.losses)
         points, points_interval = _paired(found.accuracies, baseline.accuracies)
@@ -253,14 +204,9 @@ def _figures(found: _Told, baseline: _Told | None) -> dict[str, Any]:
     return figures
 
 
-def _mean(values: np.ndarray) -> tuple[float, float]:
-    """The mean, and its standard error."""
-    return float(values.mean()), float(scipy.stats.sem(values))
-
-
 def _paired(own: np.ndarray, other: np.ndarray) -> tuple[float, list[float]]:
-    """The mean difference of the same windows, and its 95% interval by Student's t."""
-    mean, error = _mean(own - other)
+    """The mean difference on the same windows, and its 95% interval by Student's t."""
+    mean, error = float((own - other).mean()), float(scipy.stats.sem(own - other))
     reach = float(scipy.stats.t.ppf(0.975, len(own) - 1)) * error
     return mean, [mean - reach, mean + reach]
 
@@ -280,7 +226,7 @@ def _initial_model(pattern: Pattern, size: Size, seed: int) -> LongContextLM:
 
 @functools.cache
 def _windows(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
-    """To train on and held out, of documents that fill a window."""
+    """Windows to train on and held-out ones, of documents that fill a window."""
     documents = ByteDocuments.from_folder(default_data_dir(), suffixes=(".py",))
     key = int(seed).to_bytes(32, "little")
     train, held_out = (
@@ -298,10 +244,9 @@ def _batch(windows: TrainWindows, rows: Any, step: int) -> tuple[Tensor, Tensor]
 def _optimizer(
     model: LongContextLM, size: Size
 ) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
-    adam = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=_BETAS)
-    return adam, torch.optim.lr_scheduler.LambdaLR(
-        adam, lambda step: min(1.0, (step + 1) / _WARM_UP)
-    )
+    # The betas of `dpflash train`; the learning rate rises over five steps.
+    adam = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95))
+    return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 5))
 
 
 def _train(model: LongContextLM, size: Size, seed: int) -> None:
@@ -309,7 +254,7 @@ def _train(model: LongContextLM, size: Size, seed: int) -> None:
     optimizer, schedule = _optimizer(model, size)
     device = next(model.parameters()).device
     for step in range(size.steps):
-        # A function of seed and step alone, so that all models see the same.
+        # A function of seed and step alone, so that all models see the same windows.
         rows = np.random.default_rng([seed, step]).choice(len(windows), size.batch, replace=False)
         inputs, targets = (x.to(device) for x in _batch(windows, rows, step))
         model(inputs, targets).mean().backward()
@@ -319,7 +264,7 @@ def _train(model: LongContextLM, size: Size, seed: int) -> None:
 
 
 def _train_privately(model: LongContextLM, size: Size, seed: int) -> dict[str, Any]:
-    """Poisson draws, flat clipping and noise; what the accountant says of them."""
+    """Trains with Poisson sampling, flat clipping and noise; returns the privacy columns."""
     windows, _ = _windows(size.tokens, seed)
     noise_multiplier = get_noise_multiplier(
         target_epsilon=size.epsilon,
@@ -348,23 +293,75 @@ def _train_privately(model: LongContextLM, size: Size, seed: int) -> dict[str, A
             windows.set_step(optimizer.releases)
             if optimizer.releases == size.steps:
                 break
-    return {
-        "epsilon": engine.get_epsilon(_DELTA),
-        "delta": _DELTA,
-        "noise_multiplier": noise_multiplier,
-    }
+    epsilon = engine.get_epsilon(_DELTA)
+    return {"epsilon": epsilon, "delta": _DELTA, "noise_multiplier": noise_multiplier}
 
 
-def _evaluate(model: LongContextLM, size: Size, request: Request) -> _Told:
-    """On one window of each held-out document, the same whatever was trained."""
+def _evaluate(model: LongContextLM, size: Size, request: Request) -> _Scores:
+    """Scores on one window of each held-out document, the same for all models."""
     _, windows = _windows(size.tokens, request.seed)
     losses, accuracies = [], []
+    count = min(size.held_out, len(windows))
     with torch.no_grad():
-        count = min(size.held_out, len(windows))
-        for start in range(0, count, _HELD_OUT_BATCH):
-            rows = range(start, min(start + _HELD_OUT_BATCH, count))
+        for rows in torch.arange(count).split(8):
             inputs, targets = (x.to(request.where) for x in _batch(windows, rows, 0))
             logits = model(inputs)
             losses.append(dpflash.losses.cross_entropy(logits, targets))
             accuracies.append((logits.argmax(2) == targets).double().mean(1))
-    return _Told(*(torch.cat(parts).double().cpu().numpy() for parts in (losses, accuracies)))
+    return _Scores(*(torch.cat(parts).double().cpu().numpy() for parts in (losses, accuracies)))
+
+
+def _with_error(key: str, header: str) -> Column:
+    def cell(row: Mapping[str, Any]) -> str | None:
+        if row.get(key) is None:
+            return None
+        return f"{row[key]:.4f} ± {row[f'{key}_error']:.4f}"
+
+    return header, cell
+
+
+def _difference(key: str, header: str, factor: float = 1.0, digits: int = 4) -> Column:
+    def cell(row: Mapping[str, Any]) -> str | None:
+        if row.get(key) is None:
+            return None
+        low, high = (factor * end for end in row[f"{key}_ci95"])
+        return f"{factor * row[key]:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+    return header, cell
+
+
+def _relative(row: Mapping[str, Any]) -> str | None:
+    value = row.get("relative_difference")
+    return None if value is None else f"{value:+.2%}"
+
+
+QUALITY_TABLE = Table(
+    "quality",
+    "Quality: the same small language model, trained with each pattern",
+    (
+        column("what", "attention"),
+        ("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}"),
+        column("epsilon"),
+        _with_error("held_out_loss", "held-out loss, nats a byte"),
+        column("baseline"),
+        _difference("difference", "difference"),
+        ("relative", _relative),
+        _difference("accuracy_difference", "bytes guessed right, points", 100, 2),
+        config("batch"),
+        config("steps"),
+        column("parameters"),
+        column("correct"),
+    ),
+    "Bytes of Python's own library; one window of each held-out document. ± is the standard error "
+    "over windows. Differences are taken window by window; their 95% intervals cover the choice "
+    "of windows, but not that of weights and batches: *dense, another seed* and *dense, a third "
+    "seed* show how much those change, and smaller differences mean nothing. *Two tokens* attends "
+    "to the token itself and the one before: so much is attention worth to a model this small and "
+    "so briefly trained. A pattern of near tokens may do better than dense here; that is no "
+    "evidence about models that have learnt to use far tokens. Lengths of patterns are those "
+    "timed at T = 8,192, over 16 (but adaptive's). Sparsity is over all causal pairs (a lower "
+    "bound for adaptive). Noise drowns small batches, so private models and *dense, large "
+    "batches* take fewer steps of larger ones. Their fixed seed makes them unfit for release. "
+    "torchbridge publishes losses of accuracy of less than 0.1, 0.5 and 1.0% at 50, 75 and 90% "
+    "sparsity, and no code that trains anything.",
+)

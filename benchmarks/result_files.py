@@ -1,4 +1,4 @@
-"""Committed JSON files of results, and what of them `dpflash.recommend` ships.
+"""Committed JSON files of results.
 
 Results lie in ``<results>/<device>/<suite>.json``.
 """
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .schema import upgraded
 
 Row = Mapping[str, Any]
 
@@ -50,7 +52,7 @@ Files = Mapping[str, ResultFile]
 def load(results: Path, device: str) -> dict[str, ResultFile]:
     """The files of a device, by the names of what was run."""
     return {
-        path.stem: ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
+        path.stem: ResultFile(path, upgraded(json.loads(path.read_text(encoding="utf-8"))))
         for path in sorted((results / device).glob("*.json"))
     }
 
@@ -58,34 +60,3 @@ def load(results: Path, device: str) -> dict[str, ResultFile]:
 def device_names(results: Path) -> list[str]:
     """The devices that have results."""
     return sorted(path.name for path in results.iterdir() if any(path.glob("*.json")))
-
-
-# What a recommendation reads of a file.
-_ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
-_COLUMNS = (
-    *("name", "section", "config", "pattern_key", "operator", "correct"),
-    *("median_ms", "ci95_ms", "peak_memory_mb", "needs"),
-    *("what", "baseline", "sparsity", "difference", "difference_ci95", "relative_difference"),
-)
-
-
-def recommendation_data(results: Path) -> dict[str, Any]:
-    """What `dpflash.recommend` needs of the results: "runs", as it reads them."""
-    runs = []
-    for device in device_names(results):
-        for name in ("attention", "variants", "sequence"):
-            file = load(results, device).get(name)
-            if file is None:
-                continue
-            rows = [
-                {key: row[key] for key in _COLUMNS if row.get(key) is not None}
-                for row in file.rows
-                if row.get("operator") == "dpflash" or row.get("section") == "quality"
-            ]
-            runs.append(
-                {
-                    "environment": {key: file.environment.get(key) for key in _ENVIRONMENT},
-                    "rows": rows,
-                }
-            )
-    return {"runs": runs}

@@ -1,125 +1,153 @@
-"""A model of ring attention on many workers: exact counts of work and bytes, assumed speeds.
+"""A model of ring attention on many ranks: exact counts of work and bytes, assumed speeds.
 
-Not a measurement. Letters: T tokens, P workers, T_p = T / P, H heads, D head dim.
+Not a measurement. Letters: T tokens, P ranks, H heads, D head dim.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dpflash import _validate
 from dpflash.distributed import Layout, edges_per_rank, sent_bytes
-from dpflash.distributed.exchange_plan import Spread, need
+from dpflash.distributed.exchange_plan import ShardedPattern, needed_rows
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
+from . import output as results
+from .scaling_tasks import PATTERNS, SPREADS, spread
+
 # Forward 2 products of 2 D operations, backward 5 of them.
-FLOPS_OF_AN_EDGE = 14
+_FLOPS_OF_AN_EDGE = 14
+ASSUMPTIONS = (
+    "only ring attention, forward and backward, of one sample; nothing else of a training step",
+    f"{_FLOPS_OF_AN_EDGE} D operations for each pair (query, key) and head, forward and backward; "
+    "pairs and bytes are counted exactly, for the busiest rank",
+    "every rank computes at the FLOP/s given or measured on one rank, however small its shard is; "
+    "merging of partial results costs nothing",
+    "every rank sends at the link's full bandwidth at all times, whoever it sends to; there is no "
+    "congestion, and receiving costs nothing more",
+    "a message costs the link's latency once (an assumed figure for each link); keys and values "
+    "of one shard are one message, and messages of a rank follow each other",
+    "without overlap a step takes compute plus exchange, with overlap the longer of the two; a "
+    "rank waits for nothing but bytes",
+    "efficiency is the time of evenly spread work over free links, over the time of the step",
+)
 
 
-@dataclass(frozen=True)
-class Link:
-    """What connects the workers.
-
-    Attributes:
-        name: in words.
-        bandwidth: bytes/s that a worker sends.
-        latency: seconds before a message's first byte arrives.
-    """
+class Link(NamedTuple):
+    """A link between ranks: its name, bytes/s that a rank sends, and seconds of latency."""
 
     name: str
     bandwidth: float
     latency: float
 
 
-LINKS = {
-    "nvlink": Link("NVLink 4, 450 GB/s per GPU and direction", 450e9, 5e-6),
-    "infiniband": Link("InfiniBand NDR, 50 GB/s per GPU", 50e9, 10e-6),
-}
-
-
-def link_of(name: str | None, gigabytes: float | None, microseconds: float | None) -> list[Link]:
-    """The links of a model: those of a name, one of given speeds, or all that have names.
-
-    Args:
-        name: of LINKS.
-        gigabytes: per second, instead of a name's.
-        microseconds: of latency, instead of a name's; 5 where nothing is named.
-
-    Raises:
-        ValueError: an unknown name, or a speed that is not a number above 0.
-    """
-    _validate.one_of(link=(name, (None, *LINKS)))
-    if gigabytes is not None:
-        _validate.positive(link_gbps=gigabytes)
-        _validate.finite(link_gbps=gigabytes)
-    if microseconds is not None:
-        _validate.non_negative(link_latency_us=microseconds)
-        _validate.finite(link_latency_us=microseconds)
-    named = [LINKS[name]] if name is not None else list(LINKS.values())
-    if name is None and gigabytes is not None:
-        named = [Link("given", 0.0, 5e-6)]
-    found = []
-    for link in named:
-        bandwidth = link.bandwidth if gigabytes is None else 1e9 * gigabytes
-        latency = link.latency if microseconds is None else 1e-6 * microseconds
-        given = gigabytes is not None or microseconds is not None
-        label = f"{bandwidth / 1e9:g} GB/s, {latency * 1e6:g} us (given)" if given else link.name
-        found.append(Link(label, bandwidth, latency))
-    return found
+LINKS = (
+    Link("NVLink 4, 450 GB/s per GPU and direction", 450e9, 5e-6),
+    Link("InfiniBand NDR, 50 GB/s per GPU", 50e9, 10e-6),
+)
 
 
 class Load(NamedTuple):
-    """The work and the traffic of a step, forward and backward.
+    """The work and the traffic of a step, forward and backward."""
 
-    Attributes:
-        greatest: pairs (query, key) of the worker with the most, over all heads.
-        mean: of all workers.
-        sent: bytes of the worker that sends the most.
-        messages: of the worker that sends the most of them.
-    """
-
-    greatest: int
-    mean: float
-    sent: int
-    messages: int
+    greatest: int  # pairs (query, key) of the rank with the most, over all heads
+    mean: float  # pairs of all ranks
+    sent: int  # bytes of the rank that sends most
+    messages: int  # of the rank that sends most of them
 
 
-class Time(NamedTuple):
-    """Seconds of a step.
-
-    Attributes:
-        compute: of the busiest worker.
-        exchange: of the one that sends the most.
-        apart: one after the other.
-        overlapped: both at once.
-        efficient: what it would take if the work were dealt out evenly and links were free.
-    """
-
-    compute: float
-    exchange: float
-    apart: float
-    overlapped: float
-    efficient: float
-
-
-def step_time(load: Load, head_dim: int, flops: float, link: Link) -> Time:
-    """Seconds of a step, where no worker waits for another but for bytes.
+def model_rows(
+    rows: Sequence[Mapping[str, Any]],
+    given_flops: Sequence[float],
+    links: Sequence[Link],
+    lengths: Sequence[tuple[str, int]],
+    ranks: Sequence[int],
+    heads: int,
+    head_dim: int,
+) -> Iterator[dict[str, Any]]:
+    """The rows of the model.
 
     Args:
-        load: what is to be done.
+        rows: measured ones, of which the FLOP/s of one rank are taken.
+        given_flops: FLOP/s of a rank to assume beside.
+        links: between ranks.
+        lengths: ("weak", T of each rank) or ("strong", T of all).
+        ranks: numbers of them.
+        heads: H.
         head_dim: D.
-        flops: FLOP/s of a worker.
-        link: between workers.
     """
-    each = FLOPS_OF_AN_EDGE * head_dim / flops
-    compute, efficient = load.greatest * each, load.mean * each
-    exchange = load.sent / link.bandwidth + load.messages * link.latency
-    return Time(compute, exchange, compute + exchange, max(compute, exchange), efficient)
+    speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
+    for flops in given_flops:
+        assumed = dict.fromkeys(PATTERNS, flops)
+        speeds.append((f"given, {flops:g} FLOP/s", assumed, torch.bfloat16))
+    for (scaling, length), (pattern, sharding), number, (
+        source,
+        flops_of,
+        dtype,
+    ) in itertools.product(lengths, SPREADS, ranks, speeds):
+        if pattern not in flops_of:
+            continue
+        tokens = length * number if scaling == "weak" else length
+        load = load_of(PATTERNS[pattern], tokens, heads, head_dim, dtype, number, sharding)
+        for link in links:
+            place = f"model/{scaling}/{spread(pattern, sharding)}/P{number}/{source}/{link.name}"
+            shape = {
+                "pattern": pattern,
+                "scaling": scaling,
+                "tokens": tokens,
+                "heads": heads,
+                "head_dim": head_dim,
+                "dtype": str(dtype).removeprefix("torch."),
+                "sharding": sharding,
+                "ranks": number,
+                "flops": flops_of[pattern],
+                "flops_source": source,
+                "link": link.name,
+                "link_bytes_per_s": link.bandwidth,
+                "link_latency_s": link.latency,
+            }
+            yield results.row(
+                place,
+                shape,
+                section="model",
+                ranks=number,
+                edges=load.greatest,
+                bytes_sent=load.sent,
+                messages=load.messages,
+                **step_times(load, head_dim, flops_of[pattern], link),
+            )
+
+
+def measured_flops(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """FLOP/s of one rank in forward and backward, by pattern, where it was measured."""
+    found: dict[str, float] = {}
+    for row in rows:
+        shape = row["config"]
+        if row["section"] == "attention" and shape["scaling"] == "strong" and row["correct"]:
+            operations = _FLOPS_OF_AN_EDGE * shape["head_dim"] * sum(row["edges_per_rank"])
+            seconds = (row["alone"] or row)["median_ms"] / 1e3
+            found.setdefault(shape["pattern"], operations / seconds)
+    return found
+
+
+def step_times(load: Load, head_dim: int, flops: float, link: Link) -> Mapping[str, Any]:
+    """Milliseconds and efficiency of a step, where ranks wait for nothing but bytes."""
+    each = 1e3 * _FLOPS_OF_AN_EDGE * head_dim / flops
+    compute, even = load.greatest * each, load.mean * each
+    exchange = 1e3 * (load.sent / link.bandwidth + load.messages * link.latency)
+    return {
+        "compute_ms": compute,
+        "exchange_ms": exchange,
+        "modelled_ms": compute + exchange,
+        "modelled_overlapped_ms": max(compute, exchange),
+        "efficiency": even / (compute + exchange),
+        "efficiency_overlapped": even / max(compute, exchange),
+    }
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,38 +157,28 @@ def load_of(
     heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    workers: int,
+    ranks: int,
     sharding: str,
 ) -> Load:
     """The load of ring attention, B = 1, counted exactly.
 
-    Dense causal attention is counted by its ranges. Of a pattern whose queries see no farther than
-    some tokens a stretch of neighbouring workers is counted, long enough to hold all that those
-    in its middle see and whole segments of a dilated one; the others are as its middle.
-
-    Args:
-        pattern: dense causal, a causal sliding window without global tokens, or dilated.
-        tokens: T, a multiple of P.
-        heads: H, all of them key/value heads too.
-        head_dim: D.
-        dtype: of q, k and v.
-        workers: P.
-        sharding: "contiguous" or "zigzag"; "contiguous" for a pattern that is not dense.
+    Dense causal attention is counted by its ranges. Where queries see only some tokens back, a
+    stretch of neighbouring ranks is counted, long enough to hold all that those in its middle see
+    and whole segments of a dilated pattern; the other ranks are like its middle.
 
     Raises:
         ValueError: another pattern, T that P does not divide, or segments that shards do not fit.
     """
-    if tokens % workers:
+    if tokens % ranks:
         raise ValueError(
-            f"tokens={tokens} over {workers} workers: the model deals out equal shards; pass a "
-            "multiple of the number of workers"
+            f"tokens={tokens} over {ranks} ranks: the model needs equal shards; pass a "
+            "multiple of the number of ranks"
         )
     if isinstance(pattern, Dense) and pattern.causal:
-        return _dense(tokens, heads, head_dim, dtype, Layout(tokens, workers, sharding))
-    own = tokens // workers
-    period = -(-_reach(pattern, own) // own)
+        return _dense(tokens, heads, head_dim, dtype, Layout(tokens, ranks, sharding))
+    own = tokens // ranks
     # Whole segments, one of them with neighbours on both sides.
-    stretch = min(workers, 4 * period)
+    stretch = min(ranks, 4 * -(-_reach(pattern, own) // own))
     length = stretch * own
     edges = edges_per_rank(pattern, length, heads, stretch, sharding)
     sent = [
@@ -178,23 +196,21 @@ def load_of(
         )
         for rank in range(stretch)
     ]
-    spread = Spread(pattern, length, heads, heads, Layout(length, stretch, sharding))
+    spread = ShardedPattern(pattern, length, heads, heads, Layout(length, stretch, sharding))
+    cpu = torch.device("cpu")
     moved = np.array(
         [
-            [
-                to != of and need(spread, to, of, torch.device("cpu")).count > 0
-                for of in range(stretch)
-            ]
+            [to != of and needed_rows(spread, to, of, cpu).count > 0 for of in range(stretch)]
             for to in range(stretch)
         ]
     )
     messages = 2 * moved.sum(0) + moved.sum(1)
-    mean = (sum(edges) + (workers - stretch) * edges[stretch // 2]) / workers
+    mean = (sum(edges) + (ranks - stretch) * edges[stretch // 2]) / ranks
     return Load(max(edges), mean, max(sent), int(messages.max()))
 
 
 def _reach(pattern: Pattern, own: int) -> int:
-    """How far a query sees, in tokens; shards of `own` tokens must fit segments."""
+    """How far back a query sees, in tokens; shards of `own` tokens must fit segments."""
     if isinstance(pattern, SlidingWindow) and pattern.causal and not pattern.global_tokens:
         return max(1, pattern.window)
     if isinstance(pattern, Dilated):
@@ -202,7 +218,7 @@ def _reach(pattern: Pattern, own: int) -> int:
             if own % length and length % own:
                 raise ValueError(
                     f"segments of {length} tokens over shards of {own}: the model needs one to "
-                    "be a multiple of the other; pass other tokens or workers"
+                    "be a multiple of the other; pass other tokens or ranks"
                 )
         return max(pattern.segment_lengths)
     raise ValueError(
@@ -212,11 +228,11 @@ def _reach(pattern: Pattern, own: int) -> int:
 
 
 def _dense(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, layout: Layout) -> Load:
-    workers = layout.world_size
+    ranks = layout.world_size
     edges, last = [], []
-    starts = np.zeros((workers, 2), dtype=np.int64)
-    lengths = np.zeros((workers, 2), dtype=np.int64)
-    for rank in range(workers):
+    starts = np.zeros((ranks, 2), dtype=np.int64)
+    lengths = np.zeros((ranks, 2), dtype=np.int64)
+    for rank in range(ranks):
         chunks = layout.chunks(rank)
         ends = [chunk.start + chunk.length for chunk in chunks]
         edges.append(
@@ -235,21 +251,5 @@ def _dense(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, layout: L
     given, back = rows.sum(0), rows.sum(1)
     sent = row * (2 * dtype.itemsize * given + wide * back)
     messages = 2 * (rows > 0).sum(0) + (rows > 0).sum(1)
-    mean = heads * tokens * (tokens + 1) / 2 / workers
+    mean = heads * tokens * (tokens + 1) / 2 / ranks
     return Load(heads * max(edges), mean, int(sent.max()), int(messages.max()))
-
-
-ASSUMPTIONS = (
-    "only ring attention, forward and backward, of one sample; nothing else of a training step",
-    f"{FLOPS_OF_AN_EDGE} D operations for each pair (query, key) and head, forward and backward; "
-    "pairs and bytes are counted exactly, for the busiest worker",
-    "every worker computes at the FLOP/s given or measured with one worker, however small its "
-    "shard is; merging of partial results costs nothing",
-    "every worker sends at the link's full bandwidth at all times, whoever it sends to; there is "
-    "no congestion, and what it receives costs nothing more",
-    "a message costs the link's latency once (an assumed figure for each link); keys and values "
-    "of one shard are one message, and messages of a worker follow each other",
-    "without overlap a step takes compute plus exchange, with overlap the longer of the two; a "
-    "worker waits for nobody but for bytes",
-    "efficiency is the time of evenly dealt work over free links, over the time of the step",
-)

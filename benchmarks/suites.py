@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .suite import Suite
 
-# What each measures, in the order in which `all` runs them; module `_MODULES.get(name, name)`.
+# What each measures, in the order in which `all` runs them; `_MODULES.get(name, name)`.
 SUITES = {
     "variants": "time and memory of dilated (LongNet), ring and block-sparse attention as "
     "published reports name them, of other sparse patterns and of dense attention; what each "
@@ -29,18 +29,24 @@ SUITES = {
     "and forward+backward",
     "accounting": "time and tightness of epsilons and noise multipliers by dpflash's accountants, "
     "Opacus' and Google's dp_accounting",
-    "workers": "throughput and efficiency of private training over numbers of worker processes",
+    "ranks": "throughput and efficiency of private training over numbers of ranks",
+    "scaling": "attention, its memory and private training on several ranks, the bytes that they "
+    "send, and a model of larger clusters",
 }
+# MODULE:ATTRIBUTE of a suite; else its name and SUITE.
 _MODULES = {
+    "sequence": "growth:SEQUENCE",
+    "batch": "growth:BATCH",
+    "heads": "growth:HEADS",
     "max-length": "max_length",
     "private-step": "private_step",
-    "workers": "workers_suite",
 }
 
 
 def suite_named(name: str) -> Suite:
     """The suite of a name of SUITES."""
-    module = importlib.import_module(f".{_MODULES.get(name, name)}", __package__)
-    suite: Suite = module.SUITE
+    module, _, attribute = _MODULES.get(name, name).partition(":")
+    found = importlib.import_module(f".{module}", __package__)
+    suite: Suite = getattr(found, attribute or "SUITE")
     assert suite.name == name, (suite.name, name)
     return suite

@@ -1,4 +1,4 @@
-"""How long calls take: warmed up, taking turns, outliers out, the median with its interval."""
+"""Times calls in turns; medians of the trials with 95% intervals, outliers left out."""
 
 from __future__ import annotations
 
@@ -16,24 +16,36 @@ from dpflash import _validate
 Step = Callable[[], object]
 
 HIGH_VARIANCE = 0.1  # of the coefficient of variation
+FEWEST_TRIALS = 3
 _FENCES = 1.5  # of Tukey, in interquartile ranges
-# On a GPU: more than its last cache holds, and how often that is overwritten before a call, some
-# milliseconds in which the host queues what is timed.
+# On a GPU: more bytes than its last cache holds. Overwriting them so often before each call takes
+# some milliseconds, in which the host queues the call that is timed.
 _FLUSHED_BYTES = 2**28
 _FLUSHES = 32
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a call is made.
-
-    Attributes:
-        warm_ups: calls that are not timed.
-        trials: calls that are.
-    """
+    """How many calls are made without timing them, and how many are timed."""
 
     warm_ups: int = 5
     trials: int = 20
+
+    @property
+    def calls(self) -> int:
+        """All calls."""
+        return self.warm_ups + self.trials
+
+    def within(self, seconds: float, limit: float) -> Effort | None:
+        """This effort where calls of so many seconds fit into the limit, else fewer calls.
+
+        Returns:
+            1 warm-up and 3 to 23 trials where that is all that fits; None where it does not.
+        """
+        if seconds * self.calls <= limit:
+            return self
+        fitting = int(min(limit / seconds, FULL.calls - 1, self.calls - 1)) - 1
+        return Effort(1, fitting) if fitting >= FEWEST_TRIALS else None
 
 
 FULL = Effort()
@@ -42,36 +54,28 @@ QUICK = Effort(warm_ups=2, trials=5)
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the trials of one call.
-
-    Attributes:
-        median_ms: of the trials kept, milliseconds.
-        ci95_ms: 95% interval of the median by order statistics; of fewer than 6 trials, which
-            have none, their range.
-        cv: standard deviation over mean of the trials kept; None of one trial.
-        trials: how many were timed.
-        outliers: how many of them were left out, those beyond Tukey's fences.
-    """
+    """Statistics of the trials of one call, without those beyond Tukey's fences."""
 
     median_ms: float
+    # 95% interval of the median by order statistics; the range of fewer than 6 trials.
     ci95_ms: tuple[float, float]
-    cv: float | None
-    trials: int
-    outliers: int
+    cv: float | None  # standard deviation over mean; None of one trial
+    trials: int  # how many were timed
+    outliers: int  # how many of them were left out
 
     def __str__(self) -> str:
         """Such as "12.3 ms (95% 12.1 to 12.5, 20 trials)"."""
         low, high = self.ci95_ms
-        told = f"{self.median_ms:.4g} ms (95% {low:.4g} to {high:.4g}, {self.trials} trials"
+        text = f"{self.median_ms:.4g} ms (95% {low:.4g} to {high:.4g}, {self.trials} trials"
         if self.outliers:
-            told += f", {self.outliers} of them outliers"
+            text += f", {self.outliers} of them outliers"
         if self.high_variance:
-            told += ", high variance" if self.cv is None else f", high variance: CV {self.cv:.0%}"
-        return f"{told})"
+            text += ", high variance" if self.cv is None else f", high variance: CV {self.cv:.0%}"
+        return f"{text})"
 
     @property
     def high_variance(self) -> bool:
-        """Whether the figure is to be taken with care."""
+        """Whether the coefficient of variation is above 10%, or unknown."""
         return self.cv is None or self.cv > HIGH_VARIANCE
 
     def as_row(self) -> dict[str, Any]:
@@ -103,11 +107,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summarize(seconds: Sequence[float]) -> Statistics:
-    """The statistics of some trials.
-
-    Args:
-        seconds: of each trial, at least one.
-    """
+    """The statistics of some trials, at least one."""
     if not seconds:
         raise ValueError("seconds=[]: expected at least one trial; time the call first")
     kept = [1e3 * value for value in within_fences(seconds)]
@@ -116,18 +116,28 @@ def summarize(seconds: Sequence[float]) -> Statistics:
     return Statistics(median, median_interval(kept), cv, len(seconds), len(seconds) - len(kept))
 
 
-class Stopwatch:
-    """Seconds of a call, by the clock that tells most on a device.
+def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
+    """The columns of a row for its trials.
 
-    On a GPU by events, with its L2 cache overwritten before; on one CPU thread by that thread's
-    process time, which other jobs of the machine disturb less; else by the wall's clock.
+    Where fewer calls than asked for were made, since they are slow (`is_short`), the row has the
+    range of its trials and no interval.
+    """
+    trials = [1e3 * value for value in seconds]
+    if not is_short:
+        return {**summarize(seconds).as_row(), "samples_ms": trials}
+    median, limits = float(np.median(trials)), [min(trials), max(trials)]
+    return {"median_ms": median, "range_ms": limits, "trials": len(trials)}
+
+
+class Stopwatch:
+    """Seconds of a call, by the clock that suits the device.
+
+    On a GPU these are CUDA events, with the L2 cache overwritten before; on one CPU thread its
+    process time, which other jobs of the machine disturb less; else the wall clock.
 
     Args:
-        device: whose time it is.
-        wall: take the wall's clock on a CPU in any case, as where processes wait for each other.
-
-    Attributes:
-        name: of the clock.
+        device: on which the call runs.
+        wall: take the wall clock on a CPU in any case, as where processes wait for each other.
     """
 
     def __init__(self, device: torch.device, *, wall: bool = False):
@@ -162,45 +172,38 @@ def time_steps(
     effort: Effort,
     stopwatch: Callable[[Step], float],
     before: Step = lambda: None,
-    after_round: Step = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of each trial of each call.
 
     Calls take turns (A B C, B C A, ...), so that a drift of the machine's speed hits all alike.
 
-    Args:
-        steps: the calls, by name.
-        effort: how often each is made.
-        stopwatch: by which clock.
-        before: made before each call and not timed, such as a barrier of several workers.
-        after_round: made after each has had its turn.
+    `before` is called before each of them and not timed, such as a barrier of several ranks.
     """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(effort.warm_ups + effort.trials):
+    for number in range(effort.calls):
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             before()
             taken = stopwatch(steps[name])
             if number >= effort.warm_ups:
                 seconds[name].append(taken)
-        after_round()
     return seconds
 
 
 def time_call(
     call: Step, *, trials: int = 20, warm_ups: int = 5, device: str = "cpu"
 ) -> Statistics:
-    """How long a call takes.
+    """Times a call.
 
     Args:
-        call: what is timed, without arguments.
-        trials: how many calls are timed, at least 1.
-        warm_ups: how many are made before.
+        call: a function without arguments.
+        trials: number of calls that are timed, at least 1.
+        warm_ups: number of calls before.
         device: "cpu" or "cuda"; work queued on a GPU is waited for.
 
     Returns:
-        Median, its 95% interval and the coefficient of variation, outliers left out.
+        The median, its 95% interval and the coefficient of variation, outliers left out.
 
     Raises:
         ValueError: call cannot be called, a number is too small, or torch finds no such device.
@@ -224,7 +227,7 @@ def usable_device(device: str) -> torch.device:
     """The device of a name, "cpu", "cuda" or "cuda:1".
 
     Raises:
-        ValueError: it is none, or torch finds none here.
+        ValueError: there is no such device, or torch does not find it here.
     """
     try:
         found = torch.device(device)
@@ -247,34 +250,22 @@ def usable_device(device: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast a call is as another one that took turns with it.
-
-    Attributes:
-        median: over the rounds, of the other's time over this one's.
-        ci95: 95% interval of that median by order statistics.
-    """
+    """The speed-up of a call over another one that took turns with it, over the rounds."""
 
     median: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float]  # of the median, by order statistics
 
 
 def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:
-    """By rounds: outliers out, the median and its interval.
-
-    Args:
-        own: seconds of each round.
-        other: of the same rounds.
-    """
+    """The speed-up over another call, from the seconds of each round; outliers left out."""
     kept = within_fences([b / a for a, b in zip(own, other, strict=True)])
     return Ratio(float(np.median(kept)), median_interval(kept))
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """P of ``value = c size^p``, fitted to the logarithms, and its 95% interval (low, high).
+    """The exponent p of ``value = c size^p``, and its 95% interval (low, high).
 
-    Args:
-        sizes: at least three different ones.
-        values: of each size.
+    It is fitted to the logarithms of at least three different sizes.
     """
     fit = scipy.stats.linregress(np.log(sizes), np.log(values))
     reach = float(scipy.stats.t.ppf(0.975, len(sizes) - 2) * fit.stderr)

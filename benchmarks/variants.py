@@ -1,103 +1,226 @@
-"""The benchmark of the attention variants that other libraries' published tables name.
+"""The suite "variants": attention variants by the names of published tables.
 
-Letters: B samples, H heads, T tokens, D head dim.
+Letters: B samples, H heads, T tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dpflash.patterns import Dilated
+from dpflash.patterns import Adaptive, BlockSparse, Dense, Dilated, Hierarchical, Pattern
 
 from . import output as results
 from .attention import (
     DIRECTIONS,
     SHAPE,
-    attention_subject,
     default_dtype,
     dilated_subject,
     is_small,
+    module_subject,
     of_curve,
+    operator_subject,
+    sparse_pattern,
 )
+from .attention_cases import Case
 from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config, ratio
-from .named_variants import VARIANTS
-from .quality import quality_rows
-from .quality_table import QUALITY_TABLE
+from .quality import QUALITY_TABLE, quality_rows
 from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs
-
-__all__ = ["SUITE", "VARIANTS", "segments_subject"]
 
 Item = Comparison | Callable[[Request], Iterable[Row]]
 
-FORMULA, OURS = "BranchByBranch", "DilatedAttention"
-_BLOCKS = ("BlockSparse", "BlockSparseOptimized")
-_REPORTED = (
-    OURS,
-    FORMULA,
-    "BranchByBranchDetached",
-    "GroupedDilatedAttention",
-    "MultiheadDilatedAttention",
-    *_BLOCKS,
-    "BlockSparseHierarchical",
-    "BlockSparseAdaptive",
-    "SDPA",
+_THEIRS = "dilated-attention-pytorch's class"
+_ONE_RANK = "on one rank the same operator, for more see `dpflash bench scaling`"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A name of published tables, and what is measured under it."""
+
+    name: str
+    about: str  # what the class of that name computes elsewhere, and what is measured here
+    pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
+    operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
+    same_as: str | None = None  # measured under this name: the same operator on one rank
+
+
+def fixed(kind: Callable[..., Pattern], **arguments: Any) -> Callable[[int, bool], Pattern]:
+    """The pattern of these arguments at every T."""
+    return lambda tokens, causal: kind(**arguments, causal=causal)
+
+
+def _adaptive(tokens: int, causal: bool) -> Pattern:
+    return Adaptive(block_size=64, keep=max(1, -(-tokens // 64) // 10), causal=causal)
+
+
+# As in the published tables; a window of 256 tokens.
+_DENSE = fixed(Dense)
+_SEGMENTS = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
+_DILATED = fixed(Dilated, **_SEGMENTS)
+_LOCAL = fixed(BlockSparse, block_size=64, local_blocks=2)
+_LOCAL_GLOBAL = fixed(BlockSparse, block_size=64, local_blocks=2, global_blocks=1)
+_LEVELS = ((64, 256), (256, 1024), (1024, -1))
+
+
+def _sparse_variant(percent: int, drawn: bool) -> Variant:
+    blocks = "the diagonal and random blocks" if drawn else "a window and a global block"
+    return Variant(
+        f"Sparse{'Random' * drawn}{percent}",
+        "torchbridge's sparse attention computes all scores and masks them, which saves no work. "
+        f"Here: {blocks}, in blocks of 128 tokens; at least {percent}% of the pairs of dense "
+        "attention are not computed",
+        functools.partial(sparse_pattern, percent=percent, drawn=drawn),
+    )
+
+
+def _ring(name: str, about: str, same_as: str) -> Variant:
+    pattern = {"Dense": _DENSE, "DilatedAttention": _DILATED, "BlockSparseOptimized": _LOCAL}
+    return Variant(name, about, pattern[same_as], "ring", same_as)
+
+
+_SPARSE = [_sparse_variant(percent, drawn) for drawn in (False, True) for percent in (50, 75, 90)]
+_ALL = (
+    Variant("SDPA", "torch's dense attention, with its flash backend", _DENSE, "sdpa-flash"),
+    Variant("Dense", "dense attention by dpflash", _DENSE),
+    Variant(
+        "DilatedAttention",
+        f"{_THEIRS} distributes heads over segments, divides by their number, and refuses T that "
+        "the longest segment does not divide. Here: LongNet's operator, all segments in every "
+        "head, of 2048, 4096 and 8192 tokens at rates 1, 2 and 4, any T",
+        _DILATED,
+    ),
+    Variant(
+        "BranchByBranch",
+        "not in their tables: LongNet's formula in plain torch, one flash attention for each "
+        "branch, with its true gradient; the baseline of DilatedAttention",
+        _DILATED,
+        "branch-by-branch",
+    ),
+    Variant(
+        "BranchByBranchDetached",
+        "the same formula as torchscale has it: no gradient flows through the weights of the "
+        "branches, so that only its output is checked",
+        _DILATED,
+        "branch-by-branch-detached",
+    ),
+    Variant(
+        "GroupedDilatedAttention",
+        f"what {_THEIRS} means by distributing heads: each has one segment length, undivided",
+        fixed(Dilated, **_SEGMENTS, heads="grouped"),
+    ),
+    Variant(
+        "ImprovedDilatedAttention",
+        f"{_THEIRS} attends over heads instead of tokens. Corrected it is DilatedAttention",
+        _DILATED,
+        same_as="DilatedAttention",
+    ),
+    Variant(
+        "MultiheadDilatedAttention",
+        "dpflash.nn.MultiheadAttention with DilatedAttention's pattern, projections included",
+        _DILATED,
+        "multihead",
+    ),
+    _ring(
+        "RingDilatedAttention",
+        f"{_THEIRS} gathers all keys and values on every rank, without gradients. Here: "
+        f"ring_attention with DilatedAttention's pattern; {_ONE_RANK}",
+        "DilatedAttention",
+    ),
+    _ring(
+        "RingDilatedAttentionV2",
+        f"{_THEIRS} is four independent pieces of the sequence on one GPU. Corrected it is "
+        "RingDilatedAttention",
+        "DilatedAttention",
+    ),
+    _ring(
+        "HybridRingDilated",
+        "ring attention and dilated attention together, which in dilated-attention-pytorch "
+        "receives into the buffer that it sends. Corrected it is RingDilatedAttention",
+        "DilatedAttention",
+    ),
+    Variant(
+        "BlockSparse",
+        f"{_THEIRS} adds up one softmax for each pair of blocks. Here: one softmax over a window "
+        "of 256 tokens and a global block, in blocks of 64",
+        _LOCAL_GLOBAL,
+    ),
+    Variant(
+        "BlockSparseOptimized",
+        "dilated-attention-pytorch's local_window, 256 tokens in blocks of 64, in one softmax",
+        _LOCAL,
+    ),
+    _ring(
+        "BlockSparseRing",
+        f"{_THEIRS} sends nothing and is the same window. Here: ring_attention with "
+        f"BlockSparseOptimized's pattern; {_ONE_RANK}",
+        "BlockSparseOptimized",
+    ),
+    Variant(
+        "BlockSparseHierarchical",
+        "levels of (stride, window) (64, 256), (256, 1024), (1024, all) in blocks of 64, in one "
+        f"softmax; causal too, which {_THEIRS} refuses",
+        fixed(Hierarchical, levels=_LEVELS, block_size=64),
+    ),
+    Variant(
+        "BlockSparseAdaptive",
+        f"{_THEIRS} chooses blocks for the whole batch, by a network without gradient. Here: each "
+        "sample and head chooses a tenth of the blocks by scores of their means, with a gradient",
+        _adaptive,
+    ),
+    _ring(
+        "Ring",
+        "torchbridge publishes figures of it, but no code that measures them. Here: "
+        f"ring_attention, dense; {_ONE_RANK}",
+        "Dense",
+    ),
+    *_SPARSE,
 )
-# T, B and H of the published tables; the last one's H is not in its text.
-_SIZES = {"small": (2048, 2, 8), "medium": (8192, 1, 8), "large": (16384, 1, 12)}
-# Long enough for each pattern to differ from dense attention, and a head for each of 3 segments.
-_QUICK_SIZES = {"quick": (3072, 1, 3)}
-_HEAD_DIM = 64
-# The rows for which a CPU has the time; all of the sizes that are not named.
-_ON_CPU: Mapping[tuple[str, str], Sequence[str]] = {
-    ("medium", "forward"): (*_REPORTED[:2], *_REPORTED[3:-1]),
-    ("medium", "forward+backward"): (OURS, FORMULA, *_BLOCKS),
-    ("large", "forward"): (OURS, FORMULA, *_BLOCKS),
-    ("large", "forward+backward"): (OURS, FORMULA, "BranchByBranchDetached"),
-}
-_PATIENT = 150.0  # seconds of a row, beyond which a CPU tries the others too
-_NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: not tried on a CPU, to keep the run short"
+VARIANTS: Mapping[str, Variant] = {variant.name: variant for variant in _ALL}
+
+
+def variant_named(name: str) -> Variant:
+    """One of VARIANTS.
+
+    Raises:
+        ValueError: no variant has that name.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"variant={name!r}: expected one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+def variant_subject(
+    *, variant: str, direction: str, causal: bool, seed: int, **shape: Any
+) -> Subject:
+    """One of VARIANTS; `shape` is the rest of an `attention_cases.Case`."""
+    found = variant_named(variant)
+    case = Case(found.pattern(shape["tokens"], causal), **shape)
+    if found.operator == "multihead":
+        return module_subject(case, direction, seed)
+    return operator_subject(case, found.operator, direction, seed)
+
 
 SEGMENTS = {
     "Standard": ((1024, 2048), (1, 2)),
     "More": ((512, 1024, 2048), (1, 2, 4)),
     "Extreme": ((512, 1024, 2048, 4096), (1, 4, 16, 64)),
 }
-_SPARSE = tuple(f"Sparse{drawn}{percent}" for drawn in ("", "Random") for percent in (50, 75, 90))
 
 
-def segments_subject(
-    *,
-    segments: str,
-    direction: str,
-    tokens: int,
-    batch: int,
-    heads: int,
-    head_dim: int,
-    dtype: str,
-    causal: bool,
-    device: str,
-    seed: int,
-) -> Subject:
-    """A set of SEGMENTS, with what it sees; see `attention.attention_subject`."""
+def segments_subject(*, segments: str, **options: Any) -> Subject:
+    """Dilated attention with one of SEGMENTS; the options are `dilated_subject`'s."""
     lengths, rates = SEGMENTS[segments]
-    subject = dilated_subject(
-        segment_lengths=lengths,
-        dilation_rates=rates,
-        direction=direction,
-        tokens=tokens,
-        batch=batch,
-        heads=heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        device=device,
-        seed=seed,
+    subject = dilated_subject(segment_lengths=lengths, dilation_rates=rates, **options)
+    live = live_shares(
+        Dilated(segment_lengths=lengths, dilation_rates=rates),
+        options["tokens"],
+        options["heads"],
     )
-    live = live_shares(Dilated(segment_lengths=lengths, dilation_rates=rates), tokens, heads)
     figures = {"coverage": subject.figures["density"], "live_tokens": live}
     return dataclasses.replace(subject, figures={**subject.figures, **figures})
 
@@ -112,12 +235,58 @@ def live_shares(pattern: Dilated, tokens: int, heads: int) -> list[float]:
     return shares
 
 
+FORMULA, OURS = "BranchByBranch", "DilatedAttention"
+_BLOCKS = ("BlockSparse", "BlockSparseOptimized")
+_REPORTED = (
+    OURS,
+    FORMULA,
+    "BranchByBranchDetached",
+    "GroupedDilatedAttention",
+    "MultiheadDilatedAttention",
+    *_BLOCKS,
+    "BlockSparseHierarchical",
+    "BlockSparseAdaptive",
+    "SDPA",
+)
+# T, B and H of the published tables; the text does not name the last H.
+_SIZES = {"small": (2048, 2, 8), "medium": (8192, 1, 8), "large": (16384, 1, 12)}
+# Long enough for each pattern to differ from dense attention, and one head for each segment.
+_QUICK_SIZES = {"quick": (3072, 1, 3)}
+# The variants that a CPU has the time for; every variant of a size that is not listed.
+_ON_CPU: Mapping[tuple[str, str], Sequence[str]] = {
+    ("medium", "forward"): [name for name in _REPORTED[:-1] if not name.endswith("Detached")],
+    ("medium", "forward+backward"): (OURS, FORMULA, *_BLOCKS),
+    ("large", "forward"): (OURS, FORMULA, *_BLOCKS),
+    ("large", "forward+backward"): (OURS, FORMULA, "BranchByBranchDetached"),
+}
+_PATIENT = 150.0  # seconds for a row, above which a CPU measures the others too
+_NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: not tried on a CPU, to keep the run short"
+
+
 def _plan(request: Request) -> Iterator[Item]:
+    is_cuda, small = request.where.type == "cuda", is_small(request)
     yield _names
     yield from _reports(request)
-    yield from _sparse(request)
-    yield from _segments(request)
-    yield from _dense(request)
+    # A shorter sequence has too few blocks to leave out 90% of the pairs.
+    shape = (6400, 1, 1) if small else (8192, 1, 8 if is_cuda else 4)
+    sparse = ["Dense", *(variant.name for variant in _SPARSE)]
+    yield _beside_first("sparse", sparse, "forward+backward", shape, request, causal=True)
+    shape = (4096, 1, 2) if small else (4096, 2 if is_cuda else 1, 8)
+    for direction in DIRECTIONS:
+        given = _given(direction, shape, request)
+        rows = [
+            Measurement(
+                f"segments/{direction}/{name}",
+                segments_subject,
+                {"segments": name, **given},
+                {"section": "segments"},
+            )
+            for name in SEGMENTS
+        ]
+        yield Comparison(rows, rows[0].name)
+    shape = (4096, 1, 1) if small else (16384, 1, 8 if is_cuda else 1)
+    for direction in DIRECTIONS:
+        yield _beside_first("dense", ["SDPA", OURS], direction, shape, request)
     yield quality_rows
 
 
@@ -128,117 +297,77 @@ def _names(request: Request) -> Iterator[Row]:
         yield results.row(f"names/{name}", {"variant": name}, **columns)
 
 
-def _measurement(
+def _given(
+    direction: str, shape: tuple[int, int, int], request: Request, causal: bool = False
+) -> dict[str, Any]:
+    """The config of a row, but for its variant."""
+    tokens, batch, heads = shape
+    return {
+        "direction": direction,
+        "tokens": tokens,
+        "batch": batch,
+        "heads": heads,
+        "head_dim": 64,
+        "dtype": default_dtype(request),
+        "causal": causal,
+    }
+
+
+def _row(place: str, variant: str, given: Mapping[str, Any], **columns: Any) -> Measurement:
+    operator = VARIANTS[variant].operator
+    columns.update(operator=operator, peer=operator == "sdpa-flash")
+    return Measurement(
+        f"{place}/{variant}", variant_subject, {"variant": variant, **given}, columns
+    )
+
+
+def _beside_first(
     section: str,
-    place: str,
-    variant: str,
+    variants: Sequence[str],
     direction: str,
     shape: tuple[int, int, int],
     request: Request,
     *,
     causal: bool = False,
-    **columns: object,
-) -> Measurement:
-    tokens, batch, heads = shape
-    given = {
-        "variant": variant,
-        "direction": direction,
-        "tokens": tokens,
-        "batch": batch,
-        "heads": heads,
-        "head_dim": _HEAD_DIM,
-        "dtype": default_dtype(request),
-        "causal": causal,
-    }
-    name = f"{section}/{place}/{direction}/{variant}"
-    operator = VARIANTS[variant].operator
-    who = {"operator": operator, "peer": operator == "sdpa-flash"}
-    return Measurement(name, attention_subject, given, {"section": section, **who, **columns})
+) -> Comparison:
+    """Variants at one size; speed-ups are over the first."""
+    place, given = f"{section}/T{shape[0]}/{direction}", _given(direction, shape, request, causal)
+    rows = [_row(place, variant, given, section=section) for variant in variants]
+    return Comparison(rows, rows[0].name)
 
 
 def _reports(request: Request) -> Iterator[Item]:
     """The sizes of the published tables, not causal, as there."""
-    has_time = request.where.type == "cuda" or is_small(request) or request.limit > _PATIENT
-    sizes = _QUICK_SIZES if is_small(request) else _SIZES
-    for size, shape in sizes.items():
+    small = is_small(request)
+    has_time = request.where.type == "cuda" or small or request.limit > _PATIENT
+    for size, shape in (_QUICK_SIZES if small else _SIZES).items():
         for direction in DIRECTIONS:
-            measurements = [
-                _measurement("reports", size, name, direction, shape, request, size=size)
+            place, given = f"reports/{size}/{direction}", _given(direction, shape, request)
+            rows = [
+                _row(place, name, given, section="reports", size=size)
                 for name in _REPORTED
-                # Forward it is the same computation as the other form.
+                # Its forward is that of BranchByBranch.
                 if direction != "forward" or name != "BranchByBranchDetached"
             ]
             possible = _REPORTED if has_time else _ON_CPU.get((size, direction), _REPORTED)
-            tried = [one for one in measurements if one.config["variant"] in possible]
+            tried = [one for one in rows if one.config["variant"] in possible]
+            left = [one for one in rows if one not in tried]
             if tried:
-                yield Comparison(tried, f"reports/{size}/{direction}/{FORMULA}")
-            left = [one for one in measurements if one not in tried]
+                yield Comparison(tried, f"{place}/{FORMULA}")
             if left:
-                yield _left_out(left)
+                yield _too_slow(left)
 
 
-def _left_out(measurements: Sequence[Measurement]) -> Callable[[Request], Iterator[Row]]:
+def _too_slow(measurements: Sequence[Measurement]) -> Callable[[Request], Iterator[Row]]:
     def rows(request: Request) -> Iterator[Row]:
-        """Listing what takes minutes here."""
+        """Listing the rows that take minutes here."""
         for one in measurements:
             yield needs(one.name, one.config, _NO_TIME, **one.columns)
 
     return rows
 
 
-def _sparse(request: Request) -> Iterator[Comparison]:
-    """Causal, over dense causal attention."""
-    is_cuda = request.where.type == "cuda"
-    # What it costs is linear in the heads; a CPU has the time for fewer of them.
-    # A shorter sequence has too few blocks to leave out 90% of the pairs.
-    shape = (6400, 1, 1) if is_small(request) else (8192, 1, 8 if is_cuda else 4)
-    direction = "forward+backward"
-    place = f"T{shape[0]}"
-    measurements = [
-        _measurement("sparse", place, name, direction, shape, request, causal=True)
-        for name in ("Dense", *_SPARSE)
-    ]
-    yield Comparison(measurements, measurements[0].name)
-
-
-def _segments(request: Request) -> Iterator[Comparison]:
-    is_cuda = request.where.type == "cuda"
-    tokens, batch, heads = (4096, 1, 2) if is_small(request) else (4096, 2 if is_cuda else 1, 8)
-    for direction in DIRECTIONS:
-        measurements = [
-            Measurement(
-                f"segments/{direction}/{name}",
-                segments_subject,
-                {
-                    "segments": name,
-                    "direction": direction,
-                    "tokens": tokens,
-                    "batch": batch,
-                    "heads": heads,
-                    "head_dim": _HEAD_DIM,
-                    "dtype": default_dtype(request),
-                    "causal": False,
-                },
-                {"section": "segments"},
-            )
-            for name in SEGMENTS
-        ]
-        yield Comparison(measurements, measurements[0].name)
-
-
-def _dense(request: Request) -> Iterator[Comparison]:
-    is_cuda = request.where.type == "cuda"
-    shape = (4096, 1, 1) if is_small(request) else (16384, 1, 8 if is_cuda else 1)
-    for direction in DIRECTIONS:
-        place = f"T{shape[0]}"
-        measurements = [
-            _measurement("dense", place, name, direction, shape, request)
-            for name in ("SDPA", OURS)
-        ]
-        yield Comparison(measurements, measurements[0].name)
-
-
-def _left_out_part(row: Mapping[str, Any]) -> str | None:
+def _pairs_left_out(row: Mapping[str, Any]) -> str | None:
     """Of dense causal attention's pairs."""
     if row.get("density") is None:
         return None
@@ -257,23 +386,19 @@ def _segment_rule(row: Mapping[str, Any]) -> str:
 
 
 _CHECKED = (column("checked_rows", "checked rows"), *CORRECT)
+_WHO = (config("variant"), config("direction"), *SHAPE, *FIGURES)
 
 SUITE = Suite(
     name="variants",
     title="Attention variants of published tables",
     about=(
-        "The libraries dilated-attention-pytorch and torchbridge publish tables of the speed of "
-        "attention variants. Each of their names is timed here as the operator that the name "
-        "promises; the first table says what that is, and what their code does instead. Outputs "
-        "and gradients are compared with the definition in float64 before anything is timed, of "
-        "a long sequence at 64 drawn query rows. BranchByBranch is LongNet's formula for dilated "
-        "attention as one writes it in plain torch with flash attention, and the baseline of "
-        "DilatedAttention; BranchByBranchDetached is the same with the gradient that torchscale "
-        "(LongNet's published code) has, which is not that of the formula: of it only the output "
-        "is checked. Speed and quality belong together: the last table has the held-out loss of "
-        "a small model trained with each kind of pattern. float16 on a GPU, as in those tables; "
-        "float32 on a CPU. A CPU takes fewer heads in the sparse and dense tables, in which all "
-        "costs are linear in them."
+        "Each variant that dilated-attention-pytorch and torchbridge publish figures of, timed as "
+        "the operator that its name promises; the first table says what that is, and what their "
+        "code computes instead. Outputs and gradients are compared with the definition in float64 "
+        "before anything is timed, in 64 drawn query rows of a long sequence. The last table has "
+        "the held-out loss of a small model trained with each kind of pattern. float16 on a GPU, "
+        "float32 on a CPU, which takes fewer heads in the sparse and dense tables: their costs "
+        "are linear in them."
     ),
     plan=_plan,
     tables=(
@@ -297,26 +422,20 @@ SUITE = Suite(
                 column("gradient"),
                 *_CHECKED,
             ),
-            "Dilated: segments of 2048, 4096 and 8192 tokens at rates 1, 2 and 4. Block-sparse: "
-            "blocks of 64, window 256. Not causal. At T = 2048 the shortest segment is the whole "
-            "sequence, so that DilatedAttention sees all pairs (density 1): it cannot be faster "
-            "than dense attention there.",
+            "Not causal. At T = 2048 the shortest segment is the whole sequence: DilatedAttention "
+            "sees all pairs there (density 1) and cannot be faster than dense attention.",
         ),
         Table(
             "sparse",
             "Sparse causal attention over dense causal attention",
             (
-                config("variant"),
-                config("direction"),
-                *SHAPE,
-                *FIGURES,
+                *_WHO,
                 ("speed-up over Dense", ratio),
-                ("pairs left out", _left_out_part),
+                ("pairs left out", _pairs_left_out),
                 *_CHECKED,
             ),
-            "Pairs that are left out are not computed. SparseRandom draws its blocks, and a block "
-            "that no later one has drawn is lost to all that follows: `dpflash.recommend` leaves "
-            "such a pattern out. What sparsity costs in quality is in the last table.",
+            "SparseRandom draws its blocks, and later tokens never learn of a block that no later "
+            "one has drawn: `dpflash.recommend` leaves such a pattern out.",
         ),
         Table(
             "segments",
@@ -336,14 +455,7 @@ SUITE = Suite(
         Table(
             "dense",
             "Dense attention, as torch has it today, beside dilated",
-            (
-                config("variant"),
-                config("direction"),
-                *SHAPE,
-                *FIGURES,
-                ("speed-up over SDPA", ratio),
-                *_CHECKED,
-            ),
+            (*_WHO, ("speed-up over SDPA", ratio), *_CHECKED),
             "Dense attention holds no matrix of T x T either.",
         ),
         QUALITY_TABLE,

@@ -1,36 +1,43 @@
-"""How much a call does: floating-point operations, and bytes that its operations move."""
+"""What a call does, which roof of the machine bounds it, and a profile of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
+from dpflash.clipping.device_speed import Ceilings, device_name
+from dpflash.clipping.measure_speed import EFFORTS, measure
 from dpflash.patterns import Adaptive, from_key
 
 _FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+# Two roofs within this factor of each other are called balanced.
+_BALANCED = 1.25
+# A call below this fraction of its roof is bound by overhead, for which no roof stands.
+_FAR_BELOW = 0.5
+# From this fraction of the device's memory on, memory is what keeps a call from being larger.
+_FULL = 0.8
+_PROFILED_ROWS = 30
 
 
 class Work(NamedTuple):
-    """What a call does.
+    """What a call does."""
 
-    Attributes:
-        flops: of matrix products and of attention's pairs; additions and the like are left out.
-        moved_bytes: each operation of torch reads its inputs and writes its outputs once; what a
-            fused operation keeps on the chip does not count.
-    """
-
-    flops: float
-    moved_bytes: float
+    flops: float  # of matrix products and of attention's pairs; additions are left out
+    moved_bytes: float  # inputs and outputs of each torch operation, once
 
 
 def count_work(call: Callable[[], object]) -> Work:
-    """The work of one call, which is made.
+    """Makes one call and counts its work.
 
     Attention counts the pairs that its pattern has, 4 D each forward and 10 D backward.
     """
@@ -43,12 +50,12 @@ def count_work(call: Callable[[], object]) -> Work:
 
 
 def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
-    """FLOPs of attention over so many pairs (query, key), of all heads and samples."""
+    """FLOPs of attention over this number of pairs (query, key), of all heads and samples."""
     return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
 
 
 class _MovedBytes(TorchDispatchMode):
-    """Sums the bytes of what operations take and give; views take and give nothing."""
+    """Sums the bytes of inputs and outputs of operations, but for views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,3 +94,80 @@ def _attention_formulas() -> dict[Any, Callable[..., int]]:
         return _BACKWARD * q[3] * pairs(q, k, rest[6])
 
     return {torch.ops.dpflash.attention: forward, torch.ops.dpflash.attention_backward: backward}
+
+
+def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
+    """FLOP/s and bytes/s of the device, measured with the threads of this process."""
+    effort = EFFORTS[device.type]
+    if quick:
+        effort = dataclasses.replace(effort, trials=3, warm_up=1, seconds=0.2)
+    found = measure(device, effort, lambda line: None)
+    return Ceilings(
+        found["flops"],
+        found["bandwidth"],
+        device.type,
+        device_name(device),
+        f"measured {found['date']}",
+    )
+
+
+def place_under_roofs(
+    work: Work, seconds: float, roofs: Ceilings, dtype: str, memory_fraction: float | None = None
+) -> dict[str, Any]:
+    """The roofline columns of a row (Williams et al., CACM 52(4), 2009).
+
+    Args:
+        work: of one call.
+        seconds: that it takes.
+        roofs: of the machine.
+        dtype: of the products, as in `Ceilings.flops`.
+        memory_fraction: peak memory over the device's, where it is known.
+
+    Returns:
+        "gflop_per_s", "gbyte_per_s", "intensity" (FLOPs a byte), "roof" (the lower one, "compute"
+        or "memory"), "roof_fraction" (achieved FLOP/s over what it allows) and "bound":
+        "memory_capacity" (four fifths of the memory is taken), else "overhead" (less than half
+        of the roof is reached), "balanced" (the roofs are within a quarter of each other), or by
+        the lower roof "compute_bound" or "memory_bandwidth".
+    """
+    compute = work.flops / roofs.rate(dtype)
+    memory = work.moved_bytes / roofs.bandwidth
+    least = max(compute, memory)
+    if memory_fraction is not None and memory_fraction >= _FULL:
+        bound = "memory_capacity"
+    elif least < _FAR_BELOW * seconds:
+        bound = "overhead"
+    elif max(compute, memory) <= _BALANCED * min(compute, memory):
+        bound = "balanced"
+    else:
+        bound = "compute_bound" if compute > memory else "memory_bandwidth"
+    return {
+        "gflop_per_s": work.flops / seconds / 1e9,
+        "gbyte_per_s": work.moved_bytes / seconds / 1e9,
+        "intensity": work.flops / work.moved_bytes if work.moved_bytes else None,
+        "roof": "compute" if compute > memory else "memory",
+        "roof_fraction": least / seconds,
+        "bound": bound,
+    }
+
+
+def trace_call(call: Callable[[], object], path: Path) -> Path:
+    """Profiles one call.
+
+    Writes the trace to PATH.json (Chrome's format), and a table of the operations that took
+    longest to PATH.txt, whose path it returns.
+    """
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        call()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    table = path.with_suffix(".txt")
+    text = profiler.key_averages().table(
+        sort_by=order, row_limit=_PROFILED_ROWS, max_name_column_width=80
+    )
+    table.write_text(text + "\n", encoding="utf-8")
+    return table

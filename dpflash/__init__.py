@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from . import accounting, distributed, losses, nn, patterns, sampling
     from .attn.boundary import Boundary, private_boundary
     from .attn.functional import attention
+    from .config import PerformanceConfig, PrivacyConfig
     from .engine import PrivacyEngine
     from .optimizer import PrivateOptimizer
     from .privacy.budget import BudgetSpent, PrivacyBudget
@@ -19,7 +20,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Boundary",
     "BudgetSpent",
+    "PerformanceConfig",
     "PrivacyBudget",
+    "PrivacyConfig",
     "PrivacyEngine",
     "PrivateOptimizer",
     "__version__",
@@ -39,7 +42,9 @@ __all__ = [
 _MODULES = {
     "Boundary": "attn.boundary",
     "BudgetSpent": "privacy.budget",
+    "PerformanceConfig": "config",
     "PrivacyBudget": "privacy.budget",
+    "PrivacyConfig": "config",
     "PrivacyEngine": "engine",
     "PrivateOptimizer": "optimizer",
     "attention": "attn.functional",

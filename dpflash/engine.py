@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -19,16 +20,7 @@ from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Interval
 
-from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
-from .arguments import (
-    check_exact,
-    check_slots,
-    make_groups,
-    public_size_of,
-    refuse_keywords,
-    sampling_of,
-    trained_parameters,
-)
+from ._validate import finite, positive, positive_int, probability
 from .check import CheckReport, run_check
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
@@ -38,28 +30,29 @@ from .clipping.device_speed import ceilings_for
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .clipping.gate import Gate
 from .clipping.groups import Group
-from .clipping.planner import (
-    DEFAULT_LEVEL,
-    LEVELS,
-    WAYS,
-    Planner,
-    clipping_for,
-    default_memory_budget,
-)
+from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
-from .distributed.mesh import Workers
+from .config import (
+    UNSET,
+    PerformanceConfig,
+    PrivacyConfig,
+    configs_of,
+    refuse_keywords,
+    resolved,
+)
+from .distributed.mesh import Ranks
 from .distributed.validate import (
     check_module,
     digests_of,
-    join,
     open_ledger,
-    part,
+    release_ranks,
     require_same_data,
+    synchronize_ranks,
 )
-from .grad_rules.convert import attach, check_model, detach
+from .grad_rules.convert import attach, check_model, detach, make_groups
 from .optimize.levels import Asked, Optimization, choose
-from .optimize.wrapper import LeveledForward
-from .optimizer import PrivateOptimizer
+from .optimize.wrapper import ForwardWrapper
+from .optimizer import PrivateOptimizer, trained_parameters
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
@@ -68,26 +61,33 @@ from .privacy.relations import DEFAULT_ACCOUNTANT
 from .privacy.spending import Spending
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
+from .sampling.slots import check_slots
 from .step import PrivateStep
 from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
-
-CLIPPINGS = ("flat", "per_layer", "per_block")
-CLIP_FUNCTIONS = ("hard", "automatic")
 
 _log = logging.getLogger(__name__)
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
 
+_FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
+
+
+def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call that belong to a configuration, of the call's local names."""
+    names = _FIELDS | {"poisson_sampling", "unknown"}
+    return {name: value for name, value in values.items() if name in names}
+
+
 def _after_fork() -> None:
     for engine in _engines:
-        # A child that was forked is none of the workers.
-        engine._workers = Workers()
+        # A forked child is none of the ranks.
+        engine._ranks = Ranks()
         engine._keys.leave_ranks()
         if engine._step is not None:
             engine._step.leave_ranks()
-        if engine._leveled is not None:
-            engine._leveled.leave_compiler("the process was forked")
+        if engine._wrapper is not None:
+            engine._wrapper.leave_compiler("the process was forked")
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -104,11 +104,11 @@ class PrivacyEngine:
             keys come from the operating system.
         ledger: path of a file that gets one line for each release, before it leaves. Its lines
             so far count: several runs on the same data compose in one ledger.
-        mesh: the workers that train one model together, as a `DeviceMesh` of all of them with
-            dimensions named "data" (other samples) and "context" (other tokens of the same
-            samples; the model went through `dpflash.distributed.context_parallel`), or one of
-            them; every worker makes the same calls, on the same data set (of which some entries
-            are compared). None for a process by itself.
+        mesh: the ranks that train one model together: a `DeviceMesh` of all of them with the
+            dimensions "data" (other samples), "context" (other tokens of the same samples, for a
+            model that went through `dpflash.distributed.context_parallel`), or both. Every rank
+            makes the same calls, on the same dataset (of which some entries are compared). None
+            for a single process.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling with a public
             dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
@@ -119,7 +119,7 @@ class PrivacyEngine:
         epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
         step, and a choice among several runs. With a mesh the guarantee is that of one process:
-        norms are of whole samples, noise is added once to the sum over all workers.
+        norms are of whole samples, and noise is added once to the sum over all ranks.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PrivacyEngine:
     ):
         if unknown:
             refuse_keywords(unknown, PrivacyEngine)
-        self._workers = Workers.of(mesh)
+        self._ranks = Ranks.of(mesh)
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"PrivacyEngine without mesh in one of {dist.get_world_size()} workers: each "
@@ -142,22 +142,22 @@ class PrivacyEngine:
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
             )
-        # One worker of a mesh writes what several would, so that more of them can go on from it.
+        # A mesh of one rank writes a folder too, so that more ranks can go on from it.
         self._has_mesh = mesh is not None
         self._spending = Spending(
             accountant,
             relation=neighboring_relation,
-            ledger=open_ledger(ledger, self._workers),
+            ledger=open_ledger(ledger, self._ranks),
         )
         self._ledger = self._spending.ledger
-        self._workers.agree(
+        self._ranks.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        self._keys = RunKeys(seed, self._workers)
+        self._keys = RunKeys(seed, self._ranks)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
-        self._leveled: LeveledForward | None = None
+        self._wrapper: ForwardWrapper | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
@@ -186,26 +186,28 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        clipping: str | None = None,
-        way: str = "auto",
-        clip_function: str = "hard",
-        poisson_sampling: bool = True,
-        sampling: str | None = None,
-        physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        dataset_size: int | None = None,
-        sample_rate: float | None = None,
-        steps_per_epoch: int | None = None,
-        public_length: int | None = None,
-        loss_reduction: str | None = None,
-        memory_budget: int | None = None,
-        budget: PrivacyBudget | None = None,
-        optimize: str = DEFAULT_LEVEL,
-        exact: bool | str = "auto",
-        verify_first_batch: bool = True,
-        allow_buffers: Sequence[str] = (),
+        privacy: PrivacyConfig | None = None,
+        performance: PerformanceConfig | None = None,
+        noise_multiplier: float = UNSET,
+        max_grad_norm: float = UNSET,
+        clipping: str | None = UNSET,
+        clip_function: str = UNSET,
+        sampling: str | None = UNSET,
+        poisson_sampling: bool = UNSET,
+        max_batch_size: int | None = UNSET,
+        dataset_size: int | None = UNSET,
+        sample_rate: float | None = UNSET,
+        steps_per_epoch: int | None = UNSET,
+        public_length: int | None = UNSET,
+        loss_reduction: str | None = UNSET,
+        budget: PrivacyBudget | None = UNSET,
+        exact: bool | str = UNSET,
+        verify_first_batch: bool = UNSET,
+        allow_buffers: Sequence[str] = UNSET,
+        grad_sample_mode: str = UNSET,
+        physical_batch_size: int | None = UNSET,
+        memory_budget: int | None = UNSET,
+        optimize: str = UNSET,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
@@ -214,88 +216,34 @@ class PrivacyEngine:
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, of all workers together. The
+                privacy unit, batch_size the expected batch size, over all ranks together. The
                 dataset and collate_fn must make each row of its own entry alone: a collate_fn
                 that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
                 cannot be.
-            noise_multiplier: noise standard deviation over max_grad_norm; 0 for none (no epsilon).
-            max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise
-                between 1e-30 and 1e30.
-            clipping: "flat" (one norm over all parameters), "per_layer" (one a module, each with
-                an equal share of C^2) or "per_block" (one a 128 x 128 tile of a linear layer's
-                weight, and one a parameter elsewhere, C^2 shared by number of elements). None
-                for that of the level: "flat", or "per_layer" where `optimize` is "aggressive"
-                and no way is asked for.
-            clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
-            way: how flat clipping gets its norms: "auto", "stored", "book_keeping", "two_pass".
-            poisson_sampling: draw batches by Poisson sampling. False keeps the loader's own
-                passes over the data and accounts for them without amplification.
-            sampling: "poisson", "fixed_size" (each batch batch_size different samples, drawn
-                anew) or "shuffled" (the loader's own passes); None for what poisson_sampling
-                says. Epsilon is that of the sampler: a shuffled pass costs one Gaussian step,
-                an upper bound without amplification.
-            physical_batch_size: upper bound of a batch that the loader yields to a worker. All
-                of them have one public number of rows, `loader.slots`, at most this one; without
-                it as many as leave about 10% of all rows empty on average. A draw comes in as
-                many of them as it needs, and step() waits for the last.
-            max_batch_size: of a Poisson draw with more samples only so many are kept. What that
-                costs is accounted for; well above batch_size it is next to nothing. Where
-                physical_batch_size holds so many too, every draw is one batch of so many rows.
-            dataset_size: the size of the dataset that may be known to everybody. Sample rate,
-                steps of a pass and the divisor come from it alone; the number of entries, which
-                is private, may be another and is never compared with it. With max_batch_size it
-                must not be less, or cuts are likelier than accounted for. None takes the number
-                of entries for public, and the relation is "zero_out". Poisson sampling only.
-            sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
-            steps_per_epoch: draws of a pass over the loader, with sample_rate.
-            public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
-                other shapes than the first is refused then; `dpflash.sampling.PadTo` pads to it,
-                and declares it by itself.
-            loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a
-                scalar that is that reduction over samples; None for engine.backward(losses).
-                "mean" in full float32 only: where parameters, autocast (that of a level too) or
-                products of float32 are rounded more, it is refused. Not seen: convolutions that
-                the model calls as functions, on a GPU whose cudnn rounds them (its default; set
-                torch.backends.cudnn.conv.fp32_precision = "ieee").
-            memory_budget: bytes that stored gradients of physical_batch_size samples (None: of
-                the expected batch) may take; default a quarter of the device's.
-            budget: a limit on what everything released so far and from now on may spend; a step
-                beyond it raises `BudgetSpent` and releases nothing.
-            optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
-                "conservative" (a planner picks the way, and nothing changes but rounding),
-                "balanced" (and the model's forward under bfloat16 autocast) or "aggressive" (and
-                per_layer clipping, and torch.compile). `engine.optimization` tells what was
-                changed, and what was left out; epsilon never is.
-            exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm)
-                - 30), wherever per-sample gradients are at hand (way "stored", tiles, layers
-                other than linear ones and tables), and never changes the way. True takes ways
-                that are exact for all parameters; False sums in float32 everywhere. Noise is
-                exact in all three. `engine.plan()` and `engine.rounded_sums` say what was.
-            verify_first_batch: prove on the first batch that the model keeps its samples apart,
-                see below. False leaves that out, and `engine.verified` says so.
-            allow_buffers: names of buffers and frozen parameters that the forward may change,
-                since you vouch that they hold nothing of the data (a counter of steps). All
-                others are compared, and a change is refused.
+            privacy: what decides epsilon; or its fields as keywords, see `dpflash.PrivacyConfig`.
+            performance: what decides time and memory; or its fields as keywords, see
+                `dpflash.PerformanceConfig`.
+            poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        The proof of the first batch is one more forward and one more backward. In the backward a
-        random half of the losses has weight 0: each layer must then see zeros for these samples,
-        and the same gradients as before for the others. In the forward most samples are replaced:
-        what each layer gets for the others, and what the model returns, must not change. Sorted
-        rows, statistics of the batch, scales and routing across samples are refused by the
-        layer's name. It is done again where layers run that did not run before, and where
-        training flags change; with less than 16 samples, or gradients that are all zero, it goes
-        on with the next batches. Of a scalar loss (loss_reduction) the rows of its gradient at
-        the model's outputs are weighted, so what makes the scalar of them is not proven.
+        The first batches prove that the model keeps its samples apart, by one more forward and
+        one more backward. In the backward a random half of the losses has weight 0: each layer
+        must see zeros for these samples, and unchanged gradients for the others. In the forward
+        most samples are replaced: the inputs of each layer for the others, and the model's
+        outputs, must not change. Sorted rows, statistics of the batch, and scales or routing
+        across samples are refused by the layer's name. The proof is repeated where new layers
+        run or training flags change; with fewer than 16 samples, or gradients that are all zero,
+        it continues with the next batches. For a scalar loss (loss_reduction) it weights the rows
+        of the gradient at the model's outputs, so the reduction itself is not proven.
 
-        Batches of the private loader have a public number of rows, and a sample's row is secret
-        and does not depend on the others, so a sample more changes none of the kernels that round
-        the others' gradients, in any dtype. Rows that are not samples (`~loader.is_real`) count
-        for nothing, whatever their losses. Keep the loader's order of rows up to the losses.
-        Three kinds of batches have no such rows: those of Opacus' BatchMemoryManager, those that
-        did not come from the loader, and those of a collate_fn that pads to the longest sample,
-        whose lengths are not public. There a sample more may round the others anew, beyond the
-        bound: in 16 bit one was seen to move the sum by 1.0009 max_grad_norm, by 1.0083 where
-        model and data were searched for it. `engine.public` tells what a run has.
+        Batches of the private loader have a public number of rows. A sample's row is secret and
+        does not depend on the other samples, so one sample more changes no kernel that computes
+        the others' gradients, in any dtype. Padding rows (`~loader.is_real`) count for nothing,
+        whatever their losses. Keep the loader's order of rows up to the losses. Three kinds of
+        batches have no padding rows: those of Opacus' BatchMemoryManager, those that did not come
+        from the loader, and those of a collate_fn that pads to the longest sample, whose lengths
+        are not public. There one sample more may change how the others are rounded, beyond the
+        bound: in 16 bit the sum was seen to move by 1.0009 max_grad_norm, and by 1.0083 where
+        model and data were searched for it. `engine.public` shows what a run has.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -305,119 +253,90 @@ class PrivacyEngine:
             ValueError: naming the argument, its value and the way out; nothing is changed then.
             TypeError: for an unknown keyword.
         """
-        if unknown:
-            refuse_keywords(unknown, self.make_private)
+        asked = configs_of(self.make_private, privacy, performance, _keywords(locals()))
+        return self._make_private(module, optimizer, data_loader, *asked)
+
+    def _make_private(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        asked: PrivacyConfig,
+        performance: PerformanceConfig,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         if not isinstance(module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
-        if isinstance(max_grad_norm, list | tuple):
-            raise ValueError(
-                f"max_grad_norm={max_grad_norm!r}: expected one number; clipping='per_layer' "
-                "gives each layer an equal share of it"
-            )
-        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
-        max_grad_norm, noise_multiplier = float(max_grad_norm), float(noise_multiplier)
-        one_of(optimize=(optimize, LEVELS))
-        one_of(way=(way, ("auto", *WAYS)))
-        asked_clipping = clipping
-        clipping = clipping_for(optimize, clipping, way)
-        one_of(clipping=(clipping, CLIPPINGS))
-        one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
-        one_of(clip_function=(clip_function, CLIP_FUNCTIONS))
-        one_of(verify_first_batch=(verify_first_batch, (True, False)))
-        if clip_function == "automatic" and (clipping == "per_block" or math.isinf(max_grad_norm)):
-            raise ValueError(
-                f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
-                f"{max_grad_norm}: it needs a finite bound and flat or per_layer clipping; pass "
-                "clip_function='hard' here"
-            )
-        if clipping != "flat" and way != "auto":
-            raise ValueError(f"way={way!r}: ways belong to clipping='flat'; leave way='auto' here")
-        check_exact(exact, way, noise_multiplier, max_grad_norm)
-        if optimize == "none" and way not in ("auto", "stored"):
-            raise ValueError(
-                f"way={way!r} with optimize='none', where each layer keeps its per-sample "
-                "gradients (way='stored'); leave way='auto', or pass optimize='conservative'"
-            )
-        if way == "two_pass" and loss_reduction is not None:
-            raise ValueError(
-                "way='two_pass' weights the losses of the samples, so it needs them one by one; "
-                "leave loss_reduction=None and call engine.backward(losses)"
-            )
-        if physical_batch_size is not None:
-            positive_int(physical_batch_size=physical_batch_size)
-        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
-        public_size = public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch)
-        if budget is not None and not isinstance(budget, PrivacyBudget):
-            raise ValueError(
-                f"budget={budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
-            )
-        if memory_budget is not None:
-            positive_int(memory_budget=memory_budget)
+        privacy, performance = resolved(asked, performance)
+        assert privacy.noise_multiplier is not None and privacy.clipping is not None
+        noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.max_grad_norm
+        clipping, mode = privacy.clipping, performance.grad_sample_mode
+        loss_reduction, ranks = privacy.loss_reduction, self._ranks
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
 
         def checked() -> tuple[
             list[nn.Parameter], PrivateDataLoader, list[Group], list[str], int, Optimization
         ]:
-            check_module(module, self._workers)
+            check_module(module, ranks)
             check_model(module)
-            self._check_joint(sampling, way)
+            self._check_joint(privacy.sampling, mode)
             loader = PrivateDataLoader(
                 data_loader,
-                sampling=sampling,
+                sampling=privacy.sampling,
                 key=self._keys.sampling,
-                physical_batch_size=physical_batch_size,
-                max_batch_size=max_batch_size,
-                share=(self._workers.data_rank, self._workers.data_size),
-                public_size=public_size,
-                public_length=public_length,
+                physical_batch_size=performance.physical_batch_size,
+                max_batch_size=privacy.max_batch_size,
+                share=(ranks.data_rank, ranks.data_size),
+                public_size=privacy.public_size,
+                public_length=privacy.public_length,
             )
             check_slots(loader.expected_batch_size, max_grad_norm)
             refuse_mixing(data_loader, may_sort=loader.slots is None)
             trained = trained_parameters(module, optimizer)
             entries = []
-            if self._workers.everyone is not None:
+            if ranks.everyone is not None:
                 entries = digests_of(loader.dataset, self._keys.master)
-            expected = math.ceil(loader.expected_batch_size / self._workers.data_size)
-            planned = physical_batch_size or expected
-            budget_bytes = memory_budget or default_memory_budget(trained[0].device)
-            asked = Asked(optimize, asked_clipping, way, planned, budget_bytes, self._workers)
-            optimization = choose(asked, module, trained)
+            expected = math.ceil(loader.expected_batch_size / ranks.data_size)
+            planned = performance.physical_batch_size or expected
+            memory = performance.memory_budget or default_memory_budget(trained[0].device)
+            level = Asked(performance.optimize, asked.clipping, mode, planned, memory, ranks)
+            optimization = choose(level, module, trained)
             if loss_reduction == "mean":
                 narrow = narrow_parameters(module)
                 refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
-                refuse_coarse_mean(f"optimize={optimize!r}" if optimization.autocast else None)
+                level_name = f"optimize={performance.optimize!r}"
+                refuse_coarse_mean(level_name if optimization.autocast else None)
             groups = make_groups(module, trained, clipping)
-            check_allowed(module, trained, allow_buffers)
+            check_allowed(module, trained, privacy.allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
-        trained, loader, groups, entries, planned, optimization = self._workers.on_all(
+        trained, loader, groups, entries, planned, optimization = ranks.run_on_all(
             "make_private", checked
         )
         names = {p: n for n, p in module.named_parameters()}
-        self._workers.agree(
+        self._ranks.agree(
             "make_private",
             {
-                "noise_multiplier": float(noise_multiplier),
-                "max_grad_norm": float(max_grad_norm),
+                "noise_multiplier": noise_multiplier,
+                "max_grad_norm": max_grad_norm,
                 "clipping": clipping,
-                "clip_function": clip_function,
-                "way": way,
-                "optimize": optimize,
-                "exact": exact,
+                "clip_function": privacy.clip_function,
+                "grad_sample_mode": mode,
+                "optimize": performance.optimize,
+                "exact": privacy.exact,
                 "sampling": self._sampling_of(loader),
                 "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
-                "physical_batch_size": physical_batch_size,
+                "physical_batch_size": performance.physical_batch_size,
                 "loss_reduction": loss_reduction,
-                "budget": budget,
-                "verify_first_batch": verify_first_batch,
-                "allow_buffers": sorted(allow_buffers),
+                "budget": privacy.budget,
+                "verify_first_batch": privacy.verify_first_batch,
+                "allow_buffers": sorted(privacy.allow_buffers),
                 "parameters": [(names[p], tuple(p.shape), p.dtype) for p in trained],
             },
         )
-        require_same_data(entries, self._workers)
-        self._spending.begin(loader.event(float(noise_multiplier)), budget)
-        join(module, self._workers)
+        require_same_data(entries, ranks)
+        self._spending.begin(loader.event(noise_multiplier), privacy.budget)
+        synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
             trained,
@@ -426,37 +345,39 @@ class PrivacyEngine:
             sampler=loader,
             spending=self._spending,
             keys=self._keys,
-            ranks=self._workers,
+            ranks=ranks,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             divisor=1.0 if loss_reduction == "sum" else loader.expected_batch_size,
-            exact=exact is not False,
+            exact=privacy.exact is not False,
         )
-        if max_batch_size is not None and max_batch_size < loader.expected_batch_size:
+        most = privacy.max_batch_size
+        if most is not None and most < loader.expected_batch_size:
             warnings.warn(
-                f"max_batch_size={max_batch_size!r} is below the expected batch size, so most "
+                f"max_batch_size={most!r} is below the expected batch size, so most "
                 "draws are cut and epsilon is infinite; pass one well above it",
                 stacklevel=2,
             )
         for parameter in trained:
             parameter.grad = None
-        unchanged = Unchanged(module, trained, allow_buffers)
-        ranks = self._workers
+        unchanged = Unchanged(module, trained, privacy.allow_buffers)
         proof = Proof(
             module.modules(),
             device=trained[0].device,
             group=ranks.everyone if step.is_sharded else ranks.context,
             context=ranks.context,
-            is_on=verify_first_batch,
+            is_on=privacy.verify_first_batch,
         )
-        if verify_first_batch:
+        if privacy.verify_first_batch:
             allow_second_backwards()
         device = trained[0].device
         planner = Planner(
-            way="stored" if optimize == "none" or exact is True else way,
-            memory_budget=self._common(memory_budget or default_memory_budget(device)),
+            mode="instantiate"
+            if performance.optimize == "none" or privacy.exact is True
+            else mode,
+            memory_budget=self._common(performance.memory_budget or default_memory_budget(device)),
             batch_size=planned,
-            two_pass_allowed=loss_reduction is None and clipping == "flat",
+            ghost_allowed=loss_reduction is None and clipping == "flat",
             book_keeping_allowed=ranks.context is None,
             ceilings=ceilings_for(device),
         )
@@ -465,7 +386,7 @@ class PrivacyEngine:
             step,
             planner,
             loss_reduction=loss_reduction,
-            clip_function=clip_function,
+            clip_function=privacy.clip_function,
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
@@ -478,10 +399,10 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, lambda: self._keys.noise, place)
-        self._leveled = LeveledForward(
+        self._wrapper = ForwardWrapper(
             module, backward, optimization, unchanged, masks, loader.order
         )
-        self._leveled.put()
+        self._wrapper.put()
         _log.info("%s", optimization.summary)
         private_optimizer = PrivateOptimizer(
             optimizer,
@@ -503,56 +424,60 @@ class PrivacyEngine:
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float,
-        clipping: str | None = None,
-        way: str = "auto",
-        clip_function: str = "hard",
-        poisson_sampling: bool = True,
-        sampling: str | None = None,
-        physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        dataset_size: int | None = None,
-        sample_rate: float | None = None,
-        steps_per_epoch: int | None = None,
-        public_length: int | None = None,
-        loss_reduction: str | None = None,
-        memory_budget: int | None = None,
-        budget: PrivacyBudget | None = None,
-        optimize: str = DEFAULT_LEVEL,
-        exact: bool | str = "auto",
-        verify_first_batch: bool = True,
-        allow_buffers: Sequence[str] = (),
+        privacy: PrivacyConfig | None = None,
+        performance: PerformanceConfig | None = None,
+        max_grad_norm: float = UNSET,
+        clipping: str | None = UNSET,
+        clip_function: str = UNSET,
+        sampling: str | None = UNSET,
+        poisson_sampling: bool = UNSET,
+        max_batch_size: int | None = UNSET,
+        dataset_size: int | None = UNSET,
+        sample_rate: float | None = UNSET,
+        steps_per_epoch: int | None = UNSET,
+        public_length: int | None = UNSET,
+        loss_reduction: str | None = UNSET,
+        budget: PrivacyBudget | None = UNSET,
+        exact: bool | str = UNSET,
+        verify_first_batch: bool = UNSET,
+        allow_buffers: Sequence[str] = UNSET,
+        grad_sample_mode: str = UNSET,
+        physical_batch_size: int | None = UNSET,
+        memory_budget: int | None = UNSET,
+        optimize: str = UNSET,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
-        """`make_private` with the noise that spends target_epsilon after `epochs` passes.
+        """`make_private` with the noise that spends target_epsilon after `epochs` epochs.
 
         Args:
             target_epsilon: epsilon > 0 at the end of training.
             target_delta: delta in (0, 1), well below 1 / size of the dataset.
-            epochs: passes over the loader, >= 1.
+            epochs: epochs of the loader, >= 1.
             budget: a limit on the sum of what was spent before and is spent from now on, while
                 target_epsilon is for the coming epochs alone.
 
         The other arguments, the result and the errors are those of `make_private`.
         """
-        if "noise_multiplier" in unknown:
+        noise = unknown.get("noise_multiplier")
+        noise = noise if privacy is None or noise is not None else privacy.noise_multiplier
+        if noise is not None:
             raise ValueError(
-                f"noise_multiplier={unknown['noise_multiplier']!r} beside a target epsilon: the "
-                "target decides the noise. Drop it, or call make_private"
+                f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
+                "Drop it, or call make_private"
             )
-        if unknown:
-            refuse_keywords(unknown, self.make_private_with_epsilon)
+        asked, performance = configs_of(
+            self.make_private_with_epsilon, privacy, performance, _keywords(locals())
+        )
         positive(target_epsilon=target_epsilon)
         finite(target_epsilon=target_epsilon)
         probability(target_delta=target_delta)
         positive_int(epochs=epochs)
-        sampling = sampling_of(sampling, poisson_sampling, physical_batch_size, max_batch_size)
         drawn = PrivateDataLoader(
             data_loader,
-            sampling=sampling,
+            sampling=asked.sampling,
             key=bytes(32),
-            max_batch_size=max_batch_size,
-            public_size=public_size_of(sampling, dataset_size, sample_rate, steps_per_epoch),
+            max_batch_size=asked.max_batch_size,
+            public_size=asked.public_size,
         )
         if target_delta >= 1 / drawn.dataset_size:
             warnings.warn(
@@ -568,39 +493,18 @@ class PrivacyEngine:
             )
         noise_multiplier = self._spending.noise_for(
             drawn.event,
-            epochs if sampling == "shuffled" else epochs * drawn.steps_per_epoch,
+            epochs if asked.sampling == "shuffled" else epochs * drawn.steps_per_epoch,
             epsilon=target_epsilon,
             delta=target_delta,
         )
         noise_multiplier = float(
-            self._workers.from_first(repr(noise_multiplier).encode(), "the noise multiplier")
+            self._ranks.broadcast_from_first(
+                repr(noise_multiplier).encode(), "the noise multiplier"
+            )
         )
-        made = self.make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            clipping=clipping,
-            way=way,
-            clip_function=clip_function,
-            poisson_sampling=poisson_sampling,
-            sampling=sampling,
-            physical_batch_size=physical_batch_size,
-            max_batch_size=max_batch_size,
-            dataset_size=dataset_size,
-            sample_rate=sample_rate,
-            steps_per_epoch=steps_per_epoch,
-            public_length=public_length,
-            loss_reduction=loss_reduction,
-            memory_budget=memory_budget,
-            budget=budget,
-            optimize=optimize,
-            exact=exact,
-            verify_first_batch=verify_first_batch,
-            allow_buffers=allow_buffers,
-        )
-        if budget is None:
+        asked = replace(asked, noise_multiplier=noise_multiplier)
+        made = self._make_private(module, optimizer, data_loader, asked, performance)
+        if asked.budget is None:
             self._spending.set_delta(target_delta)
         return made
 
@@ -619,7 +523,7 @@ class PrivacyEngine:
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
-            batches without public slots up to how the others are rounded, see `make_private`.
+            batches without public slots this holds up to rounding, see `make_private`.
         """
         backward = self._attached()
         if not isinstance(losses, Tensor):
@@ -635,8 +539,8 @@ class PrivacyEngine:
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
                 + ("" if losses.ndim else scalar)
             )
-        if losses.ndim == 1 and losses.shape[0] == 0 and self._workers.everyone is None:
-            # Beside other workers an empty batch has its part in what they exchange.
+        if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
+            # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)
             return
         if not losses.requires_grad:
@@ -680,16 +584,15 @@ class PrivacyEngine:
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """How many more steps of the present kind the budget allows; None without a budget.
+        """How many more steps like the next one the budget allows; None without a budget.
 
-        For a shuffled loader, what is left of a pass that is paid for counts, and then whole
-        passes.
+        With a shuffled loader: the rest of an epoch that is paid for, and then whole epochs.
         """
         return None if self._step is None else self._step.remaining_steps()
 
     @property
     def accountant(self) -> Accountant:
-        """What counts the releases."""
+        """The accountant, which counts the releases."""
         return self._spending.accountant
 
     @property
@@ -698,7 +601,7 @@ class PrivacyEngine:
 
     @property
     def sampler(self) -> str:
-        """How the batches of the releases were drawn, as accounted for."""
+        """The sampling scheme that the accountant assumes."""
         name = "none" if self._loader is None else self._loader.sampler_name
         if self._spending.has_foreign_batches:
             return f"{name}, some batches not from its loader"
@@ -706,7 +609,7 @@ class PrivacyEngine:
 
     @property
     def neighboring_relation(self) -> str:
-        """What epsilon is for: "add_remove", "zero_out" or "replace_one" of one sample."""
+        """Neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
     def check(
@@ -721,13 +624,13 @@ class PrivacyEngine:
 
         Args:
             model: plain or private; the check works on a plain copy and changes nothing.
-            batch: what loss_fn takes: a tensor, a tuple or a dict of tensors whose first
-                dimension is the batch, of two samples or more. Four to eight are enough. The
-                report is not covered by epsilon, so rather use data that are nobody's.
+            batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
+                dimension is the batch, of at least two samples; four to eight are enough. No
+                epsilon covers the report, so use data of nobody.
             loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
             loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
-                scalar, and what is tried is whether the scalar of several batches, and its
-                gradient, is that reduction of what their samples give alone.
+                scalar, and the check compares the scalar of several batches, and its gradient,
+                with that reduction over their samples.
 
         Returns:
             A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
@@ -753,27 +656,26 @@ class PrivacyEngine:
 
     @property
     def optimization(self) -> Optimization:
-        """What the level that make_private was given changes; as text, sentence by sentence.
+        """What the optimization level changes; as text, one sentence for each change.
 
         Raises:
             ValueError: no model is private.
         """
-        if self._leveled is None:
+        if self._wrapper is None:
             raise ValueError("optimization before make_private: there is no private model yet")
-        return self._leveled.optimization
+        return self._wrapper.optimization
 
     @property
     def verified(self) -> bool | str:
         """Whether real batches have proven that the model keeps its samples apart.
 
-        True, or False where make_private(verify_first_batch=False) left that out; "pending" until
-        enough samples were seen, and every layer that ran had gradients that are not zero;
-        "gradients" where only these are proven, since no call of the model itself was seen in
-        which samples could be replaced (its layers are called one by one, or it went through
-        your own torch.compile); "forward" where the model returns its loss as a scalar, so that
-        losses of single samples cannot be weighted. It depends on the data no more than a refusal
-        does. A factor that the batch makes of all losses, as the count of its tokens, is not
-        seen: `check` tries it.
+        True; or False with make_private(verify_first_batch=False). "pending" until enough samples
+        were seen and every layer that ran had nonzero gradients. "gradients" where only the
+        backward is proven, because no call of the model was seen in which samples could be
+        replaced (its layers are called one by one, or it went through your own torch.compile).
+        "forward" where the model returns a scalar loss, so that losses of single samples cannot
+        be weighted. It depends on the data no more than a refusal does. A common factor of all
+        losses, such as the number of tokens in the batch, is not seen; `check` tries it.
 
         Raises:
             ValueError: no model is private.
@@ -784,7 +686,7 @@ class PrivacyEngine:
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.
 
-        Costs are those of the last forward pass's shapes, so run the model once before.
+        Costs are for the shapes of the last forward, so run the model once before.
 
         Returns:
             A sequence of `PlannedUse`; as text, a table.
@@ -804,7 +706,7 @@ class PrivacyEngine:
 
     @property
     def public(self) -> PublicFacts:
-        """What of the batches is public: slots, lengths, the dataset's size; as text, by line.
+        """Public facts about the batches: slots, lengths, dataset size; as text, one a line.
 
         Raises:
             ValueError: no model is private.
@@ -823,8 +725,8 @@ class PrivacyEngine:
     def rounded_sums(self) -> tuple[str, ...]:
         """Names of the parameters whose sums were rounded in float32 in some batch so far.
 
-        Of all others each sum was exact: one sample moves it by at most its bound in real
-        arithmetic, whatever the order of the samples.
+        The sums of all other parameters were exact: one sample moves them by at most its bound in
+        real arithmetic, whatever the order of the samples.
 
         Raises:
             ValueError: no model is private.
@@ -838,71 +740,71 @@ class PrivacyEngine:
         return self._backward, self._optimizer
 
     def prepare(self, batch_size: int) -> None:
-        """Get a torch.compile'd model ready for a batch that did not come from the loader."""
+        """Prepare a torch.compile'd model for a batch that did not come from the loader."""
         positive_int(batch_size=batch_size)
         self._attached().forward.prepare(batch_size)
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """Give the plain model back; it keeps its parameters, the engine its spent privacy."""
+        """Return the plain model, with its parameters; the engine keeps its spent privacy."""
         if model is not self._model:
             raise ValueError("model is not the one that this engine made private")
         self._attached().discard()
-        assert self._leveled is not None and self._leveled.unchanged is not None
-        refusal = self._leveled.unchanged.refusal()
+        assert self._wrapper is not None and self._wrapper.unchanged is not None
+        refusal = self._wrapper.unchanged.refusal()
         if refusal is not None:
             warnings.warn(
                 f"the model that is given back is not for release: {refusal}", stacklevel=2
             )
-        self._leveled.remove()
+        self._wrapper.remove()
         detach(model)
-        part(model)
+        release_ranks(model)
         assert self._optimizer is not None
         self._optimizer.release_original()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
-        self._model = self._backward = self._leveled = None
+        self._model = self._backward = self._wrapper = None
         return model
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write everything a later process needs to go on, with whatever number of workers.
+        """Write everything that a later process needs to go on, with any number of ranks.
 
-        Parameters, optimizer, spent privacy, noise counter and the loader's position, so that the
-        checkpoint is at any moment the old one or the new one. The clipped sum of an unfinished
-        logical batch is left out: the batch is drawn again.
+        That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
+        checkpoint is replaced in one step, so it is always the old one or the new one. The
+        clipped sum of an unfinished logical batch is left out: the batch is drawn again.
 
         Args:
-            path: the file; with a mesh a folder, on a file system that all workers share: all of
-                them call this together, each writes its part of the model, the first one the
+            path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
+                call this together, each writes its part of the model, and the first rank the
                 rest. It holds the noise key and can be read by its owner only: keep it as secret
                 as the data, and release model.state_dict() instead.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
-                with a mesh, those of the first worker.
+                with a mesh, those of the first rank.
 
         Raises:
             ValueError: extra holds what could not be read again; path is a folder where a file
                 is to be written, or the reverse.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another worker failed, as its message says; the checkpoint before this
-                one is as it was.
+                or another rank failed, as its message says; the checkpoint before this one is
+                unchanged.
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
-        assert self._leveled is not None and self._leveled.unchanged is not None
-        self._workers.on_all("save_checkpoint", self._leveled.unchanged.compare)
+        assert self._wrapper is not None and self._wrapper.unchanged is not None
+        self._ranks.run_on_all("save_checkpoint", self._wrapper.unchanged.compare)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(extra),
             model=self._model,
             optimizer=self._optimizer.original_optimizer,
-            workers=self._workers,
+            ranks=self._ranks,
             as_folder=self._has_mesh,
         )
 
     def _own_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """What a checkpoint holds beside model and optimizer; the same on all workers."""
+        """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
         assert self._optimizer is not None and self._loader is not None
         checkpoint.check_extra(extra)
         return {
@@ -923,14 +825,14 @@ class PrivacyEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
 
-        A file or a folder, of an engine with or without a mesh: the number of workers and how the
-        model lies on them may differ from the run that wrote it. With a mesh all workers call
-        this together, and each reads what it needs.
+        The number of ranks, and how the model is sharded over them, may differ from the run that
+        wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
+        ranks call this together, and each reads what it needs.
 
-        With a seed or a ledger the run goes on bit for bit as if it had not stopped; else it draws
-        the same batches with noise under a new key, since the run that wrote the checkpoint may
-        have gone on with the old one. Where the ledger has releases that the checkpoint does not
-        know, they stay counted, and noise and sampling both go on under new keys.
+        With a seed or a ledger the run continues bit for bit as if it had not stopped. Otherwise
+        it draws the same batches with noise under a new key, because the run that wrote the
+        checkpoint may have gone on with the old one. Releases in the ledger that the checkpoint
+        does not know stay counted, and noise and sampling then continue under new keys.
 
         Returns:
             What save_checkpoint got as `extra`.
@@ -939,7 +841,7 @@ class PrivacyEngine:
             FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
                 nothing is changed then.
             RuntimeError: where steps were released already and no ledger remembers them, or
-                another worker could not read the checkpoint.
+                another rank could not read the checkpoint.
         """
         backward = self._attached()
         assert self._model is not None and self._optimizer is not None
@@ -961,7 +863,7 @@ class PrivacyEngine:
             path,
             model=self._model,
             optimizer=self._optimizer.original_optimizer,
-            workers=self._workers,
+            ranks=self._ranks,
             check=check,
         )
         assert self._step is not None
@@ -997,7 +899,7 @@ class PrivacyEngine:
         return dict(state["extra"])
 
     def diagnostics(self) -> dict[str, Any]:
-        """Numbers for the eyes of who trains. PRIVATE: no epsilon covers them; do not release.
+        """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.
 
         Returns:
             per_sample_norms: of the samples of the last backward, padding rows left out (of the
@@ -1031,18 +933,19 @@ class PrivacyEngine:
         }
 
     def _common(self, number: int) -> int:
-        """The first worker's number."""
-        return int(self._workers.from_first(str(number).encode(), "the memory budget"))
+        """The number of the first rank."""
+        return int(self._ranks.broadcast_from_first(str(number).encode(), "the memory budget"))
 
-    def _check_joint(self, sampling: str, way: str) -> None:
-        """Refuse what several workers cannot do together."""
-        if self._workers.everyone is not None and sampling == "shuffled":
+    def _check_joint(self, sampling: str, mode: str) -> None:
+        """Refuse options that do not work with several ranks."""
+        if self._ranks.everyone is not None and sampling == "shuffled":
             raise ValueError(
                 "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
                 "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
             )
-        if self._workers.context is not None and way == "book_keeping":
+        if self._ranks.context is not None and mode == "book_keeping":
             raise ValueError(
-                "way='book_keeping' with a context dimension: norms need the sum over a sample's "
-                "shards, so gradients are made; use way='auto', 'stored' or 'two_pass'"
+                "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
+                "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
+                "'ghost'"
             )

@@ -73,9 +73,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.__deepcopy__({})
 
     def _patch_step_function(self) -> None:
-        """PyTorch would put the wrapped optimizer's step hooks around our `step`, for the class.
+        """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
 
-        It does so when any object of the class is unpickled; `_refuse_other_steps` is such a hook.
+        It would do so for the whole class when an object of it is unpickled, and
+        `_refuse_other_steps` is such a hook.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -93,7 +94,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # Opacus' BatchMemoryManager and schedulers use these.
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say whether the next `step` call ends a physical batch only."""
+        """Say whether the next `step` call ends a microbatch only."""
         if self._step.ranks.everyone is not None:
             raise RuntimeError(
                 "signal_skip_step (BatchMemoryManager) with a mesh: workers would split their "
@@ -108,7 +109,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Not even where the wrapped optimizer does: it would get sums clipped at the scale."""
+        """Never: a GradScaler would have sums clipped at its scale."""
         return False
 
     @property
@@ -145,7 +146,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def releases(self) -> int:
         return self._step.releases
 
-    # The wrapped optimizer's state, as its own.
+    # State and parameter groups are those of the wrapped optimizer.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -192,7 +193,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; while a logical batch is under way its clipped sums are kept."""
+        """Clear gradients; keeps the clipped sums of an unfinished logical batch."""
         if self._is_last_step_skipped:
             return
         self._step.discard()
@@ -209,8 +210,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             What closure returned, else None.
 
         Raises:
-            RuntimeError: a CUDA stream is capturing, or what was to be released is not what the
-                private layers made; nothing is released.
+            RuntimeError: a CUDA stream is capturing, or `.grad` is not what the private layers
+                made; nothing is released.
         """
         refuse_capture(CAPTURED)
         result = None
@@ -233,7 +234,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return result
 
     def _check_others_have_no_gradient(self) -> None:
-        """The wrapped optimizer steps on any .grad, so one that is not released must not exist."""
+        """The wrapped optimizer steps on every `.grad`, so none may exist that is not released."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
@@ -296,17 +297,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
 
 def _scale(grad: Tensor, total: Tensor) -> float | None:
-    """The number above 1 by which a sum was divided to give a gradient; None if there is none."""
+    """GradScaler scale found in `.grad`, or None."""
     if grad.layout != torch.strided or grad.shape != total.shape or not grad.numel():
         return None
     largest, divided = float(total.abs().max()), float(grad.abs().max())
-    # GradScaler's are powers of two.
+    # GradScaler's scales are powers of two.
     scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
     return scale if scale > 1 and _same(grad, total / scale) else None
 
 
 def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
-    """Whether `.grad` is not the parameter's sum; a tensor is not waited for."""
+    """Whether `.grad` differs from the parameter's sum; on its device, without waiting."""
     grad = parameter.grad
     assert grad is not None
     if grad.layout != torch.strided:
@@ -320,3 +321,41 @@ def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
 
 def _same(grad: Tensor, total: Tensor) -> bool:
     return torch.equal(grad, total.to(grad.dtype))
+
+
+def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The model's trainable parameters that the optimizer holds, in the model's order."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
+            "(PrivateOptimizer.original_optimizer is one)"
+        )
+    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p): n for n, p in module.named_parameters()}
+    foreign = [p for i, p in held.items() if i not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
+            "fully_shard if that is used"
+        )
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
+    if not trained:
+        raise ValueError(
+            "optimizer holds no trainable parameter of the module; check requires_grad and build "
+            "it from module.parameters()"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
+            "own; use a first-order optimizer such as AdamW"
+        )
+    for parameter in trained:
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
+                "see its gradient before the noise; remove the hook"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
+    return trained

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpflash.accounting import Event, Gaussian
 from dpflash.kernels import (
     NoiseStream,
     clip_reduce,
@@ -42,15 +41,17 @@ from dpflash.kernels import (
 from ._validate import finite, noise_fits, non_negative, positive
 from .distributed.collectives import all_reduce_all_
 from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
-from .distributed.mesh import Workers
+from .distributed.mesh import Ranks
 from .privacy.budget import BudgetSpent
-from .privacy.keys import RunKeys
-from .privacy.spending import Spending
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
 
 if TYPE_CHECKING:
+    from dpflash.accounting import Event
     from dpflash.kernels.noise_triton import OpenList
+
+    from .privacy.keys import RunKeys
+    from .privacy.spending import Spending
 
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
@@ -176,14 +177,14 @@ class ClippedSums:
         *,
         names: dict[nn.Parameter, str],
         tracker: BatchTracker,
-        ranks: Workers | None = None,
+        ranks: Ranks | None = None,
         max_grad_norm: float = math.inf,
         exact: bool = True,
     ):
         self.trained = tuple(trained)
         self.names = names
         self.tracker = tracker
-        self.ranks = ranks or Workers()
+        self.ranks = ranks or Ranks()
         self.is_sharded = any(is_sharded(p) for p in trained)
         self.exact = exact
         self.sums: dict[nn.Parameter, Tensor] = {}
@@ -422,7 +423,7 @@ class PrivateStep(ClippedSums):
         sampler: Sampler,
         spending: Spending,
         keys: RunKeys,
-        ranks: Workers,
+        ranks: Ranks,
         noise_multiplier: float,
         max_grad_norm: float,
         divisor: float,
@@ -471,7 +472,7 @@ class PrivateStep(ClippedSums):
 
     def leave_ranks(self) -> None:
         """Go on as a process by itself: a forked child is none of the ranks."""
-        self.ranks = Workers()
+        self.ranks = Ranks()
 
     # The last microbatch's backward
 
@@ -561,8 +562,11 @@ class PrivateStep(ClippedSums):
         bound, noise_multiplier = float(bound), float(self.noise_multiplier)
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
+        # Models that are not private need no accounting, which is slow to import.
+        from dpflash.accounting import Gaussian
+
         # No amplification can be claimed for a batch of unknown origin.
-        event = (
+        event: Event | None = (
             self._next_event(noise_multiplier)
             if drawn
             else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
@@ -660,7 +664,7 @@ class PrivateStep(ClippedSums):
             self._spending.charge(event, run=self._keys.run, is_foreign=is_foreign)
             return b""
 
-        self.ranks.first_does("the payment of a release", charge)
+        self.ranks.run_on_first("the payment of a release", charge)
         if not self.ranks.is_first:
             charge()
 

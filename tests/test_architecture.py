@@ -15,11 +15,11 @@ LAW = [
     ["_validate", "losses", "distributed core"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
-    ["connectivity", "measured"],
-    ["distributed", "integrations", "recommendation", "step"],
+    ["measured"],
+    ["distributed", "integrations", "step"],
     ["clipping", "optimizer"],
-    ["grad_rules", "recommender"],
-    ["arguments", "nn", "optimize"],
+    ["config", "grad_rules", "recommender"],
+    ["nn", "optimize"],
     ["check"],
     ["engine"],
     ["train"],
@@ -207,8 +207,13 @@ def _assigned(node: ast.AST) -> list[ast.Attribute]:
     return [t for t in flat if isinstance(t, ast.Attribute)]
 
 
-# What PyTorch has others assign to, and what marks modules that attend across ranks.
-ASSIGNED_BY_CUSTOM = {"grad", "requires_grad", "__class__", "data", "context_parallel"}
+# What PyTorch has others assign to (a tied weight and an optimizer's state too), what Opacus'
+# accountants let callers set, and what marks modules that attend across ranks.
+ASSIGNED_BY_CUSTOM = {"grad", "requires_grad", "__class__", "data", "weight", "state"}
+ASSIGNED_BY_CUSTOM |= {"history", "context_parallel"}
+# Objects of the function itself: a copy of an accountant that it spends, the record of a job that
+# it writes, a number of numpy's.
+OWN_OBJECTS = {"self", "ctx", "meter", "state", "value", "library"}
 
 
 def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:
@@ -221,7 +226,8 @@ def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:
             for node in ast.walk(_tree(path)):
                 for target in _assigned(node):
                     owner = ast.unparse(target.value)
-                    if owner not in ("self", "ctx") and target.attr in elsewhere:
+                    is_own = owner in OWN_OBJECTS or target.attr == "_dpflash"
+                    if not is_own and target.attr in elsewhere:
                         wrong.append(f"{_name(path)}:{target.lineno} {owner}.{target.attr}")
     assert not wrong
 

@@ -4,14 +4,15 @@ python benchmarks/scripts/make_results.py [--check]
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from dpflash.bench.output import write_text
+from dpflash.bench import headline
+from dpflash.bench.output import write_picture, write_text
 from dpflash.bench.page import render
-from dpflash.bench.reports import REPORTS
-from dpflash.bench.result_files import recommendation_data
+from dpflash.bench.published import read_reports
+from dpflash.bench.result_files import device_names, load
+from dpflash.measured import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,10 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def made(root: Path) -> dict[Path, str]:
     """The text of each file to be."""
     results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
-    data = json.dumps(recommendation_data(results), indent=1, sort_keys=True)
+    measured = [
+        file
+        for device in device_names(results)
+        for name in ("attention", "variants", "sequence")
+        if (file := results / device / f"{name}.json").exists()
+    ]
     return {
-        page: render(results, REPORTS, page),
-        root / "dpflash" / "recommendations.json": data + "\n",
+        page: render(results, read_reports(), page),
+        root / "dpflash" / "recommendations.json": shipped_table(measured),
     }
 
 
@@ -40,6 +46,10 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         stale.append(path)
         if not check:
             write_text(path, text)
+    results = root / "benchmarks" / "results"
+    shown = headline.newest({name: load(results, name) for name in device_names(results)})
+    if not check and shown is not None:
+        write_picture(results / headline.PICTURE, headline.draw(shown))
     for path in stale:
         print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
     return int(check and bool(stale))

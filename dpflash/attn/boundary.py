@@ -1,4 +1,4 @@
-"""Private boundary: what leaves through an activation's gradient is clipped and noised.
+"""Private boundary: clips and noises the gradient that leaves through an activation.
 
 Letters: B samples, C max_grad_norm, sigma noise_multiplier.
 """
@@ -62,7 +62,7 @@ _switch = _Switch()
 
 @contextmanager
 def without_noise() -> Iterator[NoiseOff]:
-    """Boundaries crossed inside of the block, by this thread, clip but add no noise.
+    """Boundaries crossed inside the block, by this thread, clip but add no noise.
 
     **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
     gradients that go to nobody, on a copy of the model.
@@ -83,7 +83,7 @@ def without_noise() -> Iterator[NoiseOff]:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """How gradients are clipped and noised where they leave, see `private_boundary`.
+    """Clipping bound and noise of a private boundary, see `private_boundary`.
 
     Args:
         max_grad_norm: C, the L2 bound of one sample's gradient, over all tensors of the boundary.
@@ -105,7 +105,7 @@ class Boundary:
 
 
 def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
-    """The identity, whose backward passes on a private gradient.
+    """Identity whose backward passes on a private gradient.
 
     In the backward, row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with
     ``c_i = min(1, C / ||dx_i||)``, the norm taken over all dimensions but the first. It is meant
@@ -160,7 +160,7 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
 def release_of(
     boundary: Boundary,
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
-    """What clips and noises gradients, for a backward that knows their joint squared norms."""
+    """A function that clips and noises gradients, given their joint squared norms."""
     _refuse_compiling()
     off = _switch.off
     if off is not None:
@@ -171,7 +171,7 @@ def release_of(
 
 def _refuse_compiling() -> None:
     if torch.compiler.is_compiling():
-        # A compiled graph would keep the number of its release, and repeat its noise.
+        # A compiled graph would keep the number of its release, and so repeat its noise.
         raise RuntimeError(
             "private_boundary inside of a compiled function: its noise would be compiled in; "
             "compile what lies before and behind it apart"
@@ -199,7 +199,7 @@ class _Boundary(torch.autograd.Function):
 def _release(
     boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients `[B, ...]`, clipped by their joint squared norms `[B]`, and noised."""
+    """Clip the gradients `[B, ...]` by their joint squared norms `[B]`, and add noise."""
     bound = float(boundary.max_grad_norm)
     factors = clip_factors(squares, bound)
     std = float(boundary.noise_multiplier) * bound

@@ -131,7 +131,7 @@ def attention(
                 release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale
             )
             return (o, lse) if return_lse else o
-        # Gradients of the choice reach q and k too: only what gathers both knows the norm.
+        # Gradients of the choice reach q and k too: only where both are added is the norm known.
         q, k, v = cross(boundary, q, k, v)
     if torch.compiler.is_compiling():
         # Dynamo refuses one tensor in several places of an autograd.Function.
@@ -152,7 +152,7 @@ def attention(
 
 
 def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
-    """The pattern meant, refused where it does not fit so many queries and keys."""
+    """The pattern of a call; refuses one that does not fit the number of queries and keys."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
@@ -172,7 +172,7 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
 
 
 def require_pattern(pattern: object) -> Pattern:
-    """Refuses what is no pattern."""
+    """Refuse objects that are no pattern."""
     if not isinstance(pattern, Pattern):
         shown = repr(pattern) if isinstance(pattern, str | type) else type(pattern).__name__
         raise ValueError(

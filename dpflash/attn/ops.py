@@ -1,7 +1,7 @@
-"""Attention as operators of torch: opaque to the compiler, differentiable, mapped over samples.
+"""Attention as torch operators: opaque to the compiler, differentiable, with vmap rules.
 
-What a pattern is travels as its key, a string, so that a compiled graph holds no table; the tile
-graph is looked up where the operator runs. An absent optional gradient is a tensor of no elements.
+A pattern is passed as its key, a string, so that a compiled graph holds no table; the tile graph
+is looked up where the operator runs. An absent optional gradient is a tensor without elements.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """
@@ -93,7 +93,7 @@ class Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward as a node of its own, so that differentiating it is refused, not wrong."""
+    """The backward as an autograd node; raises on double backward."""
 
     generate_vmap_rule = True
 
@@ -156,7 +156,7 @@ def graph_of(
     blocks: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> TileGraph:
-    """The tile graph of a call; blocks and gates are those that an `Adaptive` pattern chose."""
+    """The tile graph of a call; blocks and gates are the choice of an `Adaptive` pattern."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None
@@ -190,7 +190,7 @@ def key_range_of(padding: Tensor | None) -> Tensor | None:
             "key_padding_mask has a hole: expected the keys that are attended to in a sample to "
             "be consecutive; move padding to the ends, or pack with patterns.Documents"
         )
-    # Elsewhere looking would wait for the device.
+    # On a GPU this would wait for the device.
     torch._assert_async(consecutive, "key_padding_mask has a hole: keys must be consecutive")
     return torch.stack((begin, end), dim=1).int()
 
@@ -258,12 +258,12 @@ def _backward(
 
 
 def _like(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
-    """A gradient in the dtype of what it is for; no elements where that is absent."""
+    """A gradient in the dtype of its input; no elements where the input is absent."""
     return q.new_empty((q.shape[0], 0)) if grad is None or x is None else grad.to(x.dtype)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """The same `[B, H, T, D]`, lying in memory as `like`: heads outside of tokens, or inside."""
+    """The same `[B, H, T, D]` in the memory layout of `like`."""
     if kernels.heads_outside(like):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -306,7 +306,7 @@ def _fake_backward(
 
 
 def _folded(op: Any) -> Any:
-    """The rule that maps an operator by folding the mapped dimension into the samples."""
+    """A vmap rule that folds the mapped dimension into the samples."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         def fold(x: Any, dim: int | None) -> Any:

@@ -1,6 +1,6 @@
-"""Whether a model and its loss keep the samples of a batch apart, tried on one batch.
+"""Checks on one batch that a model and its loss keep the samples of a batch independent.
 
-Every comparison is made on a plain copy of the model, in float64 where it takes that, from the
+Every comparison runs on a plain copy of the model, in float64 if the model supports it, with the
 same buffers and the same seed, without dropout and without the noise of boundaries.
 """
 

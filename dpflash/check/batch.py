@@ -1,6 +1,6 @@
-"""What a batch is: nested tensors whose first dimension are the samples, taken and altered.
+"""Selects and alters samples of a batch: nested tensors whose first dimension is the batch.
 
-Letters: B samples, T tokens.
+Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_IGNORED = -100  # torch's and transformers' mark of a target that does not count
+_IGNORED = -100  # ignore_index of torch and transformers
 _SCALE = 8.0
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 
@@ -22,7 +22,7 @@ VALUES, MASKS, TARGETS = "values", "masks", "targets"
 
 @dataclass(frozen=True)
 class Place:
-    """One sample in its company: a batch, the sample's index in it, and how many there are."""
+    """One sample of a batch: the batch, the sample's index in it, and the batch size."""
 
     batch: Any
     index: int
@@ -30,7 +30,7 @@ class Place:
 
 
 class Altered(NamedTuple):
-    """A batch of which some samples were altered: which kind of tensors, and how."""
+    """A batch with altered samples: the kind of tensors that changed, how, and the batch."""
 
     kind: str
     how: str
@@ -42,15 +42,15 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors(part)
+        for item in value.values():
+            yield from tensors(item)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors(part)
+        for item in value:
+            yield from tensors(item)
 
 
 def batch_size(batch: Any) -> int:
-    """B; a ValueError for what is no batch, or one that cannot be compared."""
+    """B; raises a ValueError if `batch` is not a batch, or has fewer than two samples."""
     shapes = [tuple(t.shape) for t in tensors(batch) if t.ndim]
     if not shapes:
         raise ValueError(
@@ -60,31 +60,31 @@ def batch_size(batch: Any) -> int:
     sizes = {shape[0] for shape in shapes}
     if len(sizes) > 1:
         raise ValueError(
-            f"batch holds tensors of shapes {shapes}: expected the batch first in each; put what "
-            "is not per sample into loss_fn"
+            f"batch holds tensors of shapes {shapes}: expected the batch as the first dimension "
+            "of each; move tensors that are not per sample into loss_fn"
         )
     size = sizes.pop()
     if size < 2:
         raise ValueError(
-            f"batch holds {size} sample(s): expected two or more, since a sample is compared with "
-            "itself in company; 4 to 8 are enough"
+            f"batch holds {size} sample(s): expected two or more, because a sample is compared "
+            "with itself among other samples; pass 4 to 8"
         )
     return size
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with each of its tensors changed; scalars stay."""
+    """The batch with `change` applied to each tensor that is not a scalar."""
     return tree_map_only(Tensor, lambda t: change(t) if t.ndim else t, batch)
 
 
 def pick(batch: Any, rows: Iterable[int]) -> Any:
-    """The batch of these samples; a sample may come several times."""
+    """A batch of these samples; a sample may occur several times."""
     index = torch.tensor(list(rows), dtype=torch.long)
     return mapped(batch, lambda t: t[index.to(t.device)])
 
 
 def rows_of(value: Any, index: int, size: int) -> list[Tensor]:
-    """What of the tensors belongs to one sample; all of it where that cannot be told."""
+    """The rows of the tensors that belong to one sample; whole tensors if that is ambiguous."""
     rows = []
     for t in tensors(value):
         if t.ndim == 0:
@@ -100,27 +100,30 @@ def rows_of(value: Any, index: int, size: int) -> list[Tensor]:
 
 
 def alterations(batch: Any, rows: Iterable[int], who: str) -> Iterator[Altered]:
-    """The batch with these samples, called `who`, scaled, masked, or in part without targets."""
-    chosen = torch.tensor(list(rows), dtype=torch.long)
+    """Batches with some samples altered: scaled, masked, or half of their targets ignored.
 
-    def scaled(t: Tensor) -> Tensor:
-        return _replaced(t, chosen, t[chosen.to(t.device)] * _SCALE)
+    `who` names these samples in messages.
+    """
+    index = torch.tensor(list(rows), dtype=torch.long)
 
-    def cut(t: Tensor) -> Tensor:
-        part = t[chosen.to(t.device)]
-        part[:, part.shape[1] // 2 :] = 0
-        return _replaced(t, chosen, part)
+    def scale(t: Tensor) -> Tensor:
+        return _replace(t, index, t[index.to(t.device)] * _SCALE)
 
-    def ignored(t: Tensor) -> Tensor:
-        part = t[chosen.to(t.device)]
-        mark = int(t.min()) if int(t.min()) < 0 else _IGNORED
-        part.view(part.shape[0], -1)[:, part[0].numel() // 2 :] = mark
-        return _replaced(t, chosen, part)
+    def shorten_mask(t: Tensor) -> Tensor:
+        altered = t[index.to(t.device)]
+        altered[:, altered.shape[1] // 2 :] = 0
+        return _replace(t, index, altered)
+
+    def ignore_targets(t: Tensor) -> Tensor:
+        altered = t[index.to(t.device)]
+        ignored = int(t.min()) if int(t.min()) < 0 else _IGNORED
+        altered.view(altered.shape[0], -1)[:, altered[0].numel() // 2 :] = ignored
+        return _replace(t, index, altered)
 
     changes: tuple[tuple[str, str, Callable[[Tensor], Tensor], Callable[..., bool]], ...] = (
-        (VALUES, f"{who} are scaled by {_SCALE:g}", scaled, _is_value),
-        (MASKS, f"masks of {who} are cut short", cut, _is_mask),
-        (TARGETS, f"targets of {who} are ignored from the middle on", ignored, _is_target),
+        (VALUES, f"{who} are scaled by {_SCALE:g}", scale, _is_value),
+        (MASKS, f"masks of {who} are shortened", shorten_mask, _is_mask),
+        (TARGETS, f"targets of {who} are ignored from the middle on", ignore_targets, _is_target),
     )
     for kind, how, change, wanted in changes:
         other, count = _map_leaves(batch, change, wanted)
@@ -128,29 +131,29 @@ def alterations(batch: Any, rows: Iterable[int], who: str) -> Iterator[Altered]:
             yield Altered(kind, how, other)
 
 
-def _replaced(t: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-    return t.detach().clone().index_copy(0, chosen.to(t.device), rows.detach().to(t.dtype))
+def _replace(t: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return t.detach().clone().index_copy(0, index.to(t.device), rows.detach().to(t.dtype))
 
 
 def _map_leaves(
     batch: Any, change: Callable[[Tensor], Tensor], wanted: Callable[[Tensor, str, int], bool]
 ) -> tuple[Any, int]:
-    """The batch with its wanted tensors changed, and how many there were."""
+    """The batch with `change` applied to its wanted tensors, and the number of these."""
     count = 0
 
-    def visit(part: Any, key: str, position: int) -> Any:
+    def visit(item: Any, key: str, position: int) -> Any:
         nonlocal count
-        if isinstance(part, Tensor):
-            if part.ndim == 0 or not wanted(part, key, position):
-                return part
+        if isinstance(item, Tensor):
+            if item.ndim == 0 or not wanted(item, key, position):
+                return item
             count += 1
-            return change(part)
-        if isinstance(part, dict):
-            return type(part)({k: visit(v, str(k), 0) for k, v in part.items()})
-        if isinstance(part, list | tuple):
-            entries = [visit(p, "", n) for n, p in enumerate(part)]
-            return type(part)(*entries) if hasattr(part, "_fields") else type(part)(entries)
-        return part
+            return change(item)
+        if isinstance(item, dict):
+            return type(item)({k: visit(v, str(k), 0) for k, v in item.items()})
+        if isinstance(item, list | tuple):
+            items = [visit(p, "", n) for n, p in enumerate(item)]
+            return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
+        return item
 
     return visit(batch, "", 0), count
 
@@ -168,10 +171,10 @@ def _is_value(t: Tensor, key: str, position: int) -> bool:
 
 
 def _is_target(t: Tensor, key: str, position: int) -> bool:
-    """Integers that may hold marks of what is ignored."""
+    """Whether these are integer targets that may contain an ignore_index."""
     if t.dtype not in (torch.int64, torch.int32) or t.numel() == 0:
         return False
     if bool((t < 0).any()):
         return True
-    # Elsewhere a mark that is not known as one would be an assertion of the device.
+    # On a GPU an out-of-range target that is not ignored would trigger a device assertion.
     return t.device.type == "cpu" and (key in _TARGET_NAMES or position > 0)

@@ -1,4 +1,4 @@
-"""Whether losses[i] and its gradient are those of sample i alone, whatever the others are."""
+"""Checks that losses[i] and its gradient depend on sample i alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .batch import TARGETS, VALUES, Place, alterations, mapped, tensors
-from .report import LOSS_FN, LOSS_REMEDY, Findings, listed, said
+from .report import LOSS_FN, LOSS_REMEDY, Findings, error_text, listed
 from .subject import LossAndGrads, Trial
-from .trace import blamed, locate
+from .trace import coupling_problem, locate
 
 
-class _Company(NamedTuple):
-    """A place for a sample: how it came about, and what kind of tensors of the others changed."""
+class _Variant(NamedTuple):
+    """A sample among other samples: a description, its place, and the kind of altered tensors."""
 
     how: str
     place: Place
@@ -26,10 +26,10 @@ class _Company(NamedTuple):
 
 @dataclass
 class _Difference:
-    """Sample `index` is not in this company what it was in the batch."""
+    """Relative differences of sample `index` between the batch and a variant of it."""
 
     index: int
-    company: _Company
+    variant: _Variant
     loss: float
     grads: dict[str, float]
 
@@ -38,9 +38,9 @@ class _Difference:
 
 
 def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
-    """Sample i in the batch, against sample i alone and in other companies.
+    """Compare sample i in the batch with sample i alone and among other samples.
 
-    Returns some of the samples with their losses and gradients.
+    Returns the losses and gradients of some samples, by index.
     """
     reference: dict[int, LossAndGrads] = {}
     differences: list[_Difference] = []
@@ -49,26 +49,26 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
     flagged = {problem.where for problem in findings.problems}
     for index in trial.indices:
         reference[index] = trial.subject.loss_and_grads(trial.batch, index)
-        for company in _companies(trial, index):
-            place = company.place
+        for variant in _variants(trial, index):
+            place = variant.place
             try:
                 found = trial.subject.loss_and_grads(place.batch, place.index)
             except Exception as error:
-                findings.leave_out(f"samples when {company.how}: {said(error)}")
+                findings.leave_out(f"samples when {variant.how}: {error_text(error)}")
                 continue
-            compared[company.how] = company.altered
-            if not found.finite() and company.altered == VALUES:
+            compared[variant.how] = variant.altered
+            if not found.finite() and variant.altered == VALUES:
                 continue
             loss, grads = _difference(trial, reference, index, found)
             if loss or grads:
-                differences.append(_Difference(index, company, loss, grads))
+                differences.append(_Difference(index, variant, loss, grads))
         foreign += _derivatives_by_others(trial, index, flagged)
     findings.checked.append(
         f"loss and gradient of samples {', '.join(map(str, trial.indices))}, up to "
         f"{trial.tolerance:.0e} of their size, when " + "; ".join(compared)
     )
     if TARGETS not in compared.values():
-        findings.not_checked.append("other targets to ignore: found no integer targets to vary")
+        findings.not_checked.append("ignored targets: found no integer targets to alter")
     if differences:
         _report(trial, differences, foreign[:1], findings)
     elif foreign:
@@ -76,39 +76,39 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
     return reference
 
 
-def _companies(trial: Trial, index: int) -> Iterator[_Company]:
+def _variants(trial: Trial, index: int) -> Iterator[_Variant]:
     size = trial.size
-    yield _Company("all are copies of it", Place(trial.pick([index] * size), index, size))
+    yield _Variant("all are copies of it", Place(trial.pick([index] * size), index, size))
     neighbours = [(index + 1) % size] * size
     neighbours[index] = index
-    yield _Company(
+    yield _Variant(
         "the others are copies of one other", Place(trial.pick(neighbours), index, size)
     )
     others = [other for other in range(size) if other != index]
     for kind, how, batch in alterations(trial.batch, others, "the others"):
-        yield _Company(how, Place(batch, index, size), kind)
+        yield _Variant(how, Place(batch, index, size), kind)
     if not trial.random:
         backwards = trial.pick(range(size - 1, -1, -1))
-        yield _Company("the batch is reversed", Place(backwards, size - 1 - index, size))
-        yield _Company("it is alone", Place(trial.pick([index]), 0, 1))
+        yield _Variant("the batch is reversed", Place(backwards, size - 1 - index, size))
+        yield _Variant("it is alone", Place(trial.pick([index]), 0, 1))
 
 
 def _difference(
     trial: Trial, reference: dict[int, LossAndGrads], index: int, b: LossAndGrads
 ) -> tuple[float, dict[str, float]]:
-    """Relative differences beyond the tolerance: of the loss, and of each parameter's grad."""
+    """Relative differences beyond the tolerance: of the loss and of each parameter's gradient."""
     a = reference[index]
-    usual = max(abs(s.loss) for s in reference.values())
-    scale = max(abs(a.loss), abs(b.loss), usual)
+    largest_loss = max(abs(s.loss) for s in reference.values())
+    scale = max(abs(a.loss), abs(b.loss), largest_loss)
     loss = abs(a.loss - b.loss) / scale if scale else 0.0
-    # One small gradient may be all rounding; what counts is its part in the sample's own.
+    # Compare with the norm of the whole gradient: a small parameter gradient may be all rounding.
     largest = max(s.norm() for s in reference.values())
     grads = trial.apart(a.grads, b.grads, max(a.norm(), b.norm(), 1e-3 * largest))
     return (0.0 if loss <= trial.tolerance else loss), grads
 
 
 def _derivatives_by_others(trial: Trial, index: int, flagged: set[str]) -> list[str]:
-    """Derivatives of losses[i] by inputs[j], and by what embeddings give for sample j."""
+    """Nonzero derivatives of losses[i] by other samples' inputs and embedding outputs."""
     batch = mapped(
         trial.batch,
         lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t,
@@ -140,8 +140,8 @@ def _derivatives_by_others(trial: Trial, index: int, flagged: set[str]) -> list[
         foreign = total - float(squares[index])
         if foreign > trial.tolerance**2 * total and foreign > 0:
             found.append(
-                f"losses[{index}] has a derivative by other samples in {name}, "
-                f"{math.sqrt(foreign / total):.1e} of the whole"
+                f"losses[{index}] has a nonzero derivative with respect to other samples in "
+                f"{name}, {math.sqrt(foreign / total):.1e} of the total"
             )
     return found
 
@@ -152,19 +152,19 @@ def _report(
     by_place: dict[str, list[_Difference]] = {}
     located: dict[str, str] = {}
     for difference in differences:
-        how, place, _ = difference.company
+        how, place, _ = difference.variant
         if how not in located:
-            here = Place(trial.batch, difference.index, trial.size)
-            located[how] = locate(trial, here, place)
+            original = Place(trial.batch, difference.index, trial.size)
+            located[how] = locate(trial, original, place)
         by_place.setdefault(located[how], []).append(difference)
     order = _another_order(trial)
     for where, group in by_place.items():
         worst = max(group, key=lambda d: max(d.loss, d.worst_grad()))
-        hows = list(dict.fromkeys(d.company.how for d in group))
-        hows.remove(worst.company.how)
+        hows = list(dict.fromkeys(d.variant.how for d in group))
+        hows.remove(worst.variant.how)
         message = (
-            f"losses[{worst.index}] moves by {worst.loss:.1e} and its gradient by "
-            f"{worst.worst_grad():.1e} of its size when {worst.company.how}"
+            f"losses[{worst.index}] changes by {worst.loss:.1e} and its gradient by "
+            f"{worst.worst_grad():.1e} of its size when {worst.variant.how}"
         )
         if hows:
             message += f" (likewise when {'; '.join(hows)})"
@@ -173,12 +173,12 @@ def _report(
         message = ". ".join([message, *foreign, *order])
         remedy = LOSS_REMEDY
         if where != LOSS_FN:
-            message, remedy = blamed(trial, where, message)
+            message, remedy = coupling_problem(trial, where, message)
         findings.add("coupling", where, message, remedy)
 
 
 def _another_order(trial: Trial) -> list[str]:
-    """Whether the losses are those of the single samples, at other places."""
+    """A message if the losses equal those of single samples, but in another order."""
     if trial.random:
         return []
     losses = trial.subject.losses(trial.batch).detach().double()
@@ -186,7 +186,7 @@ def _another_order(trial: Trial) -> list[str]:
     for index in range(trial.size):
         try:
             alone = trial.subject.losses(trial.pick([index])).detach().double()
-        except Exception:  # reported by its batch size already
+        except Exception:  # already reported as kind "batch_size"
             return []
         distance = (losses - alone).abs() / losses.abs().max().clamp(min=1e-300)
         if float(distance[index]) > trial.tolerance:

@@ -1,4 +1,4 @@
-"""What private training makes of a model's layers: which it takes, and what their batch is."""
+"""Checks of a model's layers: private training supports them, and their inputs are batch-first."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ..grad_rules import rule_for
 from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
 from ..optimize.levels import PLAIN
-from ..optimize.wrapper import LeveledForward
+from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
 from .batch import tensors
-from .report import ITSELF, LOSS_FN, Findings, parted, said
+from .report import ITSELF, LOSS_FN, Findings, error_text, message_and_remedy
 from .subject import LossAndGrads, Trial
 
 _BATCH_FIRST_REMEDY = (
-    "put the batch first (batch_first=True, x.transpose(0, 1), no flattening of [B, T]), or "
-    "freeze the layer with requires_grad_(False)"
+    "make the batch the first dimension (batch_first=True, x.transpose(0, 1), no flattening of "
+    "[B, T]), or freeze the layer with requires_grad_(False)"
 )
 _INDICES_REMEDY = (
-    "if its indices are positions that all samples share, pass indices[None, :]; if they are one "
-    "index for each sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
+    "if all samples share its indices, such as positions, pass indices[None, :]; if there is one "
+    "index per sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
     "requires_grad_(False)"
 )
 
 
 def check_modules(model: nn.Module, findings: Findings) -> None:
-    """What make_private would refuse, all of it."""
+    """Report every module that make_private would refuse."""
     findings.checked.append("every module against the rules of make_private")
     for name, module in model.named_modules():
         try:
             check_module(name or ITSELF, module)
         except ValueError as error:
-            findings.add("unsupported", name or ITSELF, *parted(error))
+            findings.add("unsupported", name or ITSELF, *message_and_remedy(error))
 
 
 def check_first_dimensions(trial: Trial, findings: Findings) -> None:
-    """The first dimension of what goes into a trained layer must follow B."""
+    """Check that the first dimension of the inputs of trained layers is B, for several B."""
     sizes = sorted({trial.size, trial.size - 1, 1}, reverse=True)
     seen: dict[int, dict[str, list[tuple[int, ...]]]] = {}
     for size in sizes:
@@ -54,8 +54,8 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
             findings.add(
                 "batch_size",
                 LOSS_FN,
-                f"{size} sample(s) alone raise {said(error)}",
-                "the number of rows is not that of your batches: make the model independent of it",
+                f"{size} sample(s) alone raise {error_text(error)}",
+                "private training varies the batch size: make the model independent of it",
             )
     findings.checked.append(
         f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"
@@ -63,7 +63,7 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
     modules = dict(trial.subject.model.named_modules())
     for name in {n: None for shapes in seen.values() for n in shapes}:
         found = {size: set(shapes.get(name, ())) for size, shapes in seen.items()}
-        # A first dimension of 1 stands for all samples, as in positions [1, T].
+        # A first dimension of 1 is shared by all samples, such as positions [1, T].
         if all(f <= {(size,), (1,)} for size, f in found.items()):
             continue
         shown = ", ".join(
@@ -75,14 +75,14 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
         findings.add(
             "first_dimension",
             name,
-            f"the first dimension of its input is not the batch: {shown}. Where it happens to "
-            "be equal to B, gradients would be clipped by something that is no sample",
+            f"the first dimension of its input is not the batch: {shown}. If it happened to equal "
+            "B, clipping would use norms of something other than samples",
             _INDICES_REMEDY if embedding else _BATCH_FIRST_REMEDY,
         )
 
 
 def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
-    """For each trained module the first dimensions of its inputs, () for a scalar."""
+    """First dimensions of the inputs of each trained module; () for a scalar."""
     subject = trial.subject
     shapes: dict[str, list[tuple[int, ...]]] = {}
     modules = dict(subject.model.named_modules())
@@ -108,18 +108,18 @@ def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
 
 
 def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
-    """Trainable parameters that no loss reaches, as one problem."""
+    """Report trainable parameters without a gradient, as one problem."""
     findings.checked.append("which trainable parameters get a gradient")
     names = [n for n in trial.subject.trained if all(s.grads[n] is None for s in samples)]
     if names:
-        what, they = f"these {len(names)} trainable parameters", "them"
+        which, them = f"these {len(names)} trainable parameters", "them"
         if len(names) == 1:
-            what, they = "this trainable parameter", "it"
+            which, them = "this trainable parameter", "it"
         findings.add(
             "no_gradient",
             ", ".join(names),
-            f"no loss reaches {what}: nothing but noise would move {they}",
-            f"freeze {they} with requires_grad_(False), or use {they}",
+            f"no loss depends on {which}: training would only add noise to {them}",
+            f"freeze {them} with requires_grad_(False), or use {them}",
             "warning",
         )
 
@@ -127,13 +127,13 @@ def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -
 def check_private_backward(
     trial: Trial, reference: dict[int, LossAndGrads], findings: Findings
 ) -> None:
-    """The copy made private, without clipping: its per-sample norms and its sums.
+    """Compare a private backward without clipping to ordinary gradients: norms and sums.
 
-    The model of the trial is private afterwards.
+    Makes the model of the trial private.
     """
     what = "a private backward: per-sample norms and sums against ordinary gradients"
     if findings.errors():
-        findings.not_checked.append(f"{what}: mend the errors first")
+        findings.not_checked.append(f"{what}: fix the errors first")
         return
     subject = trial.subject
     trained = list(subject.trained.values())
@@ -150,13 +150,14 @@ def check_private_backward(
     for parameter in subject.trained.values():
         parameter.grad = None
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     try:
         sums.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))
     except Exception as error:
         named = re.search(r"'([^']+)'", str(error))
-        findings.add("unsupported", named.group(1) if named else ITSELF, *parted(error))
+        where = named.group(1) if named else ITSELF
+        findings.add("unsupported", where, *message_and_remedy(error))
         return
     findings.checked.append(what)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
@@ -173,11 +174,11 @@ def _compare_sums(
     findings: Findings,
 ) -> None:
     for name, parameter in trained.items():
-        ordinary, held = parameter.grad, sums.get(parameter)
+        ordinary, private = parameter.grad, sums.get(parameter)
         if ordinary is None:
             continue
-        held = torch.zeros_like(ordinary) if held is None else held
-        distance = float((ordinary.double() - held.double()).norm())
+        private = torch.zeros_like(ordinary) if private is None else private
+        distance = float((ordinary.double() - private.double()).norm())
         if not distance <= tolerance * float(ordinary.double().norm()):
             findings.add(
                 "outside_use",
@@ -203,8 +204,8 @@ def _compare_norms(
             findings.add(
                 "first_dimension",
                 ITSELF,
-                f"the gradient of {loss} has the norm {plain:.4g}, the private backward takes "
-                f"{private:.4g} for it",
-                "give every trained layer inputs whose first dimension is the batch",
+                f"the gradient of {loss} has the norm {plain:.4g}, but the private backward "
+                f"computes {private:.4g}",
+                "pass every trained layer inputs whose first dimension is the batch",
             )
             return

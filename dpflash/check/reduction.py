@@ -1,7 +1,7 @@
-"""Whether a scalar is the reduction over samples that the caller declares.
+"""Checks that a scalar loss is the reduction over samples that the caller declares.
 
-A private backward takes the samples' parts of a scalar for their own gradients. That holds where
-the scalar of every batch is the mean (or the sum) of the scalars that its samples have alone.
+The gradients of single samples can be recovered from a scalar loss only if the scalar of every
+batch is the mean (or the sum) of the scalars of its single samples.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .batch import TARGETS, Place, alterations, pick
-from .report import LOSS_FN, Findings, listed, said
+from .report import LOSS_FN, Findings, error_text, listed
 from .subject import LossAndGrads, Trial, ends_and_middle
-from .trace import blamed, locate
+from .trace import coupling_problem, locate
 
 _OVER_SAMPLES = (
-    "let each sample's loss be made from that sample alone and reduce over samples last: "
+    "compute each sample's loss from that sample alone and reduce over samples last: "
     "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
-    "tokens, the default of Hugging Face models, is no reduction over samples"
+    "tokens, the default of Hugging Face models, is not a reduction over samples"
 )
 _BOUNDARY = (
-    "a boundary in the model clips gradients that this mean has divided by the batch's size: "
-    "return losses [B] and leave loss_reduction=None, or return losses.sum() and declare "
+    "a boundary in the model clips gradients that this mean has divided by the batch size: "
+    "return losses [B] with loss_reduction=None, or return losses.sum() and declare "
     "loss_reduction='sum'"
 )
 _UNVARIED = (
@@ -35,10 +35,11 @@ _UNVARIED = (
 
 
 class _Equation(NamedTuple):
-    """The scalars of `left` add up to those of `right`: its single samples, or as many batches.
+    """Batches `left` and `right` whose scalars are related if the declared reduction is right.
 
-    `same` are places of a sample on either side, at which the model must treat it alike;
-    `altered` is the kind of tensors that were changed.
+    Either `right` are the single samples of `left`, or both are two batches of the same samples.
+    `same` are pairs of places of one sample, left and right; the model must treat the sample
+    equally at both. `altered` is the kind of tensors that were altered.
     """
 
     how: str
@@ -50,7 +51,7 @@ class _Equation(NamedTuple):
 
 @dataclass
 class _Sum:
-    """Added scalars and gradients, and what their sizes add up to."""
+    """A sum of scalars and gradients, and the sums of their absolute values and norms."""
 
     loss: float = 0.0
     grads: dict[str, Tensor | None] = field(default_factory=dict)
@@ -62,24 +63,24 @@ class _Sum:
         self.loss_size += abs(found.loss)
         self.grad_size += found.norm()
         for name, grad in found.grads.items():
-            held = self.grads.get(name)
-            self.grads[name] = held if grad is None else grad if held is None else held + grad
+            total = self.grads.get(name)
+            self.grads[name] = total if grad is None else grad if total is None else total + grad
 
     def finite(self) -> bool:
         return math.isfinite(self.loss_size) and math.isfinite(self.grad_size)
 
 
 class _Floors(NamedTuple):
-    """What differences are compared with where the terms of an equation are smaller."""
+    """Minimum scales for relative differences, used if the terms of an equation are smaller."""
 
     loss: float
     grad: float
 
 
 class _Outcome(NamedTuple):
-    """By how much an equation fails, relative to its terms, 0 within rounding.
+    """The relative errors of an equation; 0 within rounding.
 
-    `other_fits` says whether it holds for the reduction that was not declared.
+    `other_fits` is whether the equation holds for the reduction that was not declared.
     """
 
     equation: _Equation
@@ -88,18 +89,19 @@ class _Outcome(NamedTuple):
     other_fits: bool
 
     def worst(self) -> float:
-        parts = [self.loss, *self.grads.values()]
-        return max(parts) if all(map(math.isfinite, parts)) else math.inf
+        errors = [self.loss, *self.grads.values()]
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def check_reduction(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
-    """The scalar of several batches against those of their single samples.
+    """Compare the scalars of several batches with those of their single samples.
 
-    Returns some samples with their own scalars and gradients, where they can be had.
+    Returns the scalars and gradients of some single samples, by index; empty if they cannot be
+    computed.
     """
     singles = _singles(trial, findings)
     finite = [single for single in singles.values() if single.finite()]
-    # One small gradient may be all rounding; what counts is its part in the usual one.
+    # A small gradient may be all rounding, so compare with the largest one.
     floors = _Floors(
         max((abs(single.loss) for single in finite), default=0.0),
         1e-3 * max((single.norm() for single in finite), default=0.0),
@@ -109,7 +111,7 @@ def check_reduction(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]
         try:
             outcome = _outcome(trial, equation, floors)
         except Exception as error:
-            findings.leave_out(f"the scalar for {equation.how}: {said(error)}")
+            findings.leave_out(f"the scalar for {equation.how}: {error_text(error)}")
             continue
         if outcome is None:
             findings.leave_out(f"the scalar for {equation.how}: it is not finite")
@@ -127,7 +129,7 @@ def check_reduction(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]
 
 
 def _singles(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
-    """Samples alone; none where the model is random or does not take them."""
+    """Losses and gradients of single samples; empty if the model is random or fails on them."""
     why = "the model is random"
     if not trial.random:
         try:
@@ -136,20 +138,20 @@ def _singles(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
                 for index in trial.indices
             }
         except Exception as error:
-            why = f"a sample alone raises {said(error)}"
+            why = f"a sample alone raises {error_text(error)}"
     findings.leave_out(f"whether the scalar is a mean or a sum: {why}")
     return {}
 
 
 def _compositions(trial: Trial) -> Iterator[_Equation]:
-    """A batch, and its samples alone."""
+    """Equations between a batch and its single samples."""
     size = trial.size
     rows = {"the whole batch": list(range(size))}
     for index in trial.indices:
         rows[f"samples {index} and {(index + 1) % size}"] = [index, (index + 1) % size]
     rows["sample 0 twice and sample 1"] = [0, 0, 1]
     rows[f"{size} copies of sample {size - 1}"] = [size - 1] * size
-    batches = [(how, trial.pick(chosen), len(chosen), "") for how, chosen in rows.items()]
+    batches = [(how, trial.pick(indices), len(indices), "") for how, indices in rows.items()]
     for kind, how, batch in alterations(trial.batch, _later(size), "the later samples"):
         batches.append((f"the batch when {how}", batch, size, kind))
     for how, batch, count, kind in batches:
@@ -159,7 +161,10 @@ def _compositions(trial: Trial) -> Iterator[_Equation]:
 
 
 def _exchanges(trial: Trial) -> Iterator[_Equation]:
-    """Two batches, and two with their later samples exchanged; every sample keeps its place."""
+    """Equations between two batches and the same two with their later samples exchanged.
+
+    Every sample keeps its index.
+    """
     size = trial.size
     later = _later(size)
     earlier, turned = range(later.start), [*range(1, size), 0]
@@ -188,7 +193,7 @@ def _later(size: int) -> range:
 
 
 def _outcome(trial: Trial, equation: _Equation, floors: _Floors) -> _Outcome | None:
-    """None where altered samples have no finite scalars, so that nothing can be told."""
+    """The errors of an equation; None if altered samples have scalars that are not finite."""
     left, right = _Sum(), _Sum()
     for side, batches in ((left, equation.left), (right, equation.right)):
         for batch in batches:
@@ -206,7 +211,7 @@ def _apart(
     trial: Trial, left: _Sum, right: _Sum, factor: float, floors: _Floors
 ) -> tuple[float, dict[str, float]]:
     scaled = {n: None if g is None else g * factor for n, g in right.grads.items()}
-    # Terms may cancel; their rounding does not.
+    # Relative to the sizes of the terms: they may cancel, but their rounding errors do not.
     loss_scale = max((left.loss_size + factor * right.loss_size) / 2, floors.loss)
     grad_scale = max((left.grad_size + factor * right.grad_size) / 2, floors.grad)
     loss = abs(left.loss - factor * right.loss) / loss_scale if loss_scale else 0.0
@@ -219,7 +224,7 @@ def _report(trial: Trial, outcomes: list[_Outcome], findings: Findings) -> None:
     if not failing:
         return
     if all(outcome.other_fits for outcome in outcomes):
-        findings.add("reduction", LOSS_FN, *_the_other(trial, failing))
+        findings.add("reduction", LOSS_FN, *_other_reduction(trial, failing))
         return
     by_place: dict[str, list[_Outcome]] = {}
     for outcome in failing:
@@ -238,20 +243,20 @@ def _report(trial: Trial, outcomes: list[_Outcome], findings: Findings) -> None:
                 remedy = _BOUNDARY
             findings.add("reduction", where, message, remedy)
         else:
-            findings.add("coupling", where, *blamed(trial, where, message))
+            findings.add("coupling", where, *coupling_problem(trial, where, message))
 
 
-def _the_other(trial: Trial, failing: list[_Outcome]) -> tuple[str, str]:
+def _other_reduction(trial: Trial, failing: list[_Outcome]) -> tuple[str, str]:
     """Message and remedy for a mean declared as a sum, or a sum declared as a mean."""
     declared = trial.loss_reduction
-    other, mend = ("sum", "divide") if declared == "mean" else ("mean", "multiply")
+    other, fix = ("sum", "divide") if declared == "mean" else ("mean", "multiply")
     message = (
         f"the scalar is the {other} of its samples' own losses, not their {declared} as "
-        f"loss_reduction={declared!r} declares, so gradients would be clipped at a wrong scale: "
+        f"loss_reduction={declared!r} declares, so gradients would be clipped at the wrong scale: "
         f"{_differs(failing)}"
     )
     remedy = (
-        f"declare loss_reduction='{other}', in make_private too, or {mend} the scalar by the "
+        f"declare loss_reduction='{other}', in make_private too, or {fix} the scalar by the "
         "number of samples in the batch"
     )
     return message, remedy

@@ -1,4 +1,4 @@
-"""What a check found: its problems, what it compared, and how both are told."""
+"""The report of a check: problems with remedies, and lists of what was and was not checked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 ITSELF = "(the model itself)"
 LOSS_FN = "loss_fn"
 LOSS_REMEDY = (
-    "return one loss per sample made from that sample alone: dpflash.losses.cross_entropy (mse, "
-    "binary_cross_entropy_with_logits), or reduction='none' and a mean over each sample's own "
-    "elements, in the order of the batch"
+    "return one loss per sample that depends on that sample alone: dpflash.losses.cross_entropy "
+    "(mse, binary_cross_entropy_with_logits), or reduction='none' and a mean over each sample's "
+    "own elements, in the order of the batch"
 )
 
 _SHOWN = 3
@@ -25,9 +25,9 @@ class Problem:
             "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
         where: dotted name of the module or parameter, or "loss_fn"; for "no_gradient" the names
             of all such parameters, joined by ", ".
-        message: what was found.
-        remedy: what to do.
-        severity: "error" (private training would be refused, or its bound would not hold) or
+        message: description of the problem.
+        remedy: how to fix it.
+        severity: "error" (private training would be refused, or its guarantee would not hold) or
             "warning".
     """
 
@@ -40,12 +40,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found, and what it looked at: a test on one batch, not a proof.
+    """The result of a check: a test on one batch, not a proof.
 
     Attributes:
-        problems: the findings, errors first.
-        checked: what was compared.
-        not_checked: what was left out, and why.
+        problems: the problems found, errors first.
+        checked: the comparisons made.
+        not_checked: the comparisons skipped, with the reason.
     """
 
     problems: list[Problem]
@@ -77,7 +77,7 @@ class CheckReport:
 
 @dataclass
 class Findings:
-    """A report in the making."""
+    """Collects the entries of a `CheckReport`."""
 
     problems: list[Problem] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -102,20 +102,20 @@ class Findings:
 
 
 def listed(names: list[str]) -> str:
-    """The first of the names, and how many more there are."""
+    """The first names and the number of the others, such as "a, b, c and 2 more"."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def parted(error: Exception) -> tuple[str, str]:
-    """What this library's error says, and its way out, which comes last."""
+def message_and_remedy(error: Exception) -> tuple[str, str]:
+    """Split an error message of this library into the problem and the way out at its end."""
     text = str(error)
     message, _, remedy = text.rpartition(". " if ". " in text else "; ")
-    return (message, remedy) if message else (said(error), "see the message")
+    return (message, remedy) if message else (error_text(error), "see the message")
 
 
-def said(error: Exception) -> str:
-    """An error in one line."""
+def error_text(error: Exception) -> str:
+    """The type and first line of an error."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:200]}"
 

@@ -1,7 +1,8 @@
-"""Whether a sample's gradient has the same bits in every row of a batch, beside any batch-mates.
+"""Checks whether a sample's gradient has the same bits in every row of a batch.
 
-Where it has not, as at the scalar ends of vector loops, a draw that takes one physical batch more
-may put samples in rows that round otherwise. It is told, no problem.
+Kernels may round rows differently, for example in the scalar remainder of a vectorized loop. A
+logical batch with one more microbatch may then shift samples to rows that round differently. The
+result is reported, but it is not a problem.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
 from ..grad_rules.convert import attach
 from ..optimize.levels import PLAIN
-from ..optimize.wrapper import LeveledForward
+from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums
 from .batch import Place
 from .coupling import locate
-from .report import ITSELF, LOSS_FN, Findings, said
+from .report import ITSELF, LOSS_FN, Findings, error_text
 from .subject import Subject, Trial
 
 _WHAT = "a sample's row in the batch"
 
 
 def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -> None:
-    """Put one sample in each row, beside others in another order.
+    """Compare the gradient of one sample between all rows, with the other samples reordered.
 
     Args:
-        trial: what the other checks ran on.
-        model: a plain copy of the model, in its own dtype; it is private afterwards.
-        batch: in its own dtype.
-        findings: gets what was found.
+        trial: the trial of the other checks.
+        model: a plain copy of the model, in its own dtype; becomes private.
+        batch: the batch, in its own dtype.
+        findings: receives the result.
     """
     if findings.errors() or trial.random:
         findings.not_checked.append(f"{_WHAT}: the model is random, or has errors")
@@ -51,7 +52,7 @@ def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -
     try:
         found = _gradients(own, orders)
     except Exception as error:
-        findings.not_checked.append(f"{_WHAT}: {said(error)}")
+        findings.not_checked.append(f"{_WHAT}: {error_text(error)}")
         return
     other = [row for row, bits in enumerate(found) if not _equal(bits, found[0])]
     if not other:
@@ -67,18 +68,18 @@ def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -
         kind = f" ({name.removeprefix('Private')})"
     findings.checked.append(
         f"{_WHAT}: its gradient has other bits in {len(other)} of {own.size}, first in "
-        f"'{where}'{kind}, within rounding; sizes that are multiples of 16 mostly avoid it"
+        f"'{where}'{kind}, within rounding; sizes that are multiples of 16 usually avoid it"
     )
 
 
 def _order(row: int, size: int) -> list[int]:
-    """All samples, the first one in this row and the others in an order of its own."""
+    """An order of all samples with sample 0 in this row; the others are rotated."""
     others = [1 + (row + i) % (size - 1) for i in range(size - 1)]
     return [*others[:row], 0, *others[row:]]
 
 
 def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]:
-    """The per-sample gradient of the first sample in each order, as private training makes it."""
+    """The per-sample gradient of sample 0 in each order, from a private backward."""
     subject = trial.subject
     trained = list(subject.trained.values())
     sums = ClippedSums(
@@ -92,7 +93,7 @@ def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]
         clip_function="hard",
     )
     attach(subject.model, backward)
-    LeveledForward(subject.model, backward, PLAIN).put()
+    ForwardWrapper(subject.model, backward, PLAIN).put()
     found = []
     for order in orders:
         mask = torch.tensor([sample == 0 for sample in order])

@@ -1,4 +1,4 @@
-"""One check from its arguments to its report: the first runs, then everything that they allow."""
+"""Runs all checks of a model, a batch and a loss function: `run_check`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
 from .reduction import check_reduction
-from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, listed, said
+from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, error_text, listed
 from .rows import check_rows
 from .subject import LossFunction, Subject, Trial, coarsest_eps, randomness_restored
 
-_MEND = "mend it first"
+_FIX_FIRST = "fix this first"
 _DECLARE_REMEDY = (
-    "or, where loss.backward() is called on this scalar in training, declare loss_reduction="
-    "'mean' or 'sum' over samples, here and in make_private"
+    "or, if training calls loss.backward() on this scalar, declare loss_reduction='mean' or "
+    "'sum' over samples, here and in make_private"
 )
 _EMPTY_REMEDY = (
-    "nothing, over the private loader, whose batches are never empty; under BatchMemoryManager "
-    "skip the forward and backward with `if len(x):`, never optimizer.step()"
+    "with the private loader nothing, because its batches are never empty; with "
+    "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 
 _DATA = (
-    "the data set and its collate_fn: each row must come of its own entry alone (no mixup, no "
+    "the data set and its collate_fn: each row must depend on its own entry alone (no mixup, no "
     "statistics or weights over the batch)"
 )
 
@@ -44,14 +44,14 @@ _DATA = (
 def run_check(
     model: nn.Module, batch: Any, loss_fn: LossFunction, *, loss_reduction: str | None = None
 ) -> CheckReport:
-    """`PrivacyEngine.check`, see there."""
+    """Run all checks; see `PrivacyEngine.check`."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model={type(model).__name__}: expected a torch.nn.Module")
+        raise ValueError(f"model={type(model).__name__}: expected a torch.nn.Module; pass one")
     one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn={type(loss_fn).__name__}: expected a function loss_fn(model, batch) -> "
-            f"{'a scalar' if loss_reduction else 'losses [B]'}"
+            f"{'a scalar' if loss_reduction else 'losses [B]'}; pass one"
         )
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
@@ -62,7 +62,7 @@ def run_check(
         _check(plain, batch, loss_fn, size, loss_reduction, boundaries, findings)
     if boundaries.silenced:
         findings.not_checked.append(
-            "noise of boundaries: switched off for the comparisons, with their clipping left on"
+            "noise of boundaries: disabled for the comparisons; their clipping stays enabled"
         )
     return findings.report()
 
@@ -76,11 +76,16 @@ def _check(
     boundaries: NoiseOff,
     findings: Findings,
 ) -> None:
-    # A copy of a private model is plain.
+    # Copying a private model makes a plain one.
     try:
         plain = copy.deepcopy(model)
     except Exception as error:
-        findings.add("run", ITSELF, f"it cannot be copied: {said(error)}", "mend copy.deepcopy")
+        findings.add(
+            "run",
+            ITSELF,
+            f"it cannot be copied: {error_text(error)}",
+            "make the model work with copy.deepcopy",
+        )
         return
     check_modules(plain, findings)
     trial = Trial(Subject(plain, loss_fn), batch, size, loss_reduction, 0.0, boundaries)
@@ -92,7 +97,7 @@ def _check(
         findings.not_checked.append(OF_16_BIT)
     first = _first_run(trial, findings) and _widen(trial, model, findings)
     if not (first and _repeats(trial, findings)):
-        findings.not_checked.append("what comes after a failed run: mend it and check again")
+        findings.not_checked.append("everything after the failed run: fix it and check again")
         return
     check_first_dimensions(trial, findings)
     _check_state(trial, findings)
@@ -107,13 +112,13 @@ def _check(
     check_private_backward(trial, reference, findings)
     check_rows(trial, copy.deepcopy(model), batch, findings)
     if trial.subject.dropout:
-        findings.not_checked.append("dropout: switched off for the comparisons")
+        findings.not_checked.append("dropout: disabled for the comparisons")
     if not model.training:
         findings.not_checked.append("training mode: the model is in eval mode; call model.train()")
 
 
 def _first_run(trial: Trial, findings: Findings) -> bool:
-    """Whether the loss can be had as the user has it."""
+    """Run loss_fn as the user does; returns whether its result can be checked."""
     subject = trial.subject
     if not subject.trained:
         findings.add("run", ITSELF, "no parameter is trainable", "call requires_grad_(True)")
@@ -125,7 +130,8 @@ def _first_run(trial: Trial, findings: Findings) -> bool:
     try:
         losses = subject.losses(trial.batch)
     except Exception as error:
-        findings.add("run", LOSS_FN, f"loss_fn(model, batch) raised {said(error)}", _MEND)
+        message = f"loss_fn(model, batch) raised {error_text(error)}"
+        findings.add("run", LOSS_FN, message, _FIX_FIRST)
         return False
     finally:
         for hook in hooks:
@@ -134,8 +140,8 @@ def _first_run(trial: Trial, findings: Findings) -> bool:
         findings.add(
             "run",
             LOSS_FN,
-            "it calls no module of the model that it is given",
-            "call the argument of loss_fn, not a model of the outside",
+            "it does not call the model that is passed to it",
+            "call the first argument of loss_fn, not a model from an outer scope",
         )
         return False
     return _losses_fit(trial, losses, findings)
@@ -148,20 +154,20 @@ def _losses_fit(trial: Trial, losses: Any, findings: Findings) -> bool:
     if reduction:
         expected = f"expected a scalar, as loss_reduction={reduction!r} declares"
         remedy = (
-            f"return losses.{reduction}() over samples, or leave loss_reduction=None where "
-            "training calls engine.backward(losses)"
+            f"return losses.{reduction}() over samples, or pass loss_reduction=None if training "
+            "calls engine.backward(losses)"
         )
     if not isinstance(losses, Tensor):
         found = f"it returned {type(losses).__name__}; {expected}"
     elif losses.ndim == 0 and not reduction:
-        found = f"it returned a scalar, in which samples cannot be told apart; {expected}"
+        found = f"it returned a scalar, which does not separate samples; {expected}"
         remedy = f"{LOSS_REMEDY}; {_DECLARE_REMEDY}"
     elif tuple(losses.shape) != trial.losses_shape(trial.size):
         found = f"it returned shape {tuple(losses.shape)}; {expected}"
     elif not losses.is_floating_point():
         found = f"it returned {losses.dtype}; expected a floating-point tensor"
     elif not losses.requires_grad:
-        found = "its losses do not require grad: they were detached or made under no_grad"
+        found = "its losses do not require grad: they were detached or computed under no_grad"
     elif not bool(losses.isfinite().all()):
         found = "its losses are not finite, so they cannot be compared"
     else:
@@ -173,29 +179,35 @@ def _losses_fit(trial: Trial, losses: Any, findings: Findings) -> bool:
 
 
 def _widen(trial: Trial, model: nn.Module, findings: Findings) -> bool:
-    """Take the comparisons to float64 where the model can; whether there is a backward."""
+    """Run comparisons in float64 if the model supports it; returns whether a backward works."""
     index = None if trial.loss_reduction else 0
     wide = mapped(trial.batch, lambda t: t.double() if t.is_floating_point() else t)
     try:
         subject = Subject(copy.deepcopy(model).double(), trial.subject.loss_fn)
         subject.loss_and_grads(wide, index)
     except Exception as error:
-        findings.not_checked.append(f"float64: the model does not take it ({said(error)})")
+        findings.not_checked.append(
+            f"float64: the model does not support it ({error_text(error)})"
+        )
     else:
-        trial.try_on(subject, wide)
+        trial.replace_subject(subject, wide)
     try:
         trial.subject.loss_and_grads(trial.batch, index)
     except Exception as error:
         what = "the scalar" if index is None else "losses[0]"
-        findings.add("run", LOSS_FN, f"the backward of {what} raised {said(error)}", _MEND)
+        message = f"the backward of {what} raised {error_text(error)}"
+        findings.add("run", LOSS_FN, message, _FIX_FIRST)
         return False
-    # Between rounding, which grows with depth, and what coupling does.
-    trial.allow(coarsest_eps(trial.subject, trial.batch) ** (2 / 3))
+    # Above rounding errors, which grow with depth, and below the effect of coupling.
+    trial.set_tolerance(coarsest_eps(trial.subject, trial.batch) ** (2 / 3))
     return True
 
 
 def _repeats(trial: Trial, findings: Findings) -> bool:
-    """Whether the same batch gives the same losses again, and with another seed."""
+    """Check that the same batch has the same losses again, also with another seed.
+
+    Returns False if the losses are not repeatable with the same seed.
+    """
     subject = trial.subject
     first = subject.losses(trial.batch).detach()
     for index in trial.indices:
@@ -205,42 +217,42 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
         findings.add(
             "state",
             changed[0],
-            "the forward changes this parameter, so without noise",
-            "leave parameters alone in forward",
+            "the forward changes this parameter, without noise",
+            "do not change parameters in forward",
         )
         return False
     if not trial.close(first, again):
         findings.add(
             "state",
             ITSELF,
-            "a batch gives other losses after another one was seen: "
-            "something outside of the buffers is kept between calls",
-            "keep nothing of a batch between calls",
+            "a batch has other losses after another batch was processed: "
+            "the model keeps state outside of its buffers between calls",
+            "do not keep data of a batch between calls",
         )
         return False
     if not trial.close(first, subject.losses(trial.batch, seed=1).detach()):
         trial.set_random()
-        remedy = "to have the rest checked, switch the randomness off"
+        remedy = "disable the randomness to run the skipped checks"
         if dropping := subject.dropping():
             remedy = (
-                "switch dropout off while checking (dropout=0.0 or model.eval()): "
-                f"{listed(dropping)} may drop inside of an operation of its own; or switch off "
-                "what else is random"
+                "disable dropout for the check (dropout=0.0 or model.eval()): "
+                f"{listed(dropping)} may apply dropout inside of another operation; or disable "
+                "other randomness"
             )
         findings.add(
             "random",
             ITSELF,
-            "the losses depend on the seed, dropout layers apart; samples are "
-            "compared at their own place in batches of the same size only",
+            "the losses depend on the seed, even without dropout layers; samples are "
+            "compared at the same index in batches of the same size only",
             remedy,
             "warning",
         )
-        findings.not_checked.append("samples alone or at another place: the model is random")
+        findings.not_checked.append("samples alone or at another index: the model is random")
     return True
 
 
 def _check_state(trial: Trial, findings: Findings) -> None:
-    """Buffers that a batch leaves behind are released without noise."""
+    """Report buffers that depend on the batch: they would be released without noise."""
     subject = trial.subject
     unsupported = {p.where for p in findings.problems if p.kind == "unsupported"}
     subject.losses(trial.batch)
@@ -253,14 +265,14 @@ def _check_state(trial: Trial, findings: Findings) -> None:
             if before is None or not trial.agree([before], [value]):
                 found[name] = None
     for name in found:
-        # Such a module is to be replaced, with its buffers.
+        # An unsupported module must be replaced anyway, with its buffers.
         if (name.rpartition(".")[0] or ITSELF) in unsupported:
             continue
         findings.add(
             "state",
             name,
-            "this buffer is computed from the samples of the batch: it "
-            "carries them into later batches and into the state_dict, without noise",
+            "this buffer is computed from the samples of the batch: it affects later batches and "
+            "is in the state_dict, without noise",
             "freeze it, or compute it from public data before training",
         )
     findings.checked.append("buffers after two different batches")
@@ -273,7 +285,7 @@ def _check_empty_batch(trial: Trial, findings: Findings) -> None:
         losses = trial.subject.losses(trial.pick([]))
         if tuple(losses.shape) == expected:
             return
-        found = f"gives losses of shape {tuple(losses.shape)}, not {list(expected)}"
+        found = f"has losses of shape {tuple(losses.shape)}, not {list(expected)}"
     except Exception as error:
-        found = f"raises {said(error)}"
+        found = f"raises {error_text(error)}"
     findings.add("empty_batch", LOSS_FN, f"an empty batch {found}", _EMPTY_REMEDY, "warning")

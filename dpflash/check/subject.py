@@ -1,4 +1,4 @@
-"""The copy of a model under test, run on one batch from the same state each time."""
+"""Runs a copy of the model under test, each time from the same buffers and seed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
-# The place of dropout_p in F.multi_head_attention_forward.
+# Position of dropout_p in the arguments of F.multi_head_attention_forward.
 _DROPOUT_OF_HEADS = 10
 
 
 @dataclass
 class LossAndGrads:
-    """One loss and its gradient: of one sample in one company, or a scalar's."""
+    """The loss of one sample of a batch, or a scalar loss, and its gradients by parameter name."""
 
     loss: float
     grads: dict[str, Tensor | None]
@@ -77,20 +77,20 @@ class Subject:
                 module.eval()
 
     def losses(self, batch: Any, seed: int = 0) -> Tensor:
-        """What loss_fn gives: `[B]`, or a scalar where a reduction is declared."""
+        """Call loss_fn: losses `[B]`, or a scalar if a reduction is declared."""
         for module, _, name, value in self._buffers:
             module._buffers[name] = value.clone()
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         with _WithoutDropout() as mode:
-            # loss_fn may change what it gets.
+            # loss_fn may modify the batch in place.
             losses = self.loss_fn(self.model, mapped(batch, torch.clone))
         self.dropout |= mode.seen
         return losses
 
     def loss_and_grads(self, batch: Any, index: int | None) -> LossAndGrads:
-        """Of losses[index]; of the scalar where index is None."""
+        """Loss and gradients of losses[index]; of the scalar if index is None."""
         losses = self.losses(batch)
         if losses.ndim != (0 if index is None else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")
@@ -99,15 +99,15 @@ class Subject:
         return LossAndGrads(float(one.detach()), dict(zip(self.trained, found, strict=True)))
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers as the last run left them."""
+        """The buffers after the last run."""
         return {
-            dotted: held.detach().clone()
+            dotted: buffer.detach().clone()
             for module, dotted, name, _ in self._buffers
-            if (held := module._buffers.get(name)) is not None
+            if (buffer := module._buffers.get(name)) is not None
         }
 
     def dropping(self) -> list[str]:
-        """The modules that seem to drop inside of an operation of their own."""
+        """Modules with a nonzero attribute for dropout, which they may apply themselves."""
         return [
             name or ITSELF
             for name, module in self.model.named_modules()
@@ -123,15 +123,15 @@ class Subject:
 
 @dataclass
 class Trial:
-    """A subject, the batch it is tried on, and how equal two results must be.
+    """A subject, its batch, and the tolerance of comparisons.
 
     Attributes:
         subject: the copy under test.
         batch: the batch, of `size` samples.
         size: B.
-        loss_reduction: "mean" or "sum" where the losses are a scalar, else None.
-        tolerance: relative difference that is still rounding.
-        boundaries: what the runs met of boundaries, whose noise is off.
+        loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
+        tolerance: relative difference up to which results count as equal.
+        boundaries: records the boundaries that ran; their noise is disabled.
         random: whether the losses depend on the seed.
     """
 
@@ -143,28 +143,28 @@ class Trial:
     boundaries: NoiseOff
     random: bool = False
 
-    def try_on(self, subject: Subject, batch: Any) -> None:
-        """Go on with another copy of the model, and with the batch in another dtype."""
+    def replace_subject(self, subject: Subject, batch: Any) -> None:
+        """Continue with another copy of the model, and with the batch in another dtype."""
         self.subject, self.batch = subject, batch
 
-    def allow(self, tolerance: float) -> None:
-        """Take results for equal up to this relative difference."""
+    def set_tolerance(self, tolerance: float) -> None:
+        """Set the relative difference up to which results count as equal."""
         self.tolerance = tolerance
 
     def set_random(self) -> None:
-        """The losses depend on the seed."""
+        """Record that the losses depend on the seed."""
         self.random = True
 
     @property
     def indices(self) -> list[int]:
-        """The samples that are looked at one by one."""
+        """The samples that are compared one by one."""
         return ends_and_middle(self.size)
 
     def pick(self, rows: Iterable[int]) -> Any:
         return pick(self.batch, rows)
 
     def losses_shape(self, size: int) -> tuple[int, ...]:
-        """What loss_fn gives for `size` samples."""
+        """The shape of loss_fn's result for `size` samples."""
         return () if self.loss_reduction else (size,)
 
     def agree(self, one: list[Tensor], two: list[Tensor]) -> bool:
@@ -176,7 +176,7 @@ class Trial:
         if not a.is_floating_point() or not b.is_floating_point():
             return torch.equal(a, b)
         a, b = a.double(), b.double()
-        # Masks hold infinities; where they agree they do not count.
+        # Masks contain infinities; equal infinities do not count as a difference.
         difference = torch.where(a == b, 0.0, a - b).nan_to_num(nan=math.inf).norm()
         finite = torch.where(a.isfinite(), a, 0.0).norm()
         return float(difference) <= self.tolerance * float(finite)
@@ -184,22 +184,22 @@ class Trial:
     def apart(
         self, a: dict[str, Tensor | None], b: dict[str, Tensor | None], scale: float
     ) -> dict[str, float]:
-        """The parameters whose gradients differ beyond the tolerance, and by how much of scale."""
-        parts = {}
+        """Parameters whose gradients differ beyond the tolerance -> difference over `scale`."""
+        differences = {}
         for name, one in a.items():
             two = b[name]
             if one is None and two is None:
                 continue
             one = torch.zeros_like(self.subject.trained[name]) if one is None else one
             two = torch.zeros_like(one) if two is None else two
-            part = float((one - two).double().norm()) / scale if scale else 0.0
-            if not part <= self.tolerance:
-                parts[name] = part
-        return parts
+            difference = float((one - two).double().norm()) / scale if scale else 0.0
+            if not difference <= self.tolerance:
+                differences[name] = difference
+        return differences
 
 
 def ends_and_middle(size: int) -> list[int]:
-    """Up to three indices of a batch of this size."""
+    """The first, middle and last index of a batch of this size."""
     return sorted({0, size // 2, size - 1})
 
 
@@ -213,7 +213,7 @@ def coarsest_eps(subject: Subject, batch: Any) -> float:
 
 @contextmanager
 def randomness_restored(batch: Any) -> Iterator[None]:
-    """The generators of torch, numpy and Python are afterwards as they were before."""
+    """Restore the random states of torch, numpy and Python at the end."""
     devices = sorted({t.device.index or 0 for t in tensors(batch) if t.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -225,7 +225,7 @@ def randomness_restored(batch: Any) -> Iterator[None]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Takes dropout out of every function that has it."""
+    """Disables dropout in every torch function that applies it."""
 
     seen = False
 
@@ -235,7 +235,7 @@ class _WithoutDropout(TorchFunctionMode):
             on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
             return args[0] if args else kwargs["input"]
-        # What this one calls in its turn does not come by here.
+        # Functions that multi_head_attention_forward calls do not pass through this mode.
         if func is F.multi_head_attention_forward:
             self.seen |= kwargs.get("training", True) and args[_DROPOUT_OF_HEADS] > 0
             args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
@@ -247,7 +247,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 class _Narrowest(TorchDispatchMode):
-    """Notes the coarsest precision among the results of all operations."""
+    """Records the coarsest precision among the results of all operations."""
 
     eps = torch.finfo(torch.float64).eps
 

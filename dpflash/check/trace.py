@@ -1,4 +1,4 @@
-"""Where samples meet: the first module whose output for a sample depends on the others."""
+"""Finds the first module whose output for a sample depends on other samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .subject import Trial
 
 
 class _Call(NamedTuple):
-    """One module call: the parts of its inputs and outputs that belong to one sample."""
+    """One call of a module: the rows of its inputs and outputs that belong to one sample."""
 
     name: str
     inputs: list[Tensor]
@@ -21,12 +21,12 @@ class _Call(NamedTuple):
 
 
 def locate(trial: Trial, one: Place, two: Place) -> str:
-    """The first module whose inputs agree for the sample and whose outputs differ."""
+    """Name of the first module whose inputs for the sample agree and whose outputs differ."""
     try:
-        here, there = _trace(trial, one), _trace(trial, two)
+        calls, other_calls = _trace(trial, one), _trace(trial, two)
     except Exception:
         return LOSS_FN
-    for a, b in zip(here, there, strict=False):
+    for a, b in zip(calls, other_calls, strict=False):
         if a.name != b.name:
             break
         if trial.agree(a.inputs, b.inputs) and not trial.agree(a.outputs, b.outputs):
@@ -34,11 +34,11 @@ def locate(trial: Trial, one: Place, two: Place) -> str:
     return LOSS_FN
 
 
-def blamed(trial: Trial, where: str, message: str) -> tuple[str, str]:
-    """Message and remedy for the module that `locate` named."""
+def coupling_problem(trial: Trial, where: str, message: str) -> tuple[str, str]:
+    """Message and remedy for a module that `locate` returned."""
     module = dict(trial.subject.model.named_modules())["" if where == ITSELF else where]
     message = (
-        "the first module whose output for a sample depends on the others "
+        "the first module whose output for a sample depends on other samples "
         f"({type(module).__name__}): {message}"
     )
     return message, _remedy(module)
@@ -72,12 +72,12 @@ def _remedy(module: nn.Module) -> str:
     if isinstance(module, _BatchNorm) or "norm" in kind:
         return "replace it by nn.GroupNorm or nn.LayerNorm, whose statistics are per sample"
     if "quant" in kind or "fp8" in kind or "float8" in kind:
-        return "make its scale per sample: amax over all dimensions but the first"
+        return "compute its scale per sample: amax over all dimensions but the first"
     if "moe" in kind or "rout" in kind or "expert" in kind:
-        return "route each sample by itself, without a capacity that the batch shares"
+        return "route each sample separately, without a capacity that the batch shares"
     if "attention" in kind:
         return (
-            "choose what is attended to for each sample, as dpflash.patterns.Adaptive does: no "
-            "mean over the batch"
+            "choose keys per sample, as dpflash.patterns.Adaptive does, and not by a mean over "
+            "the batch"
         )
     return "make it per sample: reduce over dimensions 1 and up, never over the first"

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.collectives import rank_in, world_size
 from ..distributed.fsdp import as_grad, is_sharded, local_rows
-from ..distributed.mesh import Workers
+from ..distributed.mesh import Ranks
 from ..privacy.ledger_file import flush_folder
 from . import state as checkpoint
 
@@ -42,7 +42,7 @@ def save(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    workers: Workers,
+    ranks: Ranks,
     as_folder: bool,
 ) -> None:
     """Write a checkpoint; all workers call this together.
@@ -51,12 +51,12 @@ def save(
         path: of the file or the folder.
         own_state: the engine's own state; that of the first worker is written.
         model, optimizer: added to it.
-        workers: who holds the model.
+        ranks: who holds the model.
         as_folder: whether each of them writes its part into a folder; else this process writes
             one file.
 
     Raises:
-        ValueError, OSError: what went wrong here; WorkerError: on another worker. The checkpoint
+        ValueError, OSError: what went wrong here; RankError: on another worker. The checkpoint
             that was there before is as it was.
     """
     path = Path(path)
@@ -76,17 +76,17 @@ def save(
         return
     what = f"save_checkpoint(path={str(path)!r})"
     # Where workers were to differ here, each would wait for another's exchange.
-    state = workers.on_all(what, own_state)
-    workers.agree(what, {"path": str(path), "releases": state["releases"]})
-    name = workers.first_does(what, lambda: _begin(path, state["releases"])).decode()
+    state = ranks.run_on_all(what, own_state)
+    ranks.agree(what, {"path": str(path), "releases": state["releases"]})
+    name = ranks.run_on_first(what, lambda: _begin(path, state["releases"])).decode()
     try:
-        _fill(path / name, state, what, model=model, optimizer=optimizer, workers=workers)
-        workers.first_does(what, lambda: _point_to(path, name))
+        _fill(path / name, state, what, model=model, optimizer=optimizer, ranks=ranks)
+        ranks.run_on_first(what, lambda: _point_to(path, name))
     except BaseException:
-        if workers.is_first and _current(path) != name:
+        if ranks.is_first and _current(path) != name:
             shutil.rmtree(path / name, ignore_errors=True)
         raise
-    if workers.is_first:
+    if ranks.is_first:
         # The checkpoint is whole; what cannot be removed now is tried again by the next save.
         with suppress(OSError):
             _remove_others(path, name)
@@ -97,7 +97,7 @@ def load(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    workers: Workers,
+    ranks: Ranks,
     check: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Read a checkpoint of either kind without changing anything; all workers call this together.
@@ -105,7 +105,7 @@ def load(
     Args:
         path: a file or a folder that `save` wrote, with whatever number of workers.
         model, optimizer: for which it is read.
-        workers: who holds the model.
+        ranks: who holds the model.
         check: raises ValueError for a checkpoint that does not fit.
 
     Returns:
@@ -114,20 +114,20 @@ def load(
 
     Raises:
         FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint.
-        WorkerError: where another worker could not read it.
+        RankError: where another worker could not read it.
     """
     path = Path(path)
     what = f"load_checkpoint(path={str(path)!r})"
     # The first worker decides which one is read, or a save meanwhile would give them two.
-    name = workers.first_does(what, lambda: _find(path)).decode()
+    name = ranks.run_on_first(what, lambda: _find(path)).decode()
 
     def read() -> dict[str, Any]:
         if name:
-            return _read_folder(path, name, model, optimizer, workers, check)
+            return _read_folder(path, name, model, optimizer, ranks, check)
         return _read_file(path, model, optimizer, check)
 
-    state = workers.on_all(what, read)
-    workers.agree(what, {k: state[k] for k in ("run", "incarnation", "releases")})
+    state = ranks.run_on_all(what, read)
+    ranks.agree(what, {k: state[k] for k in ("run", "incarnation", "releases")})
     return state
 
 
@@ -178,7 +178,7 @@ def _fill(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    workers: Workers,
+    ranks: Ranks,
 ) -> None:
     def split() -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not folder.is_dir():
@@ -188,14 +188,14 @@ def _fill(
             )
         return _split(model, optimizer)
 
-    tensors, plain = workers.on_all(what, split)
+    tensors, plain = ranks.run_on_all(what, split)
     # Slow to load, and by few.
     from . import tensor_io as tensor_files
 
-    names = tensor_files.write(folder, tensors, what, workers.everyone)
-    own = workers.on_all(what, lambda: _digests(folder, names, workers))
+    names = tensor_files.write(folder, tensors, what, ranks.everyone)
+    own = ranks.run_on_all(what, lambda: _digests(folder, names, ranks))
     files: dict[str, str] = {}
-    for part in workers.gather(own, what):
+    for part in ranks.gather(own, what):
         files.update(part)
 
     def finish() -> bytes:
@@ -204,7 +204,7 @@ def _fill(
         flush_folder(folder)
         return b""
 
-    workers.first_does(what, finish)
+    ranks.run_on_first(what, finish)
 
 
 def _point_to(path: Path, name: str) -> bytes:
@@ -332,7 +332,7 @@ def _read_folder(
     name: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    workers: Workers,
+    ranks: Ranks,
     check: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     folder = path / name
@@ -345,7 +345,7 @@ def _read_folder(
             f"path={str(path)!r}: the checkpoint does not fit the optimizer, which has other "
             "parameters or another order of them. Build it as it was"
         )
-    for file, digest in _digests(folder, list(state["files"]), workers).items():
+    for file, digest in _digests(folder, list(state["files"]), ranks).items():
         if digest != state["files"][file]:
             raise ValueError(
                 f"path={str(path)!r}: the file {name}/{file} is damaged (its digest is wrong); "
@@ -424,10 +424,10 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _digests(folder: Path, names: list[str], workers: Workers) -> dict[str, str]:
+def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
     """Digests of this worker's share of the files."""
     found = {}
-    for name in names[rank_in(workers.everyone) :: world_size(workers.everyone)]:
+    for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)
         with open(folder / name, "rb") as file:
             while block := file.read(1 << 20):

@@ -11,20 +11,20 @@ from ._parser import Names, Parser
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
-# The file of this package that has a subcommand, and its line in `dpflash --help`.
+# Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
     "train": ("train", "train a language model on your files, privately"),
     "epsilon": ("privacy", "compute the epsilon of a run from its noise"),
     "calibrate": ("privacy", "compute the noise, steps or sample rate for an epsilon"),
-    "budget": ("budget", "compute what the runs in a ledger have spent together"),
-    "check": ("check", "find what couples the samples of a batch or cannot be trained privately"),
-    "doctor": ("doctor", "report what this machine has and which kernels run on it"),
-    "bench": ("bench", "measure on this machine"),
+    "budget": ("budget", "compute the total epsilon of the runs in a ledger"),
+    "check": ("check", "find modules and losses that cannot be trained privately"),
+    "doctor": ("doctor", "report the hardware, the libraries and the kernels that dpflash uses"),
+    "bench": ("bench", "run benchmarks on this machine"),
 }
 
 
 def _build_parser(command: str | None) -> Parser:
-    """The parser of `dpflash`; of its subcommands only `command` is imported and has arguments."""
+    """The parser of `dpflash`. Only the subcommand `command` is imported and gets arguments."""
     parser = Parser(
         prog="dpflash", description="Differentially private training of long-context transformers."
     )
@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args:
-        argv: the words after the program's name; by default those of this process.
+        argv: arguments without the program's name; None means `sys.argv[1:]`.
 
     Returns:
-        The exit status: the subcommand's own, 2 for a refused argument or file, 130 after Ctrl-C.
+        The exit status: that of the subcommand, 2 for an invalid argument or file, 130 after
+        Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     args = _build_parser(argv[0] if argv else None).parse_args(argv)

@@ -1,4 +1,4 @@
-"""The pictures of `epsilon`, `calibrate` and `budget`: epsilon over steps, the trade-off curve."""
+"""Plots of `epsilon`, `calibrate` and `budget`: epsilon over steps, and the trade-off curve."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = [
     "tradeoff_of",
 ]
 
-_MOST_POINTS = 60
+_MAX_POINTS = 60
 _EPSILONS, _ALPHAS = 64, 401
-_NEGLIGIBLE_DELTA = 1e-3  # the lines of a smaller delta are not to be told apart in the picture
+_NEGLIGIBLE_DELTA = 1e-3  # smaller deltas change the curve by less than the plot can show
 _BLUE, _GREY = "#1f5fa8", "#666666"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Epsilon after each of some steps; nan where none is known."""
+    """Epsilon after some numbers of steps; NaN if it is not finite."""
 
     label: str
     steps: Sequence[int]
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The least type II error at each type I error."""
+    """The lowest possible type II error at each type I error."""
 
     label: str
     alphas: Sequence[float]
@@ -52,20 +52,20 @@ class Tradeoff:
 
 
 def check_plot(path: str, accountant: str) -> None:
-    """Refuse, before anything is computed, a picture that could not be drawn or written."""
+    """Raise a ValueError, before anything is computed, if a plot could not be drawn or written."""
     if Path(path).suffix.lower() != ".png":
-        raise ValueError(f"plot={path!r}: expected the name of a PNG; pass such as epsilon.png")
+        raise ValueError(f"plot={path!r}: expected a PNG file; pass a name such as epsilon.png")
     if Path(path).is_dir():
-        raise ValueError(f"plot={path!r}: it is a directory; pass a file in it")
+        raise ValueError(f"plot={path!r}: it is a directory; pass the name of a file")
     if not Path(path).parent.is_dir():
         raise ValueError(
-            f"plot={path!r}: there is no directory {str(Path(path).parent)!r}; make it first, or "
-            "pass another"
+            f"plot={path!r}: there is no directory {str(Path(path).parent)!r}; create it first, "
+            "or pass another"
         )
     if accountant == "prv":
         raise ValueError(
-            f"plot={path!r}: accountant='prv' needs some 20 seconds for each point of the "
-            "trade-off curve; use --accountant contour, or drop --plot"
+            f"plot={path!r}: accountant='prv' needs about 20 seconds per point of the trade-off "
+            "curve; use --accountant contour, or drop --plot"
         )
     try:
         import matplotlib  # noqa: F401
@@ -78,8 +78,8 @@ def check_plot(path: str, accountant: str) -> None:
 def epsilon_curve(
     accountant: str, event: Event, count: int, delta: float, *, is_thin: bool = False
 ) -> Curve:
-    """The upper end of epsilon at delta, up to `count` events; more points where it is steep."""
-    steps = sorted({count * i * i // _MOST_POINTS**2 for i in range(_MOST_POINTS + 1)})
+    """Upper bound of epsilon at delta over up to `count` events; has more points at the begin."""
+    steps = sorted({count * i * i // _MAX_POINTS**2 for i in range(_MAX_POINTS + 1)})
     epsilons = []
     for step in steps:
         meter = create_accountant(accountant)
@@ -93,8 +93,8 @@ def epsilon_curve(
 def tradeoff_of(accountant: Accountant) -> Tradeoff:
     """`Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
 
-    Each epsilon gives two lines below the curve; a coarser grid than that of `get_beta` errs to
-    the same, safe side.
+    Each epsilon gives two lines that bound the curve from below. The grid is coarser than that of
+    `get_beta`, so the result is still a lower bound.
     """
     high = accountant.get_epsilon(_NEGLIGIBLE_DELTA)
     epsilons = np.linspace(0.0, high if 0 < high < 600 else 1.0, _EPSILONS)
@@ -116,7 +116,7 @@ def draw(
     unit: str = "step",
     target_epsilon: float | None = None,
 ) -> Any:
-    """Epsilon over the steps on the left, the trade-off curve on the right; a Figure."""
+    """A matplotlib Figure: epsilon over the steps (left) and the trade-off curve (right)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -154,12 +154,12 @@ def draw(
 
 
 def save(figure: Any, path: str) -> None:
-    """Write the figure as a PNG, whole or not at all."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150, format="png")
+    """Write the figure as a PNG, atomically."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format="png")
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(drawn.getvalue())
+        temporary.write_bytes(content.getvalue())
         os.replace(temporary, path)
     except OSError as error:
         reason = error.strerror or error

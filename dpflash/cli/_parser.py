@@ -11,19 +11,19 @@ __all__ = ["Names", "Parser"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: "; did you mean ...?", or nothing."""
+    """The end of an error message: "; did you mean ...?", or "" if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviated options."""
+    """A parser that does not accept abbreviated options."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As in argparse, but a subcommand's parser refuses unknown arguments itself."""
+        """As in argparse, but the parser of a subcommand raises for unknown arguments itself."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = next((u.partition("=")[0] for u in unknown if u.startswith("-")), "")
@@ -33,11 +33,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class Names(argparse._SubParsersAction):
-    """The names of subcommands."""
+    """The subcommands; suggests a name for an unknown one."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # `__call__` refuses an unknown name.
+        # Disable argparse's own check; `__call__` reports unknown names.
         self.choices = None  # type: ignore[assignment]
 
     def __call__(

@@ -1,4 +1,4 @@
-"""A run as the command line describes it: its sampler, how often, and under which relation."""
+"""The run that command-line options describe: sampler, number of steps, neighboring relation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Run", "accounting", "add_run_arguments", "run_of"]
 POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
 TRUNCATED_POISSON = "truncated_poisson"
 
-# Of each sampler: the arguments that it uses, besides the noise.
+# Sampler -> the arguments that it uses, besides the noise.
 _USES = {
     POISSON: ("sample_rate", "batch_size", "num_samples", "steps"),
     FIXED_SIZE: ("batch_size", "num_samples", "steps"),
@@ -45,10 +45,10 @@ _COUNTS = ("batch_size", "num_samples", "max_batch_size", "steps", "epochs")
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run; None for what it does not have or what is not known yet.
+    """A run. None stands for a value that is unknown or does not apply to the sampler.
 
     Attributes:
-        count: steps, or passes over the data of a shuffled loader.
+        count: number of steps, or of epochs of a shuffled loader.
     """
 
     sampler: str
@@ -61,16 +61,16 @@ class Run:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether it is counted in passes instead of in steps."""
+        """Whether `count` is a number of epochs instead of steps."""
         return self.sampler == SHUFFLED
 
     @property
     def lacks_rate(self) -> bool:
-        """Whether the batches' share of the data is what is not known."""
+        """Whether the sample rate is unknown and the sampler needs one."""
         return self.sample_rate is None and not self.is_shuffled
 
     def event(self, noise_multiplier: float) -> Event:
-        """One step, or one pass of a shuffled loader, with that noise."""
+        """The event of one step, or of one epoch of a shuffled loader, with this noise."""
         return converted(self._event(noise_multiplier), self.neighboring_relation)
 
     def _event(self, noise_multiplier: float) -> Event:
@@ -95,11 +95,11 @@ class Run:
         )
 
     def spills(self, delta: float) -> bool:
-        """Whether batches are cut too often for any finite epsilon at delta."""
+        """Whether batches are truncated too often for any finite epsilon at delta."""
         return self.count is not None and self.event(1.0).failure() * self.count >= delta
 
     def epoch(self) -> int:
-        """How many events one more pass over the data is, in expectation."""
+        """Expected number of events in one epoch."""
         if self.is_shuffled:
             return 1
         assert self.sample_rate is not None
@@ -121,7 +121,7 @@ class Run:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both subcommands ask about the run."""
+    """Add the arguments that describe a run."""
     parser.add_argument(
         "--delta",
         type=float,
@@ -133,20 +133,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampler",
         default=POISSON,
         metavar="SAMPLER",
-        help="how batches are drawn: poisson (default; each sample enters each batch "
-        "independently), fixed_size (a set of so many, drawn anew for each step), shuffled "
-        "(passes over the data in disjoint batches, no amplification) or truncated_poisson "
-        "(poisson, cut at --max-batch-size)",
+        help="how batches are sampled: poisson (default; each sample enters each batch "
+        "independently), fixed_size (a random subset of --batch-size samples for each step), "
+        "shuffled (epochs of disjoint batches, no amplification) or truncated_poisson (poisson, "
+        "truncated to --max-batch-size)",
     )
     parser.add_argument(
         "--sample-rate",
         type=float,
         metavar="Q",
-        help="chance of one sample to be in one batch: expected batch size / data set size; or "
+        help="probability that a sample is in a batch: expected batch size / data set size; or "
         "pass these two as --batch-size and --num-samples",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="B", help="the (expected) number of samples of a batch"
+        "--batch-size", type=int, metavar="B", help="(expected) number of samples per batch"
     )
     parser.add_argument(
         "--num-samples", type=int, metavar="M", help="number of samples of the data set"
@@ -155,20 +155,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch-size",
         type=int,
         metavar="K",
-        help="the cap of truncated_poisson: at most so many samples of a batch are kept",
+        help="maximum number of samples per batch of truncated_poisson",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help="number of optimizer steps; of a shuffled loader give --epochs instead",
+        help="number of optimizer steps; with --sampler shuffled pass --epochs instead",
     )
     parser.add_argument(
         "--epochs",
         type=int,
         metavar="N",
-        help="number of passes over the data of a shuffled loader, each of which costs one full "
-        "step however many batches it has; only with --sampler shuffled",
+        help="number of epochs of a shuffled loader; each costs one full step, however many "
+        "batches it has; only with --sampler shuffled",
     )
     parser.add_argument(
         "--neighboring-relation",
@@ -181,19 +181,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--accountant",
         default=DEFAULT_ACCOUNTANT,
         metavar="A",
-        help="contour, pld, rdp, gaussian (sample rate 1 alone), prv (that of Opacus), or gdp, "
-        f"which is no bound (default: {DEFAULT_ACCOUNTANT})",
+        help="contour, pld, rdp, gaussian (only sample rate 1), prv (Opacus' PRV accountant), or "
+        f"gdp, which is an approximation and not a bound (default: {DEFAULT_ACCOUNTANT})",
     )
 
 
 def run_of(args: argparse.Namespace) -> Run:
     """The run that the arguments describe.
 
-    Its `count` or `sample_rate` is None where nothing tells it; the caller says whether that may
-    be.
+    Its `count` or `sample_rate` is None if no argument determines it; callers decide whether that
+    is an error.
 
     Raises:
-        ValueError: an argument is out of its range, contradicts another, is of no use to the
+        ValueError: an argument is out of range, conflicts with another one, is not used by the
             sampler, or is missing.
     """
     one_of(sampler=(args.sampler, tuple(_USES)))
@@ -218,7 +218,7 @@ def run_of(args: argparse.Namespace) -> Run:
             f"batch_size=None: the {run.sampler} sampler needs it; pass --batch-size B"
             + ("" if run.sampler == FIXED_SIZE else ", or --sample-rate Q")
         )
-    # Whatever the sampler refuses, it refuses before anything is searched for.
+    # Create an event, so that invalid values raise before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
     return run
 
@@ -228,13 +228,13 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is None or name in _USES[args.sampler]:
             continue
-        instead = "leave it out"
+        instead = "drop it"
         if name == "steps":
-            instead = "pass the number of passes over the data as --epochs"
+            instead = "pass the number of epochs as --epochs"
         elif name == "epochs":
             instead = "pass --steps, or --sampler shuffled"
         elif name == "max_batch_size":
-            instead = "leave it out, or pass --sampler truncated_poisson"
+            instead = "drop it, or pass --sampler truncated_poisson"
         elif name == "sample_rate" and args.sampler == FIXED_SIZE:
             instead = "pass --batch-size and --num-samples"
         raise ValueError(
@@ -243,14 +243,14 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def _sample_rate(args: argparse.Namespace) -> float | None:
-    """The rate, given as itself or as two numbers of samples; None where neither is given."""
+    """The sample rate, given directly or as two numbers of samples; None if neither is given."""
     rate, batch_size, num_samples = args.sample_rate, args.batch_size, args.num_samples
     if rate is not None:
         PoissonGaussian(noise_multiplier=1.0, sample_rate=rate)
         if batch_size is not None:
             raise ValueError(
-                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of them; leave "
-                "--sample-rate or --batch-size out"
+                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of them; drop "
+                "--sample-rate or --batch-size"
             )
     is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON)
     if args.sampler == TRUNCATED_POISSON and args.max_batch_size is None:
@@ -265,15 +265,15 @@ def _sample_rate(args: argparse.Namespace) -> float | None:
     if rate is not None:
         if num_samples is not None and not is_counted:
             raise ValueError(
-                f"sample_rate={rate!r}, num_samples={num_samples!r}: the rate says all; leave "
-                "--num-samples out, or pass --batch-size instead of --sample-rate"
+                f"sample_rate={rate!r}, num_samples={num_samples!r}: the sample rate suffices; "
+                "drop --num-samples, or pass --batch-size instead of --sample-rate"
             )
         return float(rate)
     if batch_size is None:
         if num_samples is not None and not is_counted:
             raise ValueError(
-                f"num_samples={num_samples!r}: without --batch-size it tells no sample rate; "
-                "pass that too, or leave it out"
+                f"num_samples={num_samples!r}: --num-samples needs --batch-size; pass both or "
+                "neither"
             )
         return None
     if batch_size > num_samples:
@@ -286,7 +286,7 @@ def _sample_rate(args: argparse.Namespace) -> float | None:
 
 @contextmanager
 def accounting() -> Iterator[None]:
-    """While an accountant answers: what a table says itself is no warning, and errors are ours."""
+    """Silence the "gdp" warning, which tables repeat, and turn ImportError into ValueError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accountant='gdp'")
         try:

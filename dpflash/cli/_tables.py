@@ -1,4 +1,4 @@
-"""What `epsilon`, `calibrate` and `budget` print: tables for a terminal or a paper, and JSON."""
+"""Output of `epsilon`, `calibrate` and `budget`: text, Markdown and LaTeX tables, and JSON."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ _LATEX_ESCAPES = {
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the answer is told."""
+    """Add the options --json, --format and --plot."""
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object instead; null stands for no finite or no known value, or for "
-        "what the run does not have",
+        help="print one JSON object instead; null stands for a value that is not finite, unknown "
+        "or does not apply to the run",
     )
     parser.add_argument(
         "--format",
         metavar="F",
-        help="how the table is written: text (default), markdown or latex",
+        help="format of the table: text (default), markdown or latex",
     )
     parser.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="draw epsilon over the steps and the trade-off curve; needs matplotlib",
+        help="plot epsilon over the steps and the trade-off curve; needs matplotlib",
     )
 
 
 def check_output_arguments(args: argparse.Namespace) -> None:
-    """Refuse contradictory or unknown ones."""
+    """Raise a ValueError for unknown or conflicting output options."""
     one_of(format=(args.format, (None, *FORMATS)))
     if args.json and args.format is not None:
         raise ValueError(
-            f"format={args.format!r}: --json prints no table; leave one of --format and --json out"
+            f"format={args.format!r}: --json prints no table; drop one of --format and --json"
         )
 
 
 def rounded_up(value: float) -> str:
-    """The value in some digits, never below it."""
+    """The value rounded up to a few digits."""
     return _rounded(value, ROUND_CEILING)
 
 
 def rounded_down(value: float) -> str:
-    """The value in some digits, never above it."""
+    """The value rounded down to a few digits."""
     return _rounded(value, ROUND_FLOOR)
 
 
@@ -80,12 +80,12 @@ def _rounded(value: float, rounding: str) -> str:
 
 
 def upper_end(name: str, accountant: Accountant) -> str:
-    """The name of a value of which this accountant tells the upper end."""
+    """The label of a value: an upper bound, or an approximation if the accountant has no bound."""
     return f"{name} (upper bound)" if accountant.is_bound else f"{name}, {_NO_BOUND}"
 
 
 def described(accountant: Accountant) -> str:
-    """The accountant's name, and whether it bounds nothing."""
+    """The accountant's name, with a note if it is an approximation and not a bound."""
     name = accountant.mechanism()
     return name if accountant.is_bound else f"{name}, {_NO_BOUND}"
 
@@ -96,7 +96,7 @@ def as_json(report: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for each number that JSON does not have."""
+    """The value with None in place of NaN and infinities, which JSON does not support."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -112,9 +112,9 @@ def table(
     """Rows of cells as a table.
 
     Args:
-        rows: all of the same length.
-        style: one of FORMATS; None is "text".
-        header: the columns' names; without, the first column names the rows.
+        rows: rows of the same length.
+        style: one of FORMATS; None means "text".
+        header: names of the columns; without it the first column holds the names of the rows.
     """
     if style == "markdown":
         return _markdown(rows, header)
@@ -135,7 +135,7 @@ def _markdown(rows: Sequence[Sequence[str]], header: Sequence[str] | None) -> st
 
 
 def _latex(rows: Sequence[Sequence[str]], header: Sequence[str] | None) -> str:
-    """A tabular of plain LaTeX, which needs no package."""
+    """A LaTeX tabular that needs no package."""
     columns = len(rows[0]) if header is None else len(header)
     lines = [rf"\begin{{tabular}}{{{'l' * columns}}}", r"\hline"]
     if header is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ._parser import Names
 
 if TYPE_CHECKING:
-    from dpflash.bench.scaling import Request
+    from dpflash.bench.suite import Suite
 
 __all__ = ["add_bench_arguments"]
 
@@ -36,17 +36,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     _add_suites(names, "all", f"{everything.capitalize()}.", everything, list(SUITES))
     _add_compare(names)
     _add_versus(names)
-    scaling = names.add_parser(
-        "scaling",
-        help="attention and private training on several workers",
-        description="Start worker processes on this machine (a GPU each where there are as many, "
-        "else one thread each) and measure attention, its memory and private training steps on "
-        "them; then model larger clusters, which is marked as no measurement. Some 20 minutes. "
-        "Exit status: 0, 1 where a worker failed or a result was wrong, 2 for refused arguments.",
-    )
-    _add_scaling_arguments(scaling)
-    _add_out(scaling)
-    scaling.set_defaults(run=_run_scaling)
 
 
 def _add_suites(names: Any, name: str, description: str, about: str, suites: list[str]) -> None:
@@ -68,14 +57,14 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
         "--threads",
         type=int,
         metavar="N",
-        help="of torch on the CPU (default all; 1 is steadiest)",
+        help="threads of torch on the CPU (default all; 1 is steadiest, and what each rank has)",
     )
     parser.add_argument(
         "--max-seconds",
         type=float,
         metavar="S",
-        help="that all calls of a row may take; what takes longer is left out and says so "
-        "(default 60, quick 10)",
+        help="time limit for the calls of a row; slower rows are timed with fewer calls, 3 at "
+        "least, or skipped and reported (default 60, quick 10)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of inputs and weights (default 0)")
     parser.add_argument(
@@ -83,6 +72,8 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
         action="store_true",
         help="write a torch.profiler trace and table of each row to DIR/traces",
     )
+    if suites == ["scaling"]:
+        _add_scaling_arguments(parser)
     _add_out(parser)
     parser.set_defaults(run=_run_suites, suites=suites)
 
@@ -94,6 +85,8 @@ def _run_suites(args: argparse.Namespace) -> int:
     from dpflash.bench.suite import Request, has_figures, run_suite, wrong_peers, wrong_rows
     from dpflash.bench.suites import suite_named
 
+    # Refuses its arguments before anything is measured.
+    scaling = _scaling_suite(args) if args.suites == ["scaling"] else None
     request = Request(
         quick=args.quick,
         device=args.device,
@@ -109,7 +102,7 @@ def _run_suites(args: argparse.Namespace) -> int:
         path = folder / name
         files = f"{path}.json, {path}.md and {path}.png"
         try:
-            found = run_suite(suite_named(name), request, folder)
+            found = run_suite(scaling or suite_named(name), request, folder)
         except KeyboardInterrupt:
             print(
                 f"dpflash: bench {name} was broken off; what was measured until then, if "
@@ -154,7 +147,7 @@ def _add_compare(names: Any) -> None:
         type=float,
         default=0.05,
         metavar="R",
-        help="a slowdown below this is none (default 0.05)",
+        help="ignore slowdowns below this (default 0.05)",
     )
     parser.add_argument(
         "--force",
@@ -215,83 +208,59 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure; `_scaling_request` reads it."""
-    parser.add_argument(
-        "--workers",
-        metavar="P,P,...",
-        default="1,2,4",
-        help="numbers of worker processes (default 1,2,4)",
+    """The arguments of the suite "scaling"; `_scaling_suite` reads them."""
+    group = parser.add_argument_group("scaling")
+    group.add_argument(
+        "--ranks", metavar="P,P,...", default="1,2,4", help="numbers of ranks (default 1,2,4)"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, 5 trials: a first look in minutes"
-    )
-    parser.add_argument(
+    group.add_argument(
         "--sections",
         metavar="S,S,...",
         help="attention, memory, reported, training, model (default all)",
     )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument(
+    group.add_argument(
         "--timeout",
         type=float,
         default=900.0,
         metavar="SECONDS",
-        help="that one task of the workers may take (default 900)",
+        help="timeout per launch of ranks (default 900)",
     )
-    model = parser.add_argument_group("model of larger clusters, no measurement")
+    model = parser.add_argument_group("scaling: model of larger clusters, no measurement")
     model.add_argument(
         "--flops",
         type=float,
         action="append",
         default=[],
         metavar="F",
-        help="FLOP/s of a worker to assume beside the measured ones (bfloat16); may be repeated",
+        help="FLOP/s of a rank to assume beside the measured ones (bfloat16); may be repeated",
     )
-    model.add_argument("--link", help="nvlink or infiniband (default both)")
-    model.add_argument("--link-gbps", type=float, metavar="GB/S", help="gigabytes/s of the link")
-    model.add_argument("--link-latency-us", type=float, metavar="US", help="its latency")
+    model.add_argument(
+        "--link-gbps",
+        type=float,
+        metavar="GB/S",
+        help="gigabytes/s of the link (default NVLink's, and InfiniBand's)",
+    )
+    model.add_argument(
+        "--link-latency-us",
+        type=float,
+        default=5.0,
+        metavar="US",
+        help="its latency in microseconds (default 5)",
+    )
 
 
-def _run_scaling(args: argparse.Namespace) -> int:
-    from dpflash.bench.output import make_folder
-    from dpflash.bench.scaling import run_scaling
-    from dpflash.bench.suite import wrong_rows
-    from dpflash.bench.workers import TaskError
+def _scaling_suite(args: argparse.Namespace) -> Suite:
+    """The suite that arguments of `_add_scaling_arguments` make."""
+    from dpflash.bench.scaling import SECTIONS, Options, scaling_suite
 
-    request = _scaling_request(args)
-    path = make_folder(args.out) / "scaling.json"
     try:
-        wrong = wrong_rows(run_scaling(request, path))
-    except TaskError as error:
-        print(f"dpflash: error: {error}", file=sys.stderr)
-        return 1
-    print(f"written to {path}, {path.with_suffix('.md')} and {path.with_suffix('.png')}")
-    if wrong:
-        print(f"dpflash: wrong results, and no figures: {', '.join(wrong)}", file=sys.stderr)
-    return int(bool(wrong))
-
-
-def _scaling_request(args: argparse.Namespace) -> Request:
-    """The request that arguments of `_add_scaling_arguments` make."""
-    from dpflash.bench.scaling import SECTIONS, Request
-
-    changes = {
-        "workers": _numbers(args.workers),
-        "sections": args.sections.split(",") if args.sections else SECTIONS,
-        "device": args.device,
-        "timeout": args.timeout,
-        "flops": tuple(args.flops),
-        "link": args.link,
-        "link_gbps": args.link_gbps,
-        "link_latency_us": args.link_latency_us,
-    }
-    return Request.quick(**changes) if args.quick else Request(**changes)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        ranks = tuple(dict.fromkeys(int(part) for part in args.ranks.split(",")))
     except ValueError:
         raise ValueError(
-            f"workers={text!r}: expected numbers between commas; pass such as 1,2,4"
+            f"ranks={args.ranks!r}: expected numbers between commas; pass such as 1,2,4"
         ) from None
+    sections = args.sections.split(",") if args.sections else SECTIONS
+    options = Options(
+        ranks, sections, args.timeout, args.flops, args.link_gbps, args.link_latency_us
+    )
+    return scaling_suite(options)

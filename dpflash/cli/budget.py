@@ -1,4 +1,4 @@
-"""`dpflash budget`: what the runs in a ledger have spent together, and what is left."""
+"""`dpflash budget`: the total epsilon of the runs in a ledger, and the steps that are left."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ _COLUMNS = {
     "neighboring_relation": "relation",
 }
 _MECHANISM = "Gaussian noise on sums of clipped gradients (DP-SGD)"
-_MOST_POINTS = 200
+_MAX_POINTS = 200
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash budget`."""
+    """Add the description and the arguments of `dpflash budget`."""
     parser.description = (
-        "Compute what the runs in a ledger have spent together, by the samplers that they used "
+        "Compute the total epsilon of all runs in a ledger, from the samplers that they used "
         "and under a neighboring relation that holds for all of them."
     )
     parser.add_argument(
-        "ledger", metavar="LEDGER", help="file that PrivacyEngine(ledger=...) or train wrote"
+        "ledger",
+        metavar="LEDGER",
+        help="file that PrivacyEngine(ledger=...) or dpflash train wrote",
     )
     parser.add_argument(
         "--delta",
@@ -61,8 +63,8 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "--epsilon",
         type=float,
         metavar="E",
-        help="a budget: say how many more steps (of a shuffled loader: passes) of the last kind "
-        "fit into it",
+        help="privacy budget; report how many more steps of the last kind (epochs of a shuffled "
+        "loader) it allows",
     )
     parser.add_argument(
         "--accountant",
@@ -97,7 +99,7 @@ def _run_budget(args: argparse.Namespace) -> int:
 def _report(
     spending: Spending, lines: list[LedgerLine], budget: PrivacyBudget | None, delta: float
 ) -> dict[str, Any]:
-    """The guarantee of everything in the ledger, with all that it rests on."""
+    """The total guarantee of the ledger, with its assumptions."""
     epsilon = spending.epsilon(delta)
     runs = _runs(lines)
     events = [line.event for line in lines if line.event is not None]
@@ -118,7 +120,7 @@ def _report(
 
 
 def _runs(lines: list[LedgerLine]) -> list[dict[str, Any]]:
-    """One entry for each run and kind of step; what was paid for belongs to its payment."""
+    """One entry per run and kind of step. A line without an event has that of the line before."""
     last: dict[str, Event | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}
     for line in lines:
@@ -145,7 +147,7 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -> str:
-    """One row for each kind of step of each run, and what all of them cost together."""
+    """A table with a row per run and kind of step, and a table of the total."""
     runs = [[_cell(run[key]) for key in _COLUMNS] for run in report["runs"]]
     samplers = ", ".join(sorted({run["sampler"] for run in report["runs"]})) or "none"
     lower, remaining = report["epsilon_lower"], report["remaining_steps"]
@@ -161,8 +163,8 @@ def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -
     if lower is not None:
         summary.append(("epsilon (lower bound)", rounded_down(lower)))
     if remaining is not None:
-        passes = report["runs"][-1]["sampler"] == "shuffled"
-        summary.append((f"remaining {'passes' if passes else 'steps'}", str(remaining)))
+        is_shuffled = report["runs"][-1]["sampler"] == "shuffled"
+        summary.append((f"remaining {'epochs' if is_shuffled else 'steps'}", str(remaining)))
     header = list(_COLUMNS.values())
     return f"{table(runs, style=style, header=header)}\n\n{table(summary, style=style)}"
 
@@ -171,12 +173,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     short = f"{value:g}" if isinstance(value, float) else str(value)
-    # Digits are dropped only where they are zeros: less noise is not more.
+    # Use the short form only if it is exact.
     return short if not isinstance(value, float) or float(short) == value else str(value)
 
 
 def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:
-    """Epsilon after each of some steps, all under the ledger's one relation; the trade-off."""
+    """Plot of epsilon over steps, under the ledger's relation, and of the trade-off curve."""
     label = described(spending.accountant)
     steps, epsilons = _points(spending, lines, args.accountant, args.delta)
     tradeoff = Tradeoff(label, [0.0, 1.0], [0.0, 0.0])
@@ -190,7 +192,7 @@ def _points(
     spending: Spending, lines: list[LedgerLine], accountant: str, delta: float
 ) -> tuple[list[int], list[float]]:
     total = lines[-1].last if lines else 0
-    every = -(-total // _MOST_POINTS) or 1
+    every = -(-total // _MAX_POINTS) or 1
     partial = Spending(create_accountant(accountant), relation=spending.relation)
     steps, epsilons = [0], [0.0]
     for line in lines:

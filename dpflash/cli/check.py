@@ -1,4 +1,4 @@
-"""`dpflash check`: whether a model and its loss keep the samples of a batch apart."""
+"""`dpflash check`: checks that a model and its loss keep the samples of a batch independent."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHAPE = (
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash check`."""
+    """Add the description and the arguments of `dpflash check`."""
     parser.description = (
-        "Find what couples the samples of a batch (batch statistics, a loss divided "
-        "by the batch's tokens), layers that cannot be trained privately and parameters without "
-        "a gradient, each with its remedy. It is a test on one batch, not a proof. Exit status: "
-        "0 without errors, 1 with, 2 where nothing could be checked."
+        "Find modules and losses that couple the samples of a batch (batch statistics, a loss "
+        "divided by the batch's tokens), layers that cannot be trained privately and parameters "
+        "without a gradient, each with a remedy. It is a test on one batch, not a proof. Exit "
+        "status: 0 without errors, 1 with errors, 2 if nothing could be checked."
     )
     parser.add_argument(
         "target",
@@ -40,8 +40,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-reduction",
         choices=("mean", "sum"),
-        help="loss_fn returns a scalar, which make_private(..., loss_reduction=...) declares to "
-        "be this reduction over samples; the claim is checked",
+        help="loss_fn returns a scalar, this reduction over samples, as make_private(..., "
+        "loss_reduction=...) declares it; the declaration is checked",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
@@ -50,10 +50,10 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from ..check import run_check
 
-    made = _called(args.target, _function(args.target))
-    if not isinstance(made, tuple) or len(made) != 3:
-        raise ValueError(f"{args.target}: it returned {type(made).__name__}; {_SHAPE}")
-    report = run_check(*made, loss_reduction=args.loss_reduction)
+    result = _call(args.target, _function(args.target))
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ValueError(f"{args.target}: it returned {type(result).__name__}; {_SHAPE}")
+    report = run_check(*result, loss_reduction=args.loss_reduction)
     print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if args.json else report)
     return 0 if report.ok else 1
 
@@ -62,7 +62,7 @@ def _function(target: str) -> Callable[[], Any]:
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise ValueError(f"{target!r}: {_SHAPE}")
-    module = _called(target, lambda: _module(where))
+    module = _call(target, lambda: _module(where))
     function = getattr(module, name, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -73,14 +73,14 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _module(where: str) -> ModuleType:
-    """A module by its dotted name, seen from the working directory, or by its file."""
+    """Import a module by its dotted name, relative to the working directory, or by its file."""
     if not where.endswith(".py"):
         sys.path.insert(0, "")
         return importlib.import_module(where)
     path = Path(where)
     if not path.is_file():
-        raise ValueError(f"{where}: there is no such file")
-    # As `python file.py` has it, so that it may import its neighbours.
+        raise ValueError(f"{where}: there is no such file; check the path")
+    # As `python file.py` does, so that the file can import others of its folder.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -90,8 +90,8 @@ def _module(where: str) -> ModuleType:
     return module
 
 
-def _called(target: str, function: Callable[[], Any]) -> Any:
-    """What a user's code returns; where it fails, its traceback and a refusal in one line."""
+def _call(target: str, function: Callable[[], Any]) -> Any:
+    """Call a user's code; print its traceback and raise a one-line ValueError if it fails."""
     try:
         return function()
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""`dpflash doctor`: what this machine has, and which paths dpflash takes on it."""
+"""`dpflash doctor`: the hardware and libraries of this machine, and the kernels that will run."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ _GIB = 1024**3
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash doctor`."""
-    parser.description = "Report what this machine has and which kernels dpflash runs on it."
+    """Add the description and the arguments of `dpflash doctor`."""
+    parser.description = (
+        "Report the hardware and libraries of this machine, and the kernels that dpflash uses."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
         "--measure",
         action="store_true",
         help="measure memory bandwidth and FLOP/s of each device (some seconds each, best on an "
-        "idle machine) and keep them for the planner of clipping",
+        "idle machine) and store them for the clipping planner",
     )
     parser.set_defaults(run=_run)
 
 
 def machine_report() -> dict[str, Any]:
-    """What this machine has, as plain values that JSON can hold.
+    """The hardware and libraries of this machine, as plain values for JSON.
 
     Returns:
         A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
-        None where the system does not tell), `torch`, `devices`, `triton`, `cryptography`,
-        `paths` (what will run), `ceilings` (of each device, by which the planner chooses),
-        `optional` (version or None per package) and `warnings`.
+        None if the system does not report it), `torch`, `devices`, `triton`, `cryptography`,
+        `paths` (the kernels that will run), `ceilings` (bandwidth and FLOP/s of each device, which
+        the clipping planner uses), `optional` (version or None per package) and `warnings`.
     """
     report: dict[str, Any] = {
         "dpflash": __version__,
@@ -82,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _measure() -> None:
-    """Measure every device and file the figures; progress goes to stderr."""
+    """Measure every device and store the results; print progress to stderr."""
     import torch
 
     from dpflash.clipping import measure_speed as measure
@@ -189,7 +191,9 @@ def _triton() -> dict[str, str | None]:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError:
-        why = "not installed; PyTorch's GPU builds bring it, dpflash[gpu] adds it to a CPU build"
+        why = (
+            "not installed; GPU builds of PyTorch include it, dpflash[gpu] adds it to a CPU build"
+        )
         return {"version": None, "why_not": why}
     except ImportError as error:
         return {"version": None, "why_not": f"cannot be imported: {error}"}
@@ -197,7 +201,7 @@ def _triton() -> dict[str, str | None]:
 
 
 def _cryptography() -> dict[str, Any]:
-    """Its version, and whether its OpenSSL offers ChaCha20 (one in FIPS mode does not)."""
+    """Version of cryptography, and whether OpenSSL supports ChaCha20 (not in FIPS mode)."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
@@ -221,11 +225,11 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
     from dpflash.kernels import native
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report says it
+        warnings.simplefilter("ignore")  # the report contains the reason
         library = native.library()
-        kept = "" if library is None else f", {library._name}"
+        file = "" if library is None else f", {library._name}"
         paths = {
-            "attention": native.describe() + kept,
+            "attention": native.describe() + file,
             "private_gradients": "plain torch operations (CPU path)",
         }
     if report["devices"]:
@@ -237,7 +241,7 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
     paths["noise"] = (
         "ChaCha20 (cryptography, CPU)"
         if chacha20
-        else "none: this machine's OpenSSL refuses ChaCha20"
+        else "none: OpenSSL does not support ChaCha20 on this machine"
     )
     return paths
 
@@ -251,8 +255,8 @@ def _warnings(report: dict[str, Any]) -> list[str]:
         found.append(f"torch {torch_version} is too old: dpflash needs {oldest} or newer")
     if report["torch"]["built_for"] != "CPU" and not report["devices"]:
         found.append(
-            f"torch is built for {report['torch']['built_for']} and sees no device: "
-            "look at the driver and at CUDA_VISIBLE_DEVICES"
+            f"torch is built for {report['torch']['built_for']} but finds no device: "
+            "check the driver and CUDA_VISIBLE_DEVICES"
         )
     threads, cores = report["torch"]["threads"], report["cpu"]["usable_cores"]
     if threads > cores:
@@ -260,7 +264,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
             f"torch uses {threads} threads on {cores} usable cores: set OMP_NUM_THREADS={cores}"
         )
     if not report["cryptography"]["chacha20"]:
-        found.append("no secure noise: OpenSSL refuses ChaCha20 here (FIPS mode?)")
+        found.append("no secure noise: OpenSSL does not support ChaCha20 here (FIPS mode?)")
     return found
 
 

@@ -1,4 +1,4 @@
-"""`dpflash epsilon` and `dpflash calibrate`: from a run to epsilon, and from epsilon to a run."""
+"""`dpflash epsilon` computes the epsilon of a run, `dpflash calibrate` a run for an epsilon."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = ["add_calibrate_arguments", "add_epsilon_arguments"]
 _ASSUMPTIONS = (
     "It holds for Poisson sampling (each sample enters each batch independently) and for data "
     "sets that differ by one added or removed sample, unless --sampler and "
-    "--neighboring-relation say otherwise. A shuffled loader has another epsilon."
+    "--neighboring-relation choose others. A shuffled loader has another epsilon."
 )
 
 
 def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash epsilon`."""
+    """Add the description and the arguments of `dpflash epsilon`."""
     parser.description = f"Compute the epsilon of a run from its noise. {_ASSUMPTIONS}"
     parser.add_argument(
         "--noise-multiplier",
@@ -54,24 +54,24 @@ def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash calibrate`."""
+    """Add the description and the arguments of `dpflash calibrate`."""
     parser.description = (
-        "Compute what keeps a run within an epsilon: the least noise, the most steps or the "
-        "greatest sample rate, whichever of --noise-multiplier, --steps and --sample-rate is "
-        f"left out. {_ASSUMPTIONS}"
+        "Compute the least noise, the most steps or the greatest sample rate with which a run "
+        "meets an epsilon, whichever of --noise-multiplier, --steps and --sample-rate is not "
+        f"given. {_ASSUMPTIONS}"
     )
     parser.add_argument(
         "--target-epsilon",
         type=float,
         required=True,
         metavar="E",
-        help="epsilon that the run may have at its end, e.g. 3",
+        help="maximum epsilon at the end of the run, e.g. 3",
     )
     parser.add_argument(
         "--noise-multiplier",
         type=float,
         metavar="S",
-        help="standard deviation of the noise over the clipping bound, if it is given",
+        help="standard deviation of the noise over the clipping bound",
     )
     add_run_arguments(parser)
     add_output_arguments(parser)
@@ -94,7 +94,7 @@ def _run_epsilon(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        _tell(args, run, args.noise_multiplier, {})
+        _print(args, run, args.noise_multiplier, {})
     return 0
 
 
@@ -119,12 +119,12 @@ def _run_calibrate(args: argparse.Namespace) -> int:
             "target_epsilon": args.target_epsilon,
             "epsilon_one_more_epoch": later.get_epsilon(args.delta),
         }
-        _tell(args, run, noise_multiplier, found)
+        _print(args, run, noise_multiplier, found)
     return 0
 
 
 def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
-    """Refuse a question with none or with several unknowns."""
+    """Raise a ValueError unless exactly one of noise, count and sample rate is unknown."""
     known = {"noise_multiplier": args.noise_multiplier, _count_name(run): run.count}
     if not run.is_shuffled:
         known["sample_rate"] = run.sample_rate
@@ -135,12 +135,12 @@ def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
     options = ", ".join(f"--{name.replace('_', '-')}" for name in unknown or known)
     if not unknown:
         raise ValueError(
-            f"{words}: expected exactly one of them to be left out, which is then found; leave "
-            f"one of {options} out, or use dpflash epsilon"
+            f"{words}: expected all but one of them, which is then computed; drop one of "
+            f"{options}, or use dpflash epsilon"
         )
     raise ValueError(
-        f"{words}: expected exactly one of them to be left out, which is then found; pass all "
-        f"but one of {options}"
+        f"{words}: expected all but one of them, which is then computed; pass all but one of "
+        f"{options}"
     )
 
 
@@ -149,7 +149,11 @@ def _count_name(run: Run) -> str:
 
 
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
-    """The run and its noise, with what was left out as a number that can be typed again."""
+    """The run and its noise multiplier, with the unknown computed.
+
+    The computed value is rounded to few digits, so that it can be passed to --noise-multiplier
+    or --sample-rate, if the rounded value meets the target.
+    """
     if args.noise_multiplier is None:
         return run, _noise(args, run)
     if run.lacks_rate:
@@ -163,7 +167,7 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     if count == 0:
         raise ValueError(
             f"target_epsilon={args.target_epsilon!r}: not even one "
-            f"{'pass over the data' if run.is_shuffled else 'step'} fits into it at delta="
+            f"{'epoch' if run.is_shuffled else 'step'} fits into it at delta="
             f"{args.delta!r}, noise_multiplier={args.noise_multiplier!r}; raise one of them"
         )
     return replace(run, count=count), args.noise_multiplier
@@ -178,9 +182,9 @@ def _noise(args: argparse.Namespace, run: Run) -> float:
         target_delta=args.delta,
         accountant=run.accountant(args.accountant),
     )
-    shown = float(rounded_up(exact))
-    kept = run.spent(args.accountant, shown).get_epsilon(args.delta) <= args.target_epsilon
-    return shown if kept else exact
+    rounded = float(rounded_up(exact))
+    meets = run.spent(args.accountant, rounded).get_epsilon(args.delta) <= args.target_epsilon
+    return rounded if meets else exact
 
 
 def _with_rate(args: argparse.Namespace, run: Run) -> Run:
@@ -192,24 +196,25 @@ def _with_rate(args: argparse.Namespace, run: Run) -> Run:
         steps=run.count,
         accountant=run.accountant(args.accountant),
     )
-    shown = replace(run, sample_rate=float(rounded_down(exact)))
-    accountant = shown.spent(args.accountant, args.noise_multiplier)
-    kept = accountant.get_epsilon(args.delta) <= args.target_epsilon
-    return shown if kept else replace(run, sample_rate=exact)
+    rounded = replace(run, sample_rate=float(rounded_down(exact)))
+    accountant = rounded.spent(args.accountant, args.noise_multiplier)
+    meets = accountant.get_epsilon(args.delta) <= args.target_epsilon
+    return rounded if meets else replace(run, sample_rate=exact)
 
 
-def _tell(
+def _print(
     args: argparse.Namespace, run: Run, noise_multiplier: float, found: dict[str, Any]
 ) -> None:
-    """Draw and print the guarantee of the run; nothing is printed where the picture fails."""
+    """Plot and print the guarantee of the run; prints nothing if the plot cannot be written."""
     accountant = run.spent(args.accountant, noise_multiplier)
     report = {**_report(args, run, noise_multiplier, accountant), **found}
     if args.plot is not None:
         save(_figure(args, run, noise_multiplier, accountant), args.plot)
     if math.isinf(report["epsilon"]) and run.spills(args.delta):
         print(
-            f"dpflash: warning: max_batch_size={run.max_batch_size!r}: batches exceed it with "
-            f"more than delta={args.delta!r}, so no epsilon is finite; raise --max-batch-size",
+            f"dpflash: warning: max_batch_size={run.max_batch_size!r}: batches exceed it with a "
+            f"probability above delta={args.delta!r}, so epsilon is infinite; raise "
+            "--max-batch-size",
             file=sys.stderr,
         )
     if args.json:
@@ -221,9 +226,9 @@ def _tell(
 def _report(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> dict[str, Any]:
-    """The guarantee of the run, with all that it rests on."""
+    """The guarantee of the run, with its assumptions."""
     interval = accountant.get_epsilon(args.delta, interval=True)
-    # Opacus' accountant would need half a minute for this one number.
+    # The advantage takes half a minute with Opacus' accountant.
     is_slow = accountant.mechanism() == "prv"
     return {
         "epsilon": interval.upper,
@@ -245,7 +250,7 @@ def _report(
 
 
 def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str]]:
-    """The report as a paper tells it; what is not known has no row."""
+    """The rows of the table; unknown values have no row."""
     rows: list[tuple[str, Any]] = [
         ("mechanism", f"Gaussian, noise multiplier {report['noise_multiplier']}"),
         *(
@@ -257,7 +262,7 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
                 "num_samples": "data set size",
                 "max_batch_size": "largest batch",
                 "steps": "steps",
-                "epochs": "passes over the data",
+                "epochs": "epochs",
                 "neighboring_relation": "neighboring relation",
             }.items()
         ),
@@ -283,7 +288,7 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
 def _figure(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> Any:
-    """Epsilon over the run's steps, with that of RDP beside it, and the trade-off curve."""
+    """Plot of epsilon over steps, with the RDP accountant for comparison, and trade-off curve."""
     event, count = run.event(noise_multiplier), run.count
     assert count is not None
     curves = [epsilon_curve(args.accountant, event, count, args.delta)]
@@ -293,6 +298,6 @@ def _figure(
         curves,
         tradeoff_of(accountant),
         delta=args.delta,
-        unit="pass over the data" if run.is_shuffled else "step",
+        unit="epoch" if run.is_shuffled else "step",
         target_epsilon=getattr(args, "target_epsilon", None),
     )

@@ -1,6 +1,6 @@
 """`dpflash train`: train a language model on a folder of text with differential privacy.
 
-Started by torchrun, each worker runs all of this; the first one alone prints, but for errors.
+With torchrun every rank runs this command; only rank 0 prints, except for errors.
 """
 
 from __future__ import annotations
@@ -25,69 +25,74 @@ __all__ = ["add_train_arguments"]
 
 _DEFAULT_OUT = Path("runs/train")
 _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
-_ONE_SIGNAL = 2.0  # seconds
-_PATIENCE = 10.0
+_ONE_SIGNAL = 2.0  # seconds within which repeated signals count as one
+_PATIENCE = 10.0  # seconds that other ranks wait for rank 0 to report an error
 
 # Name of the option's value, type, help. The defaults are those of TrainingConfig.
 _OPTIONS: dict[str, tuple[str, type, str]] = {
-    "seq_len": ("N", int, "tokens of a window; a drawn document trains on one window"),
-    "batch_size": ("N", int, "expected number of documents in a step, over all workers"),
-    "physical_batch_size": ("N", int, "the most documents in memory at once, of each worker"),
+    "seq_len": ("N", int, "tokens per window; a sampled document trains on one window"),
+    "batch_size": ("N", int, "expected number of documents per step, over all ranks"),
+    "physical_batch_size": ("N", int, "maximum number of documents in memory at once, per rank"),
     "steps": ("N", int, "number of noisy steps"),
     "dataset_size": (
         "N",
         int,
-        "public number that the sample rate comes from; the number of documents, which is then "
-        "private, is never compared with it",
+        "public number from which the sample rate is computed; the actual number of documents is "
+        "then private, and never compared with it",
     ),
     "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
     "accountant": ("A", str, "name of the accountant"),
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
-    "way": ("NAME", str, "how flat clipping works: auto, stored, book_keeping or two_pass"),
-    "max_grad_norm": ("C", float, "bound of one document's gradient"),
+    "grad_sample_mode": (
+        "NAME",
+        str,
+        "auto, instantiate, book_keeping or ghost",
+    ),
+    "max_grad_norm": ("C", float, "clipping bound: maximum norm of one document's gradient"),
     "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
-    "learning_rate": ("R", float, "of Adam"),
+    "learning_rate": ("R", float, "Adam learning rate"),
     "embed_dim": ("N", int, "width of the model"),
-    "layers": ("N", int, "blocks of the model"),
+    "layers": ("N", int, "number of blocks"),
     "heads": ("N", int, "attention heads"),
-    "eval_windows": ("N", int, "held-out windows of an evaluation"),
-    "max_total_bytes": ("N", int, "the most bytes of text to hold in memory"),
+    "eval_windows": ("N", int, "held-out windows per evaluation"),
+    "max_total_bytes": ("N", int, "maximum bytes of text to hold in memory"),
     "checkpoint_every": ("N", int, "steps between checkpoints"),
 }
 _OTHER_DEFAULTS = {
     "clipping": "flat, or per_layer with --optimize aggressive",
-    "dataset_size": "the number of documents, taken as public",
+    "dataset_size": "the number of documents, which is then public",
 }
 
-# The same of Parallelism: how workers share the job. A resumed run may do it differently.
+# The same for Parallelism: how ranks share the job. A resumed run may use other values.
 _SHARED: dict[str, tuple[str, type, str]] = {
     "context_parallel": (
         "K",
         int,
-        "workers that share the tokens of a window; those left share the documents of a step",
+        "number of ranks over which the tokens of each window are sharded; groups of K ranks "
+        "divide the documents of a step",
     ),
     "context_mode": (
         "NAME",
         str,
-        "how keys and values travel between them: auto, ring, all_gather or ulysses",
+        "how keys and values are exchanged: auto, ring, all_gather or ulysses",
     ),
     "sharding": (
         "NAME",
         str,
-        "which tokens a worker has: contiguous, or zigzag for equal causal work",
+        "which tokens each rank holds: contiguous, or zigzag for balanced causal work",
     ),
-    "worker_timeout": ("SECONDS", float, "how long a worker waits for another one"),
+    "rank_timeout": ("SECONDS", float, "how long a rank waits for another one"),
 }
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash train`."""
+    """Add the description and the arguments of `dpflash train`."""
     parser.description = (
         "Train a byte-level language model with differential privacy; one file is one unit of "
-        "privacy. Ctrl-C finishes the step and writes a checkpoint to go on from. Several "
-        "workers train one model together: torchrun --nproc-per-node N -m dpflash train ..."
+        "privacy. Ctrl-C finishes the step and writes a checkpoint to resume from. Several "
+        "ranks train one model together: torchrun --nproc-per-node N -m dpflash train ..."
     )
-    # What was given and what was not must be told apart when a run is resumed.
+    # Options that are not given are absent, because --resume compares only the given ones.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--data",
@@ -95,7 +100,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with text files (default: the *.py files of Python's standard library)",
     )
     parser.add_argument(
-        "--suffixes", nargs="+", metavar="S", help="take only files that end so, e.g. .txt .md"
+        "--suffixes", nargs="+", metavar="S", help="file name suffixes to read, e.g. .txt .md"
     )
     parser.add_argument(
         "--out",
@@ -105,8 +110,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on with the run in this folder, with any number of workers; the options of the "
-        "job come from its checkpoint, those of its workers are given anew",
+        help="continue the run in this folder, with any number of ranks; the options of the job "
+        "are read from its checkpoint, the distributed options are not; pass them again",
     )
     defaults = {f.name: f.default for f in fields(TrainingConfig)}
     for name, (metavar, kind, text) in _OPTIONS.items():
@@ -126,13 +131,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-epsilon",
         type=float,
         metavar="E",
-        help="end the training before the step that would spend more (default: no limit)",
+        help="end the training before the step that would exceed it (default: no limit)",
     )
     parser.add_argument(
         "--noise-multiplier",
         type=float,
         metavar="S",
-        help="noise over clipping bound, in place of a target; 0 for a run without privacy",
+        help="noise over clipping bound, instead of a target; 0 for a run without privacy",
     )
     parser.add_argument(
         "--seed",
@@ -147,9 +152,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-baseline",
         action="store_false",
         dest="baseline",
-        help="leave out the non-private run to compare with",
+        help="skip the non-private comparison run",
     )
-    shared = parser.add_argument_group("several workers, started by torchrun")
+    shared = parser.add_argument_group("several ranks, started by torchrun")
     defaults = {f.name: f.default for f in fields(Parallelism)}
     for name, (metavar, kind, text) in _SHARED.items():
         shared.add_argument(
@@ -161,14 +166,14 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_argument(
         "--shard-parameters",
         action="store_true",
-        help="deal parameters and optimizer state out to the workers that share the documents "
-        "(FSDP2); leaves out the non-private run",
+        help="shard parameters and optimizer state over the ranks that divide the documents "
+        "(FSDP2); skips the non-private run",
     )
     parser.set_defaults(run=_run_train)
 
 
 def _run_train(args: argparse.Namespace) -> int:
-    # torch and the engine load slowly; the other subcommands do without them.
+    # torch and the engine are slow to import, and other subcommands do not need them.
     from dpflash.train.launch import Launch, describe_loss
 
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "resume")}
@@ -181,15 +186,15 @@ def _run_train(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         if rank == 0:
             raise
-        # Mostly the first worker says the same, and torchrun then ends this one.
+        # Usually rank 0 reports the same error, and torchrun then ends this rank.
         time.sleep(_PATIENCE)
-        _complain(rank, error)
+        _print_error(rank, error)
         return _REFUSED
     except RuntimeError as error:
         loss = describe_loss(error)
         if loss is None:
             raise
-        _complain(rank, loss)
+        _print_error(rank, loss)
         return _LOST
 
 
@@ -197,55 +202,55 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
     from dpflash.train.run import Interrupted
 
     job = _job(args, given, launch)
-    shown = print if job.is_first else _unheard
+    show = print if job.is_first else _print_nothing
     if job.state.finished:
         why = "finished" if job.state.stopped is None else job.state.stopped
-        shown(f"The run in {job.folder} is {why}; nothing is left to do.")
+        show(f"The run in {job.folder} is {why}; nothing is left to do.")
     else:
-        shown("\n".join(_announcement(job)))
+        show("\n".join(_announcement(job)))
     try:
         with _stop_on_signals(shown=job.is_first) as should_stop:
             report = job.run(should_stop=should_stop, progress=True)
     except Interrupted:
-        shown(
+        show(
             f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
-            f"{job.epsilon:.3f}); go on with: {_again(job, launch)}"
+            f"{job.epsilon:.3f}); resume with: {_resume_command(job, launch)}"
         )
         return _INTERRUPTED
-    shown("\n".join(_summary(report, job)))
+    show("\n".join(_summary(report, job)))
     return 0
 
 
-def _again(job: Any, launch: Any) -> str:
-    """The command that goes on with a job, on as many workers."""
-    if launch.num_workers == 1:
+def _resume_command(job: Any, launch: Any) -> str:
+    """The command that resumes a job on the same number of ranks."""
+    if launch.world_size == 1:
         return f"dpflash train --resume {job.folder}"
     context = launch.parallel.context_parallel
     return (
-        f"torchrun --nproc-per-node {launch.num_workers} -m dpflash train --resume {job.folder}"
+        f"torchrun --nproc-per-node {launch.world_size} -m dpflash train --resume {job.folder}"
         f"{f' --context-parallel {context}' if context > 1 else ''} (or any other number)"
     )
 
 
 def _rank() -> int:
-    """This worker's number, also where torchrun's other variables are wrong."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    """The global rank, even if other variables of torchrun are wrong."""
+    is_single = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
-    return int(rank) if not alone and rank.isascii() and rank.isdigit() else 0
+    return int(rank) if not is_single and rank.isascii() and rank.isdigit() else 0
 
 
-def _unheard(*_: str) -> None:
-    """What the other workers print."""
+def _print_nothing(*_: str) -> None:
+    """Used instead of `print` on all ranks but rank 0."""
 
 
-def _complain(rank: int, error: object) -> None:
-    """One line about an error of one of several workers."""
+def _print_error(rank: int, error: object) -> None:
+    """Print an error of one of several ranks in one line."""
     text = " ".join(str(error).split())
-    print(f"dpflash: error: worker {rank}: {text}", file=sys.stderr, flush=True)
+    print(f"dpflash: error: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
-    """The new or the resumed job that the options ask for."""
+    """Create or resume the job."""
     from dpflash.train.run import TrainingRun, holds_a_run
 
     resumed = getattr(args, "resume", None)
@@ -257,13 +262,13 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
     elif (given.get("max_epsilon") or 0) > 0:
-        # A default target beyond the limit would stop the job before its first step.
+        # With a default target above the limit, the job would stop early.
         default = TrainingConfig.target_epsilon
         assert default is not None
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))
     folder = _DEFAULT_OUT if out is None else Path(out)
     number = 1
-    # Workers choose alike: none of them writes before all have met.
+    # All ranks choose the same folder, because none of them writes before all are connected.
     while out is None and holds_a_run(folder):
         number += 1
         folder = _DEFAULT_OUT.with_name(f"{_DEFAULT_OUT.name}-{number}")
@@ -277,7 +282,7 @@ def _target(config: TrainingConfig) -> str:
 
 
 def _announcement(job: Any) -> list[str]:
-    config, state, workers = job.config, job.state, job.workers
+    config, state, ranks = job.config, job.state, job.ranks
     left_out = f"; left out: {job.left_out}" if job.left_out else ""
     lines = [
         f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
@@ -288,17 +293,16 @@ def _announcement(job: Any) -> list[str]:
     if config.optimize != TrainingConfig.optimize:
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
-    if workers["data"] * workers["context"] > 1:
+    if ranks["data"] * ranks["context"] > 1:
         lines.append(
-            f"workers   {workers['data']} along the documents x {workers['context']} along the "
-            "tokens"
+            f"ranks     {ranks['data']} along the documents x {ranks['context']} along the tokens"
         )
-    going_on = f", going on after step {job.step}" if job.step else ""
-    return [*lines, f"results   {job.folder}{going_on}"]
+    resumed = f", resumed after step {job.step}" if job.step else ""
+    return [*lines, f"results   {job.folder}{resumed}"]
 
 
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
-    """The table at the end."""
+    """The lines of the table that is printed at the end."""
     from dpflash.train import run as training
     from dpflash.train.report import PLOT, REPORT
 
@@ -326,8 +330,8 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("ledger", str(folder / training.LEDGER)),
         ("report (not for release)", str(folder / REPORT)),
         (
-            "picture (not for release)",
-            str(plot) if plot.exists() else "none; pip install 'dpflash[plot]' draws one",
+            "plot (not for release)",
+            str(plot) if plot.exists() else "none; pip install 'dpflash[plot]' to get one",
         ),
     ]
     width = max(len(label) for label, _ in rows)
@@ -337,28 +341,29 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
 
 
 def _dataset_size(public: dict[str, Any]) -> str:
-    """What the sample rate comes from."""
-    declared = "declared" if public["dataset_size_declared"] else "taken as public"
+    """The data set size from which the sample rate is computed."""
+    declared = "declared" if public["dataset_size_declared"] else "treated as public"
     return f"{public['dataset_size']} documents, {declared}"
 
 
 @contextmanager
 def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
-    """Yields a function that says whether Ctrl-C or SIGTERM came; a later one ends at once.
+    """Yields a function that returns whether Ctrl-C or SIGTERM was received.
 
-    Launchers send several signals for one: what comes within two seconds is the same.
+    Signals within two seconds count as one, because launchers repeat them. A later one raises
+    KeyboardInterrupt.
     """
-    asked: list[float] = []
+    received: list[float] = []
 
     def on_signal(number: int, frame: Any) -> None:
-        asked.append(time.monotonic())
-        if asked[-1] - asked[0] > _ONE_SIGNAL:
+        received.append(time.monotonic())
+        if received[-1] - received[0] > _ONE_SIGNAL:
             raise KeyboardInterrupt
-        if not shown or len(asked) > 1:
+        if not shown or len(received) > 1:
             return
         print(
-            "\nfinishing the step, then writing the checkpoint (a second Ctrl-C ends at once and "
-            "loses the steps since the last one)",
+            "\nfinishing the step, then writing the checkpoint (a second Ctrl-C exits at once and "
+            "loses the steps since the last checkpoint)",
             file=sys.stderr,
         )
 
@@ -367,7 +372,7 @@ def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
         return
     before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -375,7 +380,7 @@ def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
 
 @contextmanager
 def _warnings_as_lines(*, shown: bool) -> Iterator[None]:
-    """Shows warnings as the command's own lines, without places in the code."""
+    """Print warnings as lines of the command, without file names and line numbers."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if shown:

@@ -27,7 +27,7 @@ from .statistics import ClipStatistics
 
 
 class PrivateBackward:
-    """What the private operations of one model share, from forward to clipped sums.
+    """The backward of a private model: decides how it runs, and checks it as the gates run.
 
     Args:
         groups: the clipping groups.
@@ -35,10 +35,10 @@ class PrivateBackward:
         planner: how the gradients of matrix parameters are computed.
         loss_reduction: "mean" or "sum" where losses are a scalar; None for losses `[B]`.
         clip_function: see `clip_factors`.
-        gate_type: of the gates.
+        gate_type: class of the gates.
         convolves: whether the model has modules that convolve, for which cudnn rounds by default.
         proof: how far it is proven that the model keeps samples apart.
-        refusal: why nothing may be released, where the model changed something besides; or None.
+        refusal: returns why nothing may be released, or None.
 
     Attributes:
         forward: the forward whose gates the backward runs.
@@ -66,7 +66,7 @@ class PrivateBackward:
         self.groups = list(groups)
         self.step = step
         self.planner = planner
-        self.workers = step.ranks
+        self.ranks = step.ranks
         self.names = step.names
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
@@ -119,7 +119,7 @@ class PrivateBackward:
             refuse_coarse_mean(coarse_use(x))
 
     def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse settings of torch by which a sample would change how others are rounded."""
+        """Refuse torch settings under which one sample changes how others are rounded."""
         refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
@@ -135,7 +135,7 @@ class PrivateBackward:
             self.refuse_coarse_use(losses)
             self._begin()
             gates = list(self.forward.gates.values())
-            twice = len(self.groups) == 1 and bool(gates) and self._two_pass(gates[0])
+            twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
             twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
             seed = torch.ones_like(losses)
             if self.loss_reduction == "mean":
@@ -164,24 +164,24 @@ class PrivateBackward:
 
     @property
     def meeting(self) -> ProcessGroup | None:
-        """The workers whose gradients meet in the backward; None where none do."""
-        return self.workers.everyone if self.step.is_sharded else self.workers.context
+        """The ranks that exchange gradients in the backward; None where none do."""
+        return self.ranks.everyone if self.step.is_sharded else self.ranks.context
 
     def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
-        """Make sure that workers whose gradients meet are about to do the same.
+        """Check that ranks which exchange gradients are about to run the same backward.
 
         Args:
-            twice: whether this worker would go backward in two passes.
+            twice: whether this rank would run ghost clipping.
             proving: whether it would prove this batch.
 
         Returns:
-            Whether one of the workers would, and so all of them do.
+            The same two values; True where one rank needs it, since all then do it.
 
         Raises:
-            ValueError: on all of them, naming what differs.
-            RuntimeError: on all of them, where something was changed that is never released.
+            ValueError: on all ranks, naming what differs.
+            RuntimeError: on all ranks, where the model changed something that is never released.
         """
-        workers, group = self.workers, self.meeting
+        ranks, group = self.ranks, self.meeting
         try:
             refuse_together(self._refusal(), group, "engine.backward")
         except RuntimeError:
@@ -190,33 +190,33 @@ class PrivateBackward:
         if group is None:
             return twice, proving
         what = "engine.backward"
-        # Other modules, or another order, and gradients of one would be added to another's.
+        # With other modules, or another order, gradients of different parameters would be added.
         same = {
             "(draw, part) of the batch": self.step.tracker.place(),
             "max_grad_norm": self.step.bound,
             "modules that ran, and how often": list(self.forward.used.items()),
         }
         size = {"number of samples": self.forward.batch_size}
-        if group is workers.context:
+        if group is ranks.context:
             same |= size
-        told = agree(what, same, group, tell=[int(twice), int(proving)])
-        if group is not workers.context:
-            agree(what, size, workers.context)
+        told = agree(what, same, group, extra=[int(twice), int(proving)])
+        if group is not ranks.context:
+            agree(what, size, ranks.context)
         return any(row[0] for row in told), any(row[1] for row in told)
 
-    def _two_pass(self, gate: Gate) -> bool:
-        return bool(gate.shapes) and gate.plan().two_pass
+    def _is_ghost(self, gate: Gate) -> bool:
+        return bool(gate.shapes) and gate.plan().is_ghost
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
-        # Both passes are the same computation, and the gate applies the factors to what the
-        # second one brings. Weighted losses would round anew at every layer, beyond the bound.
+        # Both backwards are the same computation, and the gate applies the factors in the second.
+        # Weighted losses would round differently at every layer, beyond the bound.
         first = First(gate.device)
         self.watches = (*self.watches, first)
         self.mode = "norms"
         grads = torch.autograd.grad(
             losses, gate.handles, grad_outputs=seed, retain_graph=True, allow_unused=True
         )
-        # What the uses left is attached to the graph.
+        # The saved pairs are attached to the graph.
         with torch.no_grad():
             self.compare(gate, grads)
             squares = gate.finish_norms(grads)
@@ -235,17 +235,17 @@ class PrivateBackward:
         try:
             torch.autograd.backward(losses, seed)
         except BackwardsDiffer:
-            self.planner.avoid_two_pass()
+            self.planner.avoid_ghost()
             raise
 
     # Proof
 
     def begin_proof(self, size: int) -> bool:
-        """A call of the model begins, of `size` samples at most; whether the proof repeats it."""
+        """Whether the proof repeats this call of the model, of at most `size` samples."""
         return self.proof.begin_forward(size, new_pass=self.forward.is_over)
 
     def expect_scalar(self, outputs: Any, size: int) -> Any:
-        """The model's outputs, for a loss that may be a scalar where that is declared."""
+        """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         return self.proof.cross(outputs, size, self)
@@ -254,7 +254,7 @@ class PrivateBackward:
         return self.proof.wants_backward(self.forward.used, size)
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
-        """A backward that only looks; the ordinary one is compared with it as it runs."""
+        """Run a backward that is only compared with the ordinary one that follows."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
             self.watches = (watch,)
@@ -262,7 +262,7 @@ class PrivateBackward:
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
         if self._expected_size is not None:
-            return  # Losses are weighted one by one.
+            return  # Losses [B] are weighted one by one instead.
         try:
             wanted = self._wants_proof(size)
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
@@ -273,7 +273,7 @@ class PrivateBackward:
             raise
 
     def compare(self, gate: Gate, grads: Sequence[Tensor | None]) -> None:
-        """Have the watches compare what has arrived at a gate, before anything is released."""
+        """Have the watches compare the gradients at a gate, before anything is released."""
         try:
             for watch in self.watches:
                 watch.gate(gate, grads)
@@ -320,7 +320,7 @@ class PrivateBackward:
         self.step.begin_backward()
 
     def arrived(self, gate: Gate) -> None:
-        """Called by each gate as its backward runs; refuses what would break the sensitivity."""
+        """Check a gate whose backward runs, and refuse what would break the bound."""
         if not self._in_backward:
             if self.loss_reduction is None:
                 raise RuntimeError(
@@ -346,8 +346,8 @@ class PrivateBackward:
         mixed = self._arrived_generation not in (None, gate.generation)
         if mixed or (self.mode == "sum" and gate is not self._summing):
             raise RuntimeError(
-                "losses mix forward passes of different batches, or are not of the model's last "
-                "one; call engine.backward after each forward pass, and give every layer inputs "
+                "losses come from more than one forward, or from an earlier one; call "
+                "engine.backward after each forward, and give every layer inputs "
                 f"whose first dimension is the batch. {SHARED}"
             )
         self.step.refuse_inexact(gate.batch_size)
@@ -359,7 +359,7 @@ class PrivateBackward:
     def _refuse_size(gate_size: int, loss_size: int) -> None:
         raise ValueError(
             f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
-            "loss per sample of the forward pass, batch first"
+            "loss per sample of the forward, batch first"
             + (f". {SHARED}" if gate_size == 1 else "")
         )
 

@@ -1,10 +1,10 @@
-"""The clipping gate where a sample's tokens lie on several workers.
+"""ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
 
-A sample's gradient is then the sum of what its shards give, and the norm of a sum does not follow
-from the norms of its terms. So per-sample gradients are summed over the context group, each worker
-getting a share of every parameter's elements (reduce-scatter); it norms its share, the squares of
-all shares make the norm (one all-reduce of B numbers), and each worker clips, sums and noises its
-share. The whole sum is put together from the shares (all-gather).
+A sample's gradient is the sum of the gradients of its shards, and the norm of a sum does not
+follow from the norms of its terms. So a reduce-scatter over the context group adds per-sample
+gradients up and leaves each rank a slice of every parameter's elements. Each rank computes the
+squared norms of its slice, one all-reduce of B numbers adds them up, each rank clips and sums its
+slice, and an all-gather puts the whole sum together.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dpflash.kernels import (
 )
 from dpflash.kernels.block_reference import BLOCK
 
-from ..distributed import collectives as workers
+from ..distributed import collectives
 from ..step import refuse_mixed
 from .deferred import TiledUse
 from .gate import Gate
 
 
 class ContextGate(Gate):
-    """A gate each of whose workers holds a share of the per-sample gradients' elements."""
+    """A gate of which each rank holds a slice of the per-sample gradients."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert self.owner.workers.context is not None
-        self._group = self.owner.workers.context
-        self._shares: dict[int, Tensor] = {}
+        assert self.owner.ranks.context is not None
+        self._group = self.owner.ranks.context
+        self._slices: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._mixed: list[Tensor] = []
         self._is_settled = False
@@ -48,7 +48,7 @@ class ContextGate(Gate):
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
     ) -> Tensor | None:
-        """See `Gate.take_linear`; what it returns has been taken already."""
+        """See `Gate.take_linear`; nothing is left for the handle."""
         self._only_seen(position, *((x, dy) if swapped else (dy, x)))
         if self.owner.mode != "prove":
             self._take(position, per_sample_grad(x, dy))
@@ -66,47 +66,47 @@ class ContextGate(Gate):
         return self._only_seen(position, *use.rows)
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms [B] of the group, from all shares of all workers."""
+        """Squared norms [B] of the group, from the slices of all ranks."""
         self._settle(grads)
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
-        for share in self._shares.values():
-            squares += squared_norm(share)
+        for piece in self._slices.values():
+            squares += squared_norm(piece)
         if self.batch_size:
-            workers.all_reduce_(squares, self._group, "norms of the samples' gradients")
+            collectives.all_reduce_(squares, self._group, "norms of the samples' gradients")
         return squares
 
     def reset(self) -> None:
         super().reset()
-        self._shares = {}
+        self._slices = {}
         self._taken = set()
         self._mixed = []
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
-        """A use's per-sample gradients of this worker's tokens; keep a share of everyone's."""
-        share = self._share(position, grad)
+        """Exchange per-sample gradients of this rank's tokens, and keep its slice of the sum."""
+        piece = self._slice(position, grad)
         mode = self.owner.mode
         if mode not in ("norms", "sum") or not self._single(position):
-            self._add_share(position, share)
+            self._add_slice(position, piece)
             return
         if mode == "sum":
-            self._sums[position] = clip_reduce(share, self.owner.factors, grid=self.step.grid)
+            self._sums[position] = clip_reduce(piece, self.owner.factors, grid=self.step.grid)
             if not self.owner.norms_again:
                 return
-        squares = squared_norm(share)
+        squares = squared_norm(piece)
         self.squares = squares if self.squares is None else self.squares + squares
 
-    def _add_share(self, position: int, share: Tensor) -> None:
-        held = self._shares.get(position)
-        self._shares[position] = share if held is None else held + share
+    def _add_slice(self, position: int, piece: Tensor) -> None:
+        held = self._slices.get(position)
+        self._slices[position] = piece if held is None else held + piece
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Take what reached the handles by autograd, once; zeros for what got no gradient here.
+        """Exchange the handles' gradients, once; zeros where this rank has none.
 
         Raises:
-            RuntimeError: gradients of different parameters met.
+            RuntimeError: ranks exchanged gradients of different parameters.
         """
         if self._is_settled:
             return
@@ -120,7 +120,7 @@ class ContextGate(Gate):
                 shape = (self.batch_size, *parameter.shape)
                 grad = torch.zeros(shape, dtype=dtype, device=self.device)
             if grad is not None:
-                self._add_share(position, self._share(position, grad))
+                self._add_slice(position, self._slice(position, grad))
         refuse_mixed(self._mixed)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -131,11 +131,11 @@ class ContextGate(Gate):
     def _clipped(
         self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
     ) -> Tensor | None:
-        total, share = self._sums.get(position), self._shares.get(position)
-        if share is not None:
-            own = clip_reduce(share, factors, grid=self.step.grid)
+        total, piece = self._sums.get(position), self._slices.get(position)
+        if piece is not None:
+            own = clip_reduce(piece, factors, grid=self.step.grid)
             total = own if total is None else total + own
-        # `_settle` left no parameter out.
+        # `_settle` has a slice of every parameter.
         assert total is not None
         self.step.sum_to_extend(parameter)
         return self.step.add(parameter, self._whole(position, total))
@@ -144,13 +144,13 @@ class ContextGate(Gate):
         owner = self.owner
         (parameter,) = self.group.parameters
         self._settle([grad])
-        share = self._shares[0]
+        piece = self._slices[0]
         scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
         width = parameter.shape[1]
-        own = self.step.rows.only(share) * scale
-        matrix = own.view(self.batch_size, share.shape[1] // width, width)
-        dtype = share.dtype if self.step.grid is None else torch.float64
-        total, factors = share.new_zeros(0, dtype=dtype), share.new_ones(self.batch_size, 0)
+        own = self.step.rows.only(piece) * scale
+        matrix = own.view(self.batch_size, piece.shape[1] // width, width)
+        dtype = piece.dtype if self.step.grid is None else torch.float64
+        total, factors = piece.new_zeros(0, dtype=dtype), piece.new_ones(self.batch_size, 0)
         if matrix.shape[1]:
             total, factors = block_clip_reduce(
                 matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True
@@ -162,56 +162,56 @@ class ContextGate(Gate):
         return [self.step.add(parameter, whole)]
 
     def _tile_bound(self, rows: int) -> float:
-        """The part of the bound that so many rows of the tiled parameter have."""
+        """The bound of this many rows of the tiled parameter."""
         return self.bound * bound_share(rows, self._rows(0))
 
     def _cut(self, position: int) -> tuple[int, int, int]:
-        """Where this worker's share of a parameter begins and ends; the greatest share's size."""
+        """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""
         parameter = self.group.parameters[position]
         # Tiles are not cut.
         unit = BLOCK[0] * parameter.shape[1] if self.group.tiled else 1
-        count = workers.world_size(self._group)
+        count = collectives.world_size(self._group)
         size = -(-parameter.numel() // (unit * count)) * unit
-        begin = min(size * workers.rank_in(self._group), parameter.numel())
+        begin = min(size * collectives.rank_in(self._group), parameter.numel())
         return begin, min(begin + size, parameter.numel()), size
 
-    def _share(self, position: int, grad: Tensor) -> Tensor:
-        """This worker's share `[B, n]` of per-sample gradients `[B, ...]` summed over all."""
+    def _slice(self, position: int, grad: Tensor) -> Tensor:
+        """This rank's slice `[B, n]` of the sum over ranks of per-sample gradients `[B, ...]`."""
         begin, end, size = self._cut(position)
         parameter = self.group.parameters[position]
-        batch, count = grad.shape[0], workers.world_size(self._group)
+        batch, count = grad.shape[0], collectives.world_size(self._group)
         grad = grad.reshape(batch, parameter.numel())
         dtype = torch.promote_types(grad.dtype, torch.float32)
         self._taken.add(position)
         if batch == 0:
             return grad.new_zeros((0, end - begin), dtype=dtype)
-        # One more number tells whether the others' gradients are of the same parameter.
+        # The last element tells gradients of different parameters apart.
         mark = self.step.mark_of(parameter)
         sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
         sent[:, -1] = mark
-        for worker, row in enumerate(sent):
-            theirs = grad[:, size * worker : size * (worker + 1)]
+        for rank, row in enumerate(sent):
+            theirs = grad[:, size * rank : size * (rank + 1)]
             row[:-1].view(batch, size)[:, : theirs.shape[1]] = theirs
-        own = workers.reduce_scatter(
+        own = collectives.reduce_scatter(
             sent, self._group, "sum of the samples' gradients over their tokens"
         )
         self._mixed.append(own[-1] != count * mark)
         return own[:-1].view(batch, size)[:, : end - begin]
 
-    def _whole(self, position: int, share: Tensor) -> Tensor:
-        """A parameter's total, put together from the shares of it."""
+    def _whole(self, position: int, piece: Tensor) -> Tensor:
+        """A parameter's clipped sum, put together from the slices of all ranks."""
         parameter = self.group.parameters[position]
         size = self._cut(position)[2]
-        padded = F.pad(share.flatten(), (0, size - share.numel()))
-        whole = workers.all_gather(padded, self._group, "clipped sums of all workers' shares")
+        padded = F.pad(piece.flatten(), (0, size - piece.numel()))
+        whole = collectives.all_gather(padded, self._group, "clipped sums of all ranks' slices")
         return whole.flatten()[: parameter.numel()].view(parameter.shape)
 
     def _least(self, factors: Tensor) -> Tensor:
-        """`[B]`: the least factor of each sample over all workers' tiles `[B, tiles]`."""
-        # A worker may have no tile.
+        """`[B]`: the least factor of each sample over the tiles `[B, tiles]` of all ranks."""
+        # A rank may have no tile.
         least = F.pad(factors, (0, 1), value=1.0).amin(1)
         if len(least):
-            workers.all_reduce_(
+            collectives.all_reduce_(
                 least, self._group, "factors of the samples' tiles", dist.ReduceOp.MIN
             )
         return least

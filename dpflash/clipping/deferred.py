@@ -25,44 +25,47 @@ from dpflash.kernels import (
 
 from ..sampling.slots import RealRows
 
-# A product over all samples' tokens rounds by about 2^-24 of the sum of their magnitudes. Where a
-# sample's tokens cancel beyond this, or its factor is near the end of fp32, it has a product of
-# its own.
+# A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
+# sample whose tokens cancel by more than this factor, or whose clipping factor is near the end of
+# fp32's range, is multiplied separately.
 _HARMLESS_CANCELLATION = 256.0
 _LEAST_SHARED_FACTOR = 2.0**-90
-# log2 of what a product in fp32 rounds: on a CPU, and in three TF32 products on a GPU.
+# log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
 _PRODUCT_BITS = {False: -24, True: -20}
-# What two fp32 sums that are clipped one by one round, relative to their sizes.
+# Rounding of two fp32 sums that are clipped separately, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22
 
 
 class TiledUse(Protocol):
-    """A use that keeps no dy but makes G_i anew, some samples and rows of it at a time."""
+    """A use that saves no output gradient but recomputes G_i, some samples and rows at a time."""
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of samples B."""
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """All `[B, ...]` that G is made of; the first is linear in the losses' gradient."""
+        """The tensors `[B, ...]` that determine G; the first is linear in the losses' gradient."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """(samples, rows) of tiles that are small enough to hold; together they are all of G."""
+        """(samples, rows) of tiles that fit into memory; together they cover G."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits at every call."""
+        """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits in every call."""
 
 
 @dataclass
-class KeptUses:
-    """Linear uses (x [B, T, I], dy [B, T, O]), look-ups (indices [B, T], dy [B, T, E]), and tiled.
+class DeferredGradients:
+    """The saved uses of one matrix parameter: its per-sample gradient G_i is their sum.
 
-    Beside a tiled use the others are taken tile by tile too: each tile of G_i is the sum of all
-    uses, so that its norm has the cross terms in it.
+    Where one use is tiled, the others are computed tile by tile too, so that the norm of each
+    tile includes the cross terms.
 
     Attributes:
         rows: of the parameter.
+        linear: pairs (x [B, T, I], dy [B, T, O]).
+        embedding: pairs (indices [B, T], dy [B, T, E]).
+        tiled: uses that recompute their gradient.
     """
 
     rows: int
@@ -78,12 +81,12 @@ class KeptUses:
     def squared_norm(self, other: Tensor | None = None) -> Tensor:
         """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.
 
-        What products of T tokens round is at most T 2^-24 of the sizes of what they add up, so
-        that much is added to the norm. Of a sample whose tokens cancel far, `clipped` releases
-        its own G_i, as `stored` does, so that is what is normed too.
+        A product over T tokens rounds by at most T 2^-24 of the sum of the magnitudes of its
+        terms; that much is added to the norm. Where a sample's tokens nearly cancel, `clipped`
+        reduces its own G_i, as mode "instantiate" does, and its norm is taken of that G_i.
 
         Args:
-            other: [B, rows, ...], what other uses add to G_i; it is clipped by itself.
+            other: [B, rows, ...], added to G_i; it is clipped by itself.
         """
         if other is not None:
             dense, others = self.dense(), squared_norm(other).sqrt()
@@ -103,7 +106,7 @@ class KeptUses:
 
         Args:
             factors: [B], fp32.
-            bound: what one sample may move the sum by.
+            bound: L2 bound of one sample's contribution.
         """
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
@@ -131,7 +134,7 @@ class KeptUses:
     def block_clipped(
         self, bound: float, grid: float | None, into: Tensor | None, *, scale: int
     ) -> tuple[Tensor, Tensor]:
-        """sum_i of scale G_i with each tile clipped, and the factors [B, tiles].
+        """(sum over i of scale G_i with each tile clipped, factors [B, tiles]).
 
         Linear uses only; grid and into are `block_clipped_grad`'s.
         """
@@ -142,7 +145,7 @@ class KeptUses:
         return block_clipped_grad(x, dy, bound, grid=grid, into=into, return_factors=True)
 
     def dense(self) -> Tensor:
-        """The per-sample gradients G_i [B, rows, ...] after all."""
+        """The per-sample gradients G_i [B, rows, ...], computed."""
         linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             dense: Tensor | None = None
@@ -181,7 +184,7 @@ class KeptUses:
         return squares
 
     def _sizes(self) -> Tensor:
-        """[B], fp64: the sum of the sizes of what cancels in G_i, never below ||G_i||."""
+        """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
         if self._magnitudes is None:
             sizes = [grad_magnitude(*use) for use in self.linear]
             sizes += [
@@ -192,7 +195,7 @@ class KeptUses:
         return self._magnitudes
 
     def _rounding(self) -> float:
-        """What a product over the uses' tokens rounds, relative to the sizes of its terms."""
+        """Rounding of a product over the tokens, relative to the magnitudes of its terms."""
         uses = [*self.linear, *self.embedding]
         tokens = sum(dy.shape[1] for _, dy in uses)
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
@@ -200,16 +203,16 @@ class KeptUses:
         # least 1/256 of these.
         return (tokens + 2) * 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
 
-    def _sample(self, i: int) -> KeptUses:
+    def _sample(self, i: int) -> DeferredGradients:
         one = slice(i, i + 1)
-        return KeptUses(
+        return DeferredGradients(
             self.rows,
             linear=[(x[one], dy[one]) for x, dy in self.linear],
             embedding=[(indices[one], dy[one]) for indices, dy in self.embedding],
         )
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(samples, rows, G of these), the sum over all uses, in the same bits at every call."""
+        """(samples, rows, their G), summed over all uses; the same bits in every call."""
         for samples, rows in self.tiled[0].tiles():
             grad = self.tiled[0].grad(samples, rows)
             for use in self.tiled[1:]:
@@ -222,7 +225,7 @@ class KeptUses:
 
 
 def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
-    """Some rows of a look-up's per-sample gradient."""
+    """Rows `rows` of the per-sample gradient of a look-up."""
     outside = (indices < rows.start) | (indices >= rows.stop)
     local = (indices - rows.start).masked_fill(outside, 0)
     dy = dy.masked_fill(outside.unsqueeze(-1), 0)
@@ -230,7 +233,7 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 
 
 def _joined(uses: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Uses of one kind are one use of a longer sequence: G = sum_u dy_u^T x_u."""
+    """Concatenate uses along the tokens: G = sum_u dy_u^T x_u."""
     if len(uses) < 2:
         return uses[0] if uses else None
     return torch.cat([first for first, _ in uses], 1), torch.cat([dy for _, dy in uses], 1)

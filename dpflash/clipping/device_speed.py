@@ -1,8 +1,8 @@
-"""What a device does at most: FLOP/s of products by dtype, and bytes/s of memory.
+"""Speed of a device: peak FLOP/s of matrix products by dtype, and memory bandwidth.
 
-`dpflash doctor --measure` writes them to a file in the user's cache folder. Without it, figures of
-the vendor's data sheet hold for a GPU and nominal ones for a CPU. They decide which of
-several ways to the same sum is taken, and none of it depends on private data.
+`dpflash doctor --measure` writes measured figures to a file in the user's cache folder. Without
+that file a GPU has the figures of its data sheet, and a CPU has nominal ones. The planner chooses
+by them; they never depend on private data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The roofs of one device.
+    """Peak speed of one device.
 
     Attributes:
         flops: FLOP/s of products by dtype ("float32", "bfloat16", ...); "tf32" is float32 with
@@ -35,7 +35,7 @@ class Ceilings:
         bandwidth: bytes/s of memory, reads and writes together.
         device: torch's device type, which decides what kernels run.
         name: of the device.
-        source: where the figures come from, in words.
+        source: where the figures come from, for tables.
     """
 
     flops: Mapping[str, float]
@@ -56,7 +56,7 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Ratios matter, not the values. They are those of a server core's vector units and memory.
+# Only ratios matter. These are of one core of a server, with its vector units and memory.
 CPU_RULE = Ceilings(
     flops={"float32": 1.5e11}, bandwidth=2.0e10, name="CPU", source="nominal, not measured"
 )
@@ -86,7 +86,7 @@ def cache_path() -> Path:
 
 
 def cpu_model() -> str:
-    """The processor's name, as its maker has it."""
+    """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -96,7 +96,7 @@ def cpu_model() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device's figures are filed under; those of a CPU hold for a number of threads."""
+    """The key of a device in the file; a CPU's figures are for a number of threads."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"{cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -107,10 +107,10 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def ceilings_for(device: torch.device) -> Ceilings:
-    """The ceilings of a device: measured, else by its class, else nominal.
+    """The ceilings of a device: measured, else of its data sheet, else nominal.
 
     The file is read once in a process, so that a run keeps its choices. A file that cannot be
-    used is left aside with one warning that names it.
+    used is ignored with a warning that names it.
     """
     name = device_name(device)
     held = _read(cache_path()).get(name)
@@ -129,11 +129,11 @@ def ceilings_for(device: torch.device) -> Ceilings:
 
 
 def save_measured(entries: Mapping[str, Mapping[str, Any]]) -> Path:
-    """File what was measured, by device name; other devices' entries stay.
+    """Write measured figures to the file; entries of other devices stay.
 
     Args:
         entries: for each device "flops" (by dtype) and "bandwidth" as in `Ceilings`, "date", and
-            what else there is to keep.
+            any further figures.
 
     Returns:
         The file.
@@ -158,7 +158,7 @@ def forget() -> None:
 
 @functools.cache
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The file's entries by device name; none where it is missing or of no use."""
+    """The entries of the file by device name; none where it is missing or unusable."""
     try:
         os.lstat(path)  # without a file there is nothing to say about its folder
         held = json.loads(OwnedFolder(path.parent).read(path.name))

@@ -1,4 +1,4 @@
-"""What users see of the clipping: its groups, and how the gradients of each are computed."""
+"""Tables for users: the clipping groups, and the planner's choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupInfo:
         name: dotted name of the module or parameter, or "all".
         parameters: dotted names.
         elements: number of elements.
-        bound: what one sample may move these parameters' sum by, in L2.
+        bound: L2 bound of one sample's contribution to the sum of these parameters.
         tiles: clipping groups inside; 1 unless the matrix is clipped tile by tile.
     """
 
@@ -64,18 +64,18 @@ class PlannedUse:
 
     Attributes:
         parameter: dotted name.
-        way: "stored", "book_keeping", "two_pass" or "tiles" (per_block clipping).
-        flops: of the way, beyond those of a non-private backward; fp64 products count twice.
-        moved_bytes: through memory, beyond those of a non-private backward.
-        memory_bytes: that it keeps until the clip.
-        seconds: predicted, the ordinary weight gradient's product included.
-        share: its part of the predicted seconds of all parameters listed, 0 to 1.
-        why: in words.
+        grad_sample_mode: "instantiate", "book_keeping", "ghost" or "tiles" (per_block clipping).
+        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
+        moved_bytes: bytes read and written beyond those of a non-private backward.
+        memory_bytes: bytes kept until the gradients are clipped.
+        seconds: predicted time, the ordinary weight gradient's product included.
+        share: fraction of the predicted time of all parameters, 0 to 1.
+        why: the reason for the choice.
         exact: whether the clipped sum is exact, or rounded in float32.
     """
 
     parameter: str
-    way: str
+    grad_sample_mode: str
     flops: int
     moved_bytes: int
     memory_bytes: int
@@ -87,15 +87,15 @@ class PlannedUse:
 
 @dataclass(frozen=True)
 class ClippingPlan:
-    """The uses of all matrix parameters in the last forward pass.
+    """The uses of all matrix parameters in the last forward.
 
-    The ways differ in time and memory; each bounds every sample, and finite gradients give equal
+    The modes differ in time and memory; each bounds every sample, and finite gradients give equal
     sums up to rounding. On one machine with one file of ceilings the plan is always the same.
 
     Attributes:
-        uses: one a parameter.
-        ceilings: of the device, by which costs were predicted and ways chosen.
-        public: what of the batches is public.
+        uses: one for each parameter.
+        ceilings: speed of the device, from which times were predicted.
+        public: the public facts about the batches.
     """
 
     uses: tuple[PlannedUse, ...]
@@ -109,10 +109,10 @@ class ClippingPlan:
         return len(self.uses)
 
     def __str__(self) -> str:
-        rows = [("way", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows = [("mode", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
         rows += [
             (
-                u.way,
+                u.grad_sample_mode,
                 "exact" if u.exact else "rounded",
                 f"{u.flops / 1e6:.1f}",
                 f"{u.moved_bytes / 2**20:.1f}",
@@ -128,7 +128,7 @@ class ClippingPlan:
         predicted = 1e3 * sum(use.seconds for use in self.uses)
         return (
             f"{_table(list(zip(names, figures, strict=True)))}\n"
-            f"+ beyond a non-private backward; time: share of the predicted {predicted:.3g} ms\n"
+            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms\n"
             f"ceilings: {self.ceilings}\n"
             f"{self.public}"
         )
@@ -165,16 +165,18 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
     uses = []
     for group, shapes in backward.forward.shapes.items():
         planned = backward.planner.plan(shapes)
-        for (position, of_parameter), way in zip(shapes.items(), planned.ways, strict=True):
+        for (position, of_parameter), mode in zip(shapes.items(), planned.modes, strict=True):
             name = backward.names[backward.groups[group].parameters[position]]
             tiled = backward.groups[group].tiled
-            asked = backward.planner.way != "auto"
+            asked = backward.planner.mode != "auto"
             use = (
                 _explain_tiles(name, of_parameter, planned.ceilings)
                 if tiled
-                else _explain(name, of_parameter, way, planned.ceilings, asked)
+                else _explain(name, of_parameter, mode, planned.ceilings, asked)
             )
-            uses.append(replace(use, exact=backward.step.exact and (tiled or way == "stored")))
+            uses.append(
+                replace(use, exact=backward.step.exact and (tiled or mode == "instantiate"))
+            )
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
@@ -184,26 +186,26 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
 
 
 def _explain(
-    name: str, shapes: list[LinearShape], way: str, ceilings: Ceilings, asked: bool
+    name: str, shapes: list[LinearShape], mode: str, ceilings: Ceilings, asked: bool
 ) -> PlannedUse:
-    found = cost(shapes, way, ceilings)
+    found = cost(shapes, mode, ceilings)
     return PlannedUse(
         parameter=name,
-        way=way,
+        grad_sample_mode=mode,
         flops=found.flops,
         moved_bytes=found.moved,
         memory_bytes=found.kept,
         seconds=found.seconds,
         share=0.0,
-        why=f"way={way!r} was asked for" if asked else _why(shapes, way, ceilings),
+        why="you asked for it" if asked else _why(shapes, mode, ceilings),
     )
 
 
-def _why(shapes: list[LinearShape], way: str, ceilings: Ceilings) -> str:
-    if way == "two_pass":
+def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
+    if mode == "ghost":
         return "memory budget is too small"
-    other = "book_keeping" if way == "stored" else "stored"
-    seconds = cost(shapes, way, ceilings).seconds
+    other = "book_keeping" if mode == "instantiate" else "instantiate"
+    seconds = cost(shapes, mode, ceilings).seconds
     if not seconds:
         return "there was no token"
     ratio = cost(shapes, other, ceilings).seconds / seconds
@@ -217,7 +219,7 @@ def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> 
     plain = [work for shape in shapes for work in shape.plain()]
     return PlannedUse(
         parameter=name,
-        way="tiles",
+        grad_sample_mode="tiles",
         flops=0,
         moved_bytes=0,
         memory_bytes=sum(s.book_keeping_bytes for s in shapes),
@@ -228,7 +230,7 @@ def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> 
 
 
 def _cut(name: str, width: int) -> str:
-    """Cut near the front: names differ by a layer's number there, and by the end."""
+    """Shorten a name in its first half: names differ at their end."""
     if len(name) <= width:
         return name
     head = width // 4

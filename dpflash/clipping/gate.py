@@ -29,7 +29,7 @@ from dpflash.kernels import (
 from dpflash.kernels.reference import rounded_down
 
 from ..distributed.fsdp import is_sharded
-from .deferred import KeptUses, TiledUse
+from .deferred import DeferredGradients, TiledUse
 from .groups import Group
 from .planner import LinearShape, Plan
 from .precision import without_autocast
@@ -56,7 +56,7 @@ class _ClipGate(torch.autograd.Function):
         gate = ctx.gate
         gate.owner.refuse_coarse_products(gate.device.type)
         gate.owner.refuse_coarse_use(gate.group.parameters[0])
-        # `loss.backward()` may stand in the user's own autocast region.
+        # The user may call `loss.backward()` inside an autocast region.
         with without_autocast(gate.device.type):
             sums = gate.finish(grads)
             return (None, *gate.step.settled(gate.group.parameters, sums))
@@ -90,7 +90,7 @@ class Gate:
         self._dense: set[int] = set()
         self._plan: dict[int, str] | None = None
         self._task = -1
-        self._kept: dict[int, KeptUses] = {}
+        self._kept: dict[int, DeferredGradients] = {}
         self._sums: dict[int, Tensor] = {}
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
@@ -116,67 +116,70 @@ class Gate:
         return self.owner.layer_of(self.group.parameters[position])
 
     def is_dense(self, position: int) -> bool:
-        """Whether the gradient at the handle has a use in it that leaves nothing with the gate."""
+        """Whether some use of the parameter returns its per-sample gradient to the handle."""
         return position not in self.shapes or position in self._dense
 
     def register(self, position: int, shape: LinearShape) -> None:
-        """Note a use of a matrix parameter, so that its way can be planned."""
+        """Note a use of a matrix parameter, so that its mode can be planned."""
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
         self.owner.forward.note_shapes(self.index, self.shapes)
 
     def register_dense(self, position: int) -> None:
-        """Note a use whose per-sample gradient reaches the handle by autograd alone."""
+        """Note a use that returns its per-sample gradient to the handle."""
         self._dense.add(position)
 
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
     ) -> Tensor | None:
-        """A use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O]. Returns the handle's gradient.
+        """Take a linear use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
-        Where they are `swapped`, for a transposed weight, x is what the losses' gradient makes.
+        Where they are `swapped`, for a transposed weight, x is the output gradient.
+
+        Returns:
+            The handle's gradient; None where (x, dy) is saved instead.
         """
         if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, KeptUses(self._rows(position), linear=[(x, dy)]))
-        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "stored":
+            self._take_once(position, DeferredGradients(self._rows(position), linear=[(x, dy)]))
+        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
             return per_sample_grad(x, dy)
         else:
             self._keep(position).linear.append((x, dy))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
-        """A look-up: indices [B, T], dy [B, T, E]. Returns the handle's gradient."""
+        """Take a look-up, indices [B, T], dy [B, T, E]; returns as `take_linear` does."""
         if self._only_seen(position, dy, indices):
             return None
         mode = self.owner.mode
         rows = self._rows(position)
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, KeptUses(rows, embedding=[(indices, dy)]))
-        elif mode in _CLIPS and self._way(position) == "stored":
+            self._take_once(position, DeferredGradients(rows, embedding=[(indices, dy)]))
+        elif mode in _CLIPS and self._way(position) == "instantiate":
             return embedding_per_sample_grad(indices, dy, rows)
         else:
             self._keep(position).embedding.append((indices, dy))
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """A use that makes its gradient anew. False: return it to the handle instead."""
+        """Take a use that can recompute its gradient; False: return it to the handle."""
         if self._only_seen(position, *use.rows):
             return True
         mode = self.owner.mode
-        if mode in _CLIPS and self._way(position) == "stored":
+        if mode in _CLIPS and self._way(position) == "instantiate":
             return False
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, KeptUses(self._rows(position), tiled=[use]))
+            self._take_once(position, DeferredGradients(self._rows(position), tiled=[use]))
         else:
             self._keep(position).tiled.append(use)
         return True
 
     @property
     def bound(self) -> float:
-        """What one sample may move this group's sums by."""
+        """L2 bound of one sample's contribution to this group's sums."""
         return self.group.share * self.step.bound
 
     def plan(self) -> Plan:
@@ -191,29 +194,29 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show a use's rows to the watches; whether that is all that the backward is for."""
+        """Show the rows of a use to the watches; returns whether the use ends there."""
         self._enter()
         for watch in self.owner.watches:
             watch.use(self, position, rows)
         return self.owner.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
-        """Whether a use is the parameter's only one, so that there is no cross term."""
+        """Whether the parameter has one use only, and so no cross terms."""
         return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
         if self._plan is None:
-            self._plan = dict(zip(self.shapes, self.plan().ways, strict=True))
+            self._plan = dict(zip(self.shapes, self.plan().modes, strict=True))
         return self._plan[position]
 
     def _rows(self, position: int) -> int:
         return self.group.parameters[position].shape[0]
 
-    def _keep(self, position: int) -> KeptUses:
-        return self._kept.setdefault(position, KeptUses(self._rows(position)))
+    def _keep(self, position: int) -> DeferredGradients:
+        return self._kept.setdefault(position, DeferredGradients(self._rows(position)))
 
-    def _take_once(self, position: int, use: KeptUses) -> None:
-        """A pass of two, and the parameter's only use: nothing needs to be kept."""
+    def _take_once(self, position: int, use: DeferredGradients) -> None:
+        """Ghost clipping of a parameter with one use: norm or sum it without saving it."""
         if self.owner.mode == "sum":
             self._sums[position] = use.clipped(self.owner.factors, self.bound)
             if not self.owner.norms_again:
@@ -222,7 +225,7 @@ class Gate:
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms [B] of the group, from the handles' gradients and what was left."""
+        """Squared norms [B] of the group, from the handles' gradients and the saved pairs."""
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
@@ -235,7 +238,7 @@ class Gate:
         return squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The backward of the gate: per-sample gradients in, clipped sums out."""
+        """Run the backward of the gate: per-sample gradients in, clipped sums out."""
         self._enter()
         self.owner.arrived(self)
         self.owner.compare(self, grads)
@@ -251,7 +254,7 @@ class Gate:
         return results
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """What each sample's gradients are multiplied by, `[B]`."""
+        """Clipping factors, `[B]`."""
         owner = self.owner
         if owner.mode == "sum":
             return owner.factors
@@ -293,7 +296,7 @@ class Gate:
             return [None]
         into = step.sum_to_extend(parameter)
         if kept is not None and grad is None:
-            # Factors are made tile by tile, so padding rows lose their gradients instead.
+            # The factors of tiles do not know of padding rows, so these lose their gradients here.
             kept.drop_padding(step.rows)
             total, factors = kept.block_clipped(self.bound, step.grid, into, scale=scale)
         else:

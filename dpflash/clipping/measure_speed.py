@@ -1,4 +1,4 @@
-"""Measures a device: memory's bytes/s, products' FLOP/s by dtype, and the noise's bytes/s."""
+"""Measures a device: memory bandwidth, FLOP/s of products by dtype, and noise throughput."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LEAST_TRIALS = 3
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a measurement does.
+    """Size and length of a measurement.
 
     Attributes:
-        copied_bytes: of the tensor that is copied; several times the last cache.
-        largest_matrix: rows of the square matrices at most.
-        product_seconds: a product is large enough once it takes this long.
-        noised_elements: fp32.
-        trials, warm_up: runs that count, and runs before them.
-        seconds: after so many a figure has its trials, though no fewer than 3.
+        copied_bytes: size of the tensor that is copied; several times the last-level cache.
+        largest_matrix: most rows of the square matrices.
+        product_seconds: matrices grow until their product takes this long.
+        noised_elements: fp32 elements that get noise.
+        trials, warm_up: timed runs, and untimed runs before them.
+        seconds: time limit of a figure, which has at least 3 trials.
     """
 
     copied_bytes: int
@@ -141,7 +141,7 @@ def _float32_products(allow_tf32: bool) -> Iterator[None]:
 def _matrices(
     dtype: torch.dtype, device: torch.device, effort: Effort
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Square matrices that take long enough to multiply, None where nothing multiplies them."""
+    """Square matrices that take long enough to multiply; None where the device cannot."""
     size = min(_FIRST_MATRIX, effort.largest_matrix)
     while True:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -162,10 +162,10 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> Callable[[], Tensor]:
 
 
 def _add_noise(out: Tensor) -> Callable[[], Tensor] | None:
-    """The secure noise's pass over a tensor, None where this machine has none."""
+    """Adds ChaCha20 noise to a tensor; None where this machine has no such kernel."""
 
     def add_noise() -> Tensor:
-        # Nothing is released here, so any key does.
+        # Nothing is released here, so any key will do.
         return gaussian_noise_(out, std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
 
     try:
@@ -194,7 +194,7 @@ def _times(run: Callable[[], object], device: torch.device, effort: Effort) -> l
 def _clocked(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run, on the device's own clock where it has one."""
     if device.type != "cuda":
-        # Of one thread its own time, which other jobs of the machine disturb less.
+        # CPU time of one thread, which other jobs on the machine disturb less.
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         run()

@@ -1,13 +1,13 @@
-"""How a linear layer's flat-clipped gradient is computed: stored, book-kept, or in two passes.
+"""Planner: how the flat-clipped gradient of each matrix parameter is computed.
 
-stored         keep G_i = dy_i^T x_i (no extra product), reduce sum_i c_i G_i at the end.
+instantiate    keep G_i = dy_i^T x_i (no extra product), reduce sum_i c_i G_i at the end.
 book_keeping   keep (x, dy), norm without keeping G_i, then one weighted product.
-two_pass       norms in one backward, the backward of sum_i c_i loss_i in a second.
+ghost          norms in one backward, the backward of sum_i c_i loss_i in a second.
 
-Each way is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
-device with given ceilings (a roofline), and a way the sum over its kernels. The choice follows
+Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
+device with given ceilings (a roofline), and a mode the sum over its kernels. The choice follows
 from these costs: it depends on shapes, the device and public sizes, never on how many samples
-were drawn. Each way bounds every sample; their results differ by rounding, and by what counts as
+were drawn. Each mode bounds every sample; their results differ by rounding, and by what counts as
 infinite (and is removed) at the end of fp32's range.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
@@ -23,7 +23,7 @@ import torch
 
 from .device_speed import CPU_RULE, Ceilings
 
-WAYS = ("stored", "book_keeping", "two_pass")
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
 
 # What `make_private(optimize=)` takes, see `optimization`.
 LEVELS = ("none", "conservative", "balanced", "aggressive")
@@ -51,7 +51,7 @@ class LinearShape:
     """One use of a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
     Kernels read each operand once and write each result once; what stays in caches is not
-    counted. Neither is what all ways have alike: the product for dx, and what is done once for a
+    counted. Neither is what all modes have alike: the product for dx, and what is done once for a
     whole batch, such as writing the sum [O, I]. So all costs are proportional to B.
     """
 
@@ -227,7 +227,7 @@ class Cost:
         flops: beyond those of a non-private backward; fp64 products count twice.
         moved: bytes through memory beyond those of a non-private backward.
         kept: bytes that are kept until the clip.
-        seconds: predicted for all of the way's kernels, the ordinary product among them.
+        seconds: predicted for all of the mode's kernels, the ordinary product among them.
     """
 
     flops: int
@@ -238,24 +238,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen way of each parameter, in the order asked for, and the ceilings that chose."""
+    """The chosen mode of each parameter, in the order asked for, and the ceilings that chose."""
 
-    ways: tuple[str, ...]
+    modes: tuple[str, ...]
     ceilings: Ceilings
 
     @property
-    def two_pass(self) -> bool:
-        return "two_pass" in self.ways
+    def is_ghost(self) -> bool:
+        return "ghost" in self.modes
 
 
-def clipping_for(level: str, clipping: str | None, way: str) -> str:
+def clipping_for(level: str, clipping: str | None, mode: str) -> str:
     """The clipping of a level: what was asked for, or, where that is nothing, the level's own.
 
-    Ways belong to flat clipping, so who asks for a way asks for that.
+    Modes belong to flat clipping, so asking for a mode asks for flat clipping.
     """
     if clipping is not None:
         return clipping
-    return "per_layer" if level == "aggressive" and way == "auto" else "flat"
+    return "per_layer" if level == "aggressive" and mode == "auto" else "flat"
 
 
 def default_memory_budget(device: torch.device) -> int:
@@ -265,17 +265,17 @@ def default_memory_budget(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
-def cost(shapes: Sequence[LinearShape], way: str, ceilings: Ceilings) -> Cost:
+def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
     """What a way costs a parameter with these uses in one forward pass."""
     gpu = ceilings.device != "cpu"
-    works = _stored(shapes, gpu) if way == "stored" else _book_kept(shapes, gpu)
-    if way == "two_pass":
+    works = _stored(shapes, gpu) if mode == "instantiate" else _book_kept(shapes, gpu)
+    if mode == "ghost":
         works += [work for shape in shapes for work in shape.again()]
     plain = [work for s in shapes for work in s.plain()]
     return Cost(
         flops=sum(w.flops for w in works) - sum(w.flops for w in plain),
         moved=sum(w.moved for w in works) - sum(w.moved for w in plain),
-        kept=_kept(shapes, way),
+        kept=_kept(shapes, mode),
         seconds=sum(w.seconds(ceilings) for w in works),
     )
 
@@ -283,63 +283,63 @@ def cost(shapes: Sequence[LinearShape], way: str, ceilings: Ceilings) -> Cost:
 def plan(
     uses: Sequence[Sequence[LinearShape]],
     *,
-    way: str,
+    mode: str,
     memory_budget: int,
     batch_size: int,
-    two_pass_allowed: bool,
+    ghost_allowed: bool,
     book_keeping_allowed: bool = True,
     ceilings: Ceilings = CPU_RULE,
 ) -> Plan:
     """Choose a way for each parameter.
 
-    Each parameter takes the faster of stored and book_keeping. Where what they keep together
-    exceeds the budget, all take two_pass, or, where that is not allowed, what keeps less.
+    Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
+    exceeds the budget, all take ghost, or, where that is not allowed, what keeps less.
 
     Guarantees:
-        The ways do not depend on the number of samples in `uses`: at the end of the
-        floating-point range ways do differ, and one sample more or less must not change what the
+        The modes do not depend on the number of samples in `uses`: at the end of the
+        floating-point range modes do differ, and one sample more or less must not change what the
         others contribute.
 
     Args:
         uses: for each parameter, the shapes of its uses in this forward pass.
-        way: "auto", or one of WAYS for all parameters.
+        mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which the budget shall last.
-        two_pass_allowed: whether per-sample losses are at hand.
+        ghost_allowed: whether per-sample losses are at hand.
         book_keeping_allowed: whether norms may be taken without the gradients themselves.
         ceilings: of the device that computes.
 
     Returns:
-        A plan with one way a parameter; "two_pass" is chosen for all parameters or none. Equal
+        A plan with one mode a parameter; "ghost" is chosen for all parameters or none. Equal
         arguments give equal plans.
     """
-    if way != "auto":
-        return Plan((way,) * len(uses), ceilings)
-    choices = WAYS[:2] if book_keeping_allowed else ("stored",)
+    if mode != "auto":
+        return Plan((mode,) * len(uses), ceilings)
+    choices = GRAD_SAMPLE_MODES[:2] if book_keeping_allowed else ("instantiate",)
     singles = [tuple(replace(shape, batch=1) for shape in shapes) for shapes in uses]
     # Models repeat few shapes, and this runs in every step.
     faster = {
-        single: _least({way: cost(single, way, ceilings).seconds for way in choices})
+        single: _least({mode: cost(single, mode, ceilings).seconds for mode in choices})
         for single in set(singles)
     }
     fastest = tuple(faster[single] for single in singles)
     if batch_size * sum(map(_kept, singles, fastest)) <= memory_budget:
         return Plan(fastest, ceilings)
-    if two_pass_allowed:
-        return Plan(("two_pass",) * len(uses), ceilings)
-    smallest = tuple(_least({way: _kept(single, way) for way in choices}) for single in singles)
+    if ghost_allowed:
+        return Plan(("ghost",) * len(uses), ceilings)
+    smallest = tuple(_least({mode: _kept(single, mode) for mode in choices}) for single in singles)
     return Plan(smallest, ceilings)
 
 
 def _least(by_way: dict[str, float]) -> str:
-    """The way of the least number; of equals the first."""
+    """The mode of the least number; of equals the first."""
     return min(by_way, key=by_way.__getitem__)
 
 
-def _kept(shapes: Sequence[LinearShape], way: str) -> int:
-    if way == "two_pass":
+def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
+    if mode == "ghost":
         return 0
-    if way == "stored":
+    if mode == "instantiate":
         return max(shape.stored_bytes for shape in shapes)
     return sum(shape.book_keeping_bytes for shape in shapes)
 
@@ -396,11 +396,11 @@ class Planner:
     """Plans the matrix parameters of one model, see `plan`.
 
     Args:
-        way: "auto", or one of WAYS for all parameters.
+        mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which the budget shall last; never the drawn
             number, so that nobody's presence decides how the others are clipped.
-        two_pass_allowed: whether per-sample losses are at hand, and clipping is flat.
+        ghost_allowed: whether per-sample losses are at hand, and clipping is flat.
         book_keeping_allowed: whether norms may be taken without the gradients themselves.
         ceilings: of the device that computes.
     """
@@ -408,43 +408,43 @@ class Planner:
     def __init__(
         self,
         *,
-        way: str,
+        mode: str,
         memory_budget: int,
         batch_size: int,
-        two_pass_allowed: bool,
+        ghost_allowed: bool,
         book_keeping_allowed: bool,
         ceilings: Ceilings,
     ):
-        self.way = way
+        self.mode = mode
         self._memory_budget = memory_budget
         self._batch_size = batch_size
-        self._two_pass_allowed = two_pass_allowed
+        self._ghost_allowed = ghost_allowed
         self._book_keeping_allowed = book_keeping_allowed
         self._ceilings = ceilings
 
     def plan(self, shapes: Mapping[int, list[LinearShape]]) -> Plan:
-        """A way for each parameter, given the shapes of its uses."""
+        """A mode for each parameter, given the shapes of its uses."""
         return plan(
             list(shapes.values()),
-            way=self.way,
+            mode=self.mode,
             memory_budget=self._memory_budget,
             batch_size=self._batch_size,
-            two_pass_allowed=self._two_pass_allowed,
+            ghost_allowed=self._ghost_allowed,
             book_keeping_allowed=self._book_keeping_allowed,
             ceilings=self._ceilings,
         )
 
-    def avoid_two_pass(self) -> None:
-        """Do not choose "two_pass" any more: two backwards of this model differ."""
-        self._two_pass_allowed = self._two_pass_allowed and self.way != "auto"
+    def avoid_ghost(self) -> None:
+        """Do not choose "ghost" any more: two backwards of this model differ."""
+        self._ghost_allowed = self._ghost_allowed and self.mode != "auto"
 
 
 # Keeps the gradients of all parameters.
 STORED = Planner(
-    way="stored",
+    mode="instantiate",
     memory_budget=1,
     batch_size=1,
-    two_pass_allowed=False,
+    ghost_allowed=False,
     book_keeping_allowed=False,
     ceilings=CPU_RULE,
 )

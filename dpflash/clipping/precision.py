@@ -1,4 +1,4 @@
-"""Where torch rounds more than float32 does, and what of that breaks the bound of a sample."""
+"""Refuses precision settings of torch under which the bound of a sample would not hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "c
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """For norms and sums: in 16 bit they would round beyond the bound."""
+    """Switch autocast off: norms and sums in 16 bit would round beyond the bound."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -35,14 +35,14 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
 def refuse_coarse_mean(found: str | None) -> None:
     """Refuse loss_reduction='mean' where something rounds more than float32 does.
 
-    The mean's 1 / B goes through the backward, where rounding is then another one for each B: one
-    sample changes what every other adds.
+    The factor 1 / B of the mean goes through the backward, which then rounds differently for each
+    B: one sample more changes the contribution of every other.
 
     Args:
-        found: what rounds so, in words; None where nothing does.
+        found: the setting or parameter that rounds more, for the message; None for none.
 
     Raises:
-        ValueError: something does.
+        ValueError: `found` is not None.
     """
     if found is not None:
         raise ValueError(
@@ -51,13 +51,13 @@ def refuse_coarse_mean(found: str | None) -> None:
 
 
 def refuse_coarse_products(device_type: str) -> None:
-    """Refuse to train on a CPU that may multiply float32 in fewer digits.
+    """Refuse to train on a CPU where torch may multiply float32 in fewer digits.
 
-    Torch does so from some size of the operands on: a batch of one sample more is then rounded
-    otherwise, in every sample, and so are sums that are clipped already.
+    Torch does so above some size of the operands. One sample more would then change how every
+    sample is rounded, and how sums of clipped gradients are.
 
     Raises:
-        ValueError: a setting lets it.
+        ValueError: a setting allows it.
     """
     found = coarse_products(device_type) if device_type == "cpu" else None
     if found is not None:
@@ -71,7 +71,7 @@ def refuse_coarse_products(device_type: str) -> None:
 
 
 def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
-    """Which setting lets torch round the operands of float32 products, in words.
+    """The setting that lets torch round the operands of float32 products, for a message.
 
     Args:
         device_type: "cpu" or "cuda"; others have no such setting.
@@ -88,7 +88,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
 
 
 def coarse_use(x: Tensor) -> str | None:
-    """What makes an operation on x round more than float32 does, in words."""
+    """Why an operation on x rounds more than float32 does, for a message; or None."""
     if _is_narrow(x):
         return f"a tensor of {x.dtype}"
     if torch.is_autocast_enabled(x.device.type):

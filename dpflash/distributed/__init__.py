@@ -1,10 +1,10 @@
-"""Sequences whose tokens lie on several workers.
+"""Context parallelism: attention over sequences whose tokens are sharded over several ranks.
 
-`shard_sequence` cuts a sequence, `ring_attention` attends over all of it, `unshard_sequence` puts
-results together; `context_parallel` does this for a whole model. All of it works for every pattern
-of `dpflash.patterns`, gives what one worker alone would give, and never moves what no query sees.
-Workers agree on every call before they exchange tensors, so that a mistake is an error on all of
-them and not a hang.
+`shard_sequence` splits a sequence, `ring_attention` attends over all of it, and `unshard_sequence`
+gathers the results; `context_parallel` does this for a whole model. Every pattern of
+`dpflash.patterns` is supported, results equal those of one rank, and keys that no query attends to
+are never sent. Ranks compare the arguments of each call before they exchange tensors, so a mistake
+raises on all of them instead of hanging.
 """
 
 from importlib import import_module
@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import ring_attention
-    from .context import ContextParallel, context_parallel, loss_weights
+    from .collectives import RankError
+    from .context import (
+        ContextParallel,
+        context_parallel,
+        loss_weights,
+        shard_sequence,
+        unshard_sequence,
+    )
+    from .exchange import count_traffic
     from .layout import Layout
-    from .shards import shard_sequence, unshard_sequence
-    from .traffic import count_traffic, edges_per_rank, sent_bytes
+    from .traffic import edges_per_rank, sent_bytes
 
 __all__ = [
     "ContextParallel",
     "Layout",
+    "RankError",
     "context_parallel",
     "count_traffic",
     "edges_per_rank",
@@ -30,19 +38,20 @@ __all__ = [
     "unshard_sequence",
 ]
 
-# The module that has a name, imported when the name is first used: the collectives of this
-# package are below attention, and ring attention is above it.
+# Name -> the module that defines it. Modules load on first use, because attention imports the
+# collectives of this package and ring attention imports attention.
 _MODULES = {
     "ContextParallel": "context",
     "Layout": "layout",
+    "RankError": "collectives",
     "context_parallel": "context",
-    "count_traffic": "traffic",
+    "count_traffic": "exchange",
     "edges_per_rank": "traffic",
     "loss_weights": "context",
     "ring_attention": "attention",
     "sent_bytes": "traffic",
-    "shard_sequence": "shards",
-    "unshard_sequence": "shards",
+    "shard_sequence": "context",
+    "unshard_sequence": "context",
 }
 
 

@@ -1,14 +1,14 @@
-"""What workers agree on before they exchange tensors, so that a mistake is an error, not a hang.
+"""Checks that all ranks made the same call before they exchange tensors.
 
-Letters: T tokens, P workers.
+A mistake on one rank then raises on all of them instead of hanging. T is the number of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,11 @@ MODES = ("ring", "all_gather", "ulysses")
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What workers agreed on: who has which tokens, and how attention reaches the others'.
+    """A sharded sequence, as all ranks of a call agreed on it.
 
     Attributes:
-        group: the workers that share a sequence; None is a process by itself.
-        layout: which tokens each has.
+        group: the ranks that share the sequence; None for a single process.
+        layout: which tokens each rank holds.
         mode: "ring", "all_gather", "ulysses" or "auto".
         length: positions from this one on are padding.
     """
@@ -49,29 +49,29 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This worker's number in the group."""
+        """Index of this rank in the group."""
         return rank_in(self.group)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Where this worker's tokens that are no padding lie."""
+        """Ranges of this rank's tokens, without padding."""
         return self.layout.chunks(self.rank, self.length)
 
     @property
     def local_length(self) -> int:
-        """How many of this worker's tokens are no padding; they come first."""
+        """Number of this rank's tokens without padding; padding comes last."""
         return self.layout.local_length(self.rank, self.length)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """`[T_p]`, int64: the position in the sequence of each of this worker's tokens."""
+        """`[T_p]`, int64: the position in the sequence of each of this rank's tokens."""
         return self.layout.positions(self.rank, device)
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group meant: None is the default group, or without one the process by itself.
+    """Resolve None to the default group, or to None in a single process.
 
     Raises:
-        ValueError: for what is no group, or one that this process is not in.
+        ValueError: `group` is not a process group, or this process is not in it.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -85,92 +85,93 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group
 
 
-class Refusal:
-    """Holds back a ValueError raised inside ``with refusal.held():`` until all have met."""
+class DeferredError:
+    """Stores a ValueError until all ranks can raise it together."""
 
     def __init__(self) -> None:
         self.error: ValueError | None = None
 
     @contextmanager
-    def held(self) -> Any:
-        """Keeps the error, and goes on behind the block."""
+    def catch(self) -> Iterator[None]:
+        """Store a ValueError raised in the block and continue after the block."""
         try:
             yield
         except ValueError as error:
             self.error = error
 
 
-def lengths_agreed(
+def agree_on_lengths(
     what: str,
     values: Mapping[str, object],
     length: int,
     group: ProcessGroup | None,
-    refused: ValueError | None = None,
+    error: ValueError | None = None,
 ) -> list[int]:
-    """Every worker's number of tokens, after all agreed on the values, in one small exchange.
+    """Gather the number of tokens of every rank and check that other values are equal.
+
+    Takes one small exchange if all is well.
 
     Args:
-        what: names the call in messages.
-        values: names and values, see `dpflash.workers.agree`.
-        length: this worker's number of tokens.
-        group: all of its workers call this.
-        refused: why this worker cannot go on.
+        what: name of the call in messages.
+        values: values that must be equal on all ranks, see `collectives.agree`.
+        length: number of tokens of this rank.
+        group: all of its ranks call this together.
+        error: why this rank cannot continue.
+
+    Returns:
+        The number of tokens of each rank.
 
     Raises:
-        ValueError: on all workers: the first refusal, or the first value that differs.
+        ValueError: on all ranks, for the first error, or the first value that differs.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
-    row = [int(refused is not None), digest(text), length]
-    rows = gather_rows(row, group, what)
-    if any(theirs[0] for theirs in rows):
-        _raise_together(what, refused, group)
-    if any(theirs[1] != row[1] for theirs in rows):
+    own = [int(error is not None), digest(text), length]
+    rows = gather_rows(own, group, what)
+    if any(row[0] for row in rows):
+        _raise_together(what, error, group)
+    if any(row[1] != own[1] for row in rows):
         agree(what, values, group)
-    return [theirs[2] for theirs in rows]
+    return [row[2] for row in rows]
 
 
-def layout_agreed(
-    what: str,
-    lengths: list[int],
-    sharding: str,
-) -> Layout:
-    """The layout in which workers have so many tokens.
+def layout_of(what: str, lengths: list[int], sharding: str) -> Layout:
+    """The layout in which the ranks hold these numbers of tokens.
 
     Raises:
-        ValueError: there is none: somebody's shard is too long or too short.
+        ValueError: there is none, because a shard is too long or too short.
     """
     layout = Layout(sum(lengths), len(lengths), sharding)
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:
         raise ValueError(
-            f"{what}: the workers have {lengths} tokens: expected {expected} of "
-            f"{sum(lengths)} tokens with sharding={sharding!r}; cut the sequence with "
+            f"{what}: the ranks have {lengths} tokens: expected {expected} of "
+            f"{sum(lengths)} tokens with sharding={sharding!r}; split the sequence with "
             "dpflash.distributed.shard_sequence"
         )
     return layout
 
 
-def length_within(length: object, num_tokens: int) -> int:
-    """The number of tokens that are no padding; None means all."""
+def unpadded_length(length: object, num_tokens: int) -> int:
+    """Number of tokens without padding; None means all."""
     if length is None:
         return num_tokens
     _validate.positive_int(length=length)
     assert isinstance(length, int)
     if length > num_tokens:
         raise ValueError(
-            f"length={length}: expected at most the {num_tokens} tokens that the workers have "
-            "together; pass how many of them are no padding"
+            f"length={length}: expected at most {num_tokens}, the number of tokens over all "
+            "ranks; pass how many of them are not padding"
         )
     return length
 
 
-def _raise_together(what: str, refused: ValueError | None, group: ProcessGroup | None) -> NoReturn:
-    said: list[object] = [None]
+def _raise_together(what: str, error: ValueError | None, group: ProcessGroup | None) -> NoReturn:
+    texts: list[object] = [None]
     if world_size(group) > 1:
-        said *= world_size(group)
+        texts *= world_size(group)
         with exchanging(what, group):
-            dist.all_gather_object(said, None if refused is None else str(refused), group=group)
-    if refused is not None:
-        raise refused
-    first = next(rank for rank, text in enumerate(said) if text is not None)
-    raise ValueError(f"{what}: worker {first} refused its arguments: {said[first]}")
+            dist.all_gather_object(texts, None if error is None else str(error), group=group)
+    if error is not None:
+        raise error
+    first = next(rank for rank, text in enumerate(texts) if text is not None)
+    raise ValueError(f"{what}: rank {first} raised: {texts[first]}")

@@ -1,6 +1,6 @@
-"""Attention over a sequence whose tokens lie on several workers.
+"""`ring_attention`: attention over a sequence that is sharded over ranks.
 
-Letters: B samples, H query heads, G key/value heads, T tokens, T_p those of worker p, D head dim.
+Shapes: B samples, H query heads, G key/value heads, T tokens, T_p tokens of rank p, D head dim.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dpflash.patterns import Pattern
 from .agreement import (
     MODES,
     Context,
-    Refusal,
-    layout_agreed,
-    length_within,
-    lengths_agreed,
+    DeferredError,
+    agree_on_lengths,
+    layout_of,
     resolve_group,
+    unpadded_length,
 )
-from .all_gather import GatheredAttention, Gathering
-from .chosen import Choice
-from .exchange_plan import Spread
+from .all_gather import AllGatherCall, GatheredAttention
+from .blockwise import BlockChoice
+from .exchange_plan import ShardedPattern
 from .layout import SHARDINGS
 from .ring import Ring, RingAttention
-from .traffic import cheapest_mode, require_possible
+from .traffic import cheapest_mode, require_enough_heads
 from .ulysses import ulysses_attention
 
 _WHAT = "ring_attention"
@@ -85,72 +85,69 @@ def ring_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dpflash.attention` over a sequence that is sharded over workers, for every pattern.
+    """`dpflash.attention` over a sequence that is sharded over ranks, for every pattern.
 
-    All workers of the group call it together, each with its own tokens as
-    `dpflash.distributed.shard_sequence` cuts them, and all of them go backward, or none.
+    All ranks of the group call it together, each with its own tokens from
+    `dpflash.distributed.shard_sequence`. Either all of them run the backward, or none.
 
-    - "ring": keys and values come from each worker in turn, only those that some query sees, and
-      their gradients go straight back (Liu et al., arXiv:2310.01889). Keeps q, k, v, o and lse of
-      this worker; the passing shard of another comes on top.
-    - "all_gather": one all-gather of all keys and values in each pass, which takes memory for the
-      keys and values of the whole sequence while the call runs, and one reduce-scatter of their
-      gradients.
-    - "ulysses": all-to-all over heads, all tokens of some heads on each worker (Jacobs et al.,
-      arXiv:2309.14509); needs H of at least the number of workers, and keeps q, k and v of its
-      heads. With fewer key/value heads than workers k and v are repeated to H heads first.
-    - "auto": of those that are possible the one whose busiest worker sends the fewest bytes
-      forward and backward, see `sent_bytes`; at equality ring, then ulysses, then all_gather.
+    - "ring": each rank receives the keys and values of every other rank in turn, only those that
+      its queries attend to, and returns their gradients directly (Liu et al., arXiv:2310.01889).
+      Saves q, k, v, o and lse of this rank; needs memory for one more shard while it runs.
+    - "all_gather": one all-gather of keys and values in the forward and one in the backward, and
+      one reduce-scatter of their gradients. Needs memory for the keys and values of the whole
+      sequence while it runs.
+    - "ulysses": all-to-all, after which each rank has all tokens of some heads (Jacobs et al.,
+      arXiv:2309.14509). Needs at least one query head per rank; saves q, k and v of its heads.
+      With fewer key/value heads than ranks, k and v are repeated to H heads first.
+    - "auto": the possible mode whose busiest rank sends the fewest bytes in forward and backward,
+      see `sent_bytes`; ties go to ring, then to ulysses.
 
     Args:
-        q: `[B, H, T_p, D]`, this worker's tokens; dtypes as in `dpflash.attention`.
+        q: `[B, H, T_p, D]`, this rank's tokens; dtypes as in `dpflash.attention`.
         k: `[B, G, T_p, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, T_p, D]`, dtype and device of `q`.
         pattern: one of `dpflash.patterns`, over the whole sequence; None means dense attention
-            that is not causal.
-        group: the workers that share the sequence; None means the default group, or without
-            torch.distributed this process by itself.
-        mode: how keys and values travel, see above.
+            without causal mask.
+        group: the ranks that share the sequence; None means the default group, or a single
+            process without torch.distributed.
+        mode: how keys and values are exchanged, see above.
         sharding: "contiguous" or "zigzag", see `Layout`.
         return_lse: also return the log-sum-exp of each query's scores.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
-        length: positions from this one on are padding: neither seen nor computed.
-        sinks: `[H]` or `[B, H]`, the same on all workers: the score of one more key, of value 0.
-        alibi_slopes: `[H]` or `[B, H]`, the same on all workers: ``slope * |i - j|`` is taken from
-            the scores, of positions in the whole sequence.
+        length: positions from this one on are padding, which is masked and not computed.
+        sinks: `[H]` or `[B, H]`, the same on all ranks: the score of one more key, of value 0.
+        alibi_slopes: `[H]` or `[B, H]`, the same on all ranks: ``slope * |i - j|`` is subtracted
+            from the scores; i and j are positions in the whole sequence.
 
     Returns:
-        o: `[B, H, T_p, D]`, dtype of `q`, this worker's rows of what `dpflash.attention` gives for
-        the whole sequence; with `return_lse` the pair (o, lse), lse `[B, H, T_p]`, float32
-        (float64 for float64 inputs). A query without key or sink, or of padding, has o = 0,
-        lse = -inf and gradient 0.
+        o: `[B, H, T_p, D]`, dtype of `q`: this rank's rows of `dpflash.attention` over the whole
+        sequence; with `return_lse` the pair (o, lse), lse `[B, H, T_p]`, float32 (float64 for
+        float64 inputs). A fully masked row (a query without key or sink, or of padding) has
+        o = 0, lse = -inf and gradient 0.
 
     Raises:
-        ValueError: on all workers, for arguments that `dpflash.attention` refuses, that differ
-            between workers, or a shard that is not the one of this worker.
-        dpflash.workers.WorkerError: a worker died, or did not come within the group's timeout.
+        ValueError: on all ranks, if `dpflash.attention` raises it for the arguments, if arguments
+            differ between ranks, or if a shard has a wrong number of tokens.
+        RankError: a rank died, or did not answer within the timeout of the group.
 
     Guarantees:
         Differentiable once in q, k, v, sinks and alibi_slopes, through o and lse. Gradients of
-        sinks and alibi_slopes are this worker's part: their sum over the workers is the whole.
-        Partial results merge, and gradients are summed over workers, in float32 (float64 for
+        sinks and alibi_slopes are this rank's part; sum them over the ranks.
+        Partial results merge, and gradients are summed over ranks, in float32 (float64 for
         float64 inputs), in a fixed order; they are rounded to the inputs' dtype once, except that
         repeated heads of "ulysses" are rounded before their gradients are summed. Repeats bit for
         bit in "ring", and in the others as far as the backend's collectives do.
     """
-    refusal = Refusal()
-    with refusal.held():
-        group = resolve_group(group)
-    if refusal.error is not None:
-        raise refusal.error
+    group = resolve_group(group)
+    deferred = DeferredError()
     values: dict[str, Any] = {}
     scale = 1.0
-    with refusal.held():
+    with deferred.catch():
         require_fitting(q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"q has {q.shape[2]} tokens and k {k.shape[2]}: expected the same tokens of one "
-                "sequence; cut both with shard_sequence"
+                "sequence; split both with shard_sequence"
             )
         _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
         if softmax_scale is not None:
@@ -178,9 +175,9 @@ def ring_attention(
             ),
         }
     own = q.shape[2] if values else 0
-    lengths = lengths_agreed(_WHAT, values, own, group, refusal.error)
-    layout = layout_agreed(_WHAT, lengths, sharding)
-    context = Context(group, layout, mode, length_within(length, layout.num_tokens))
+    lengths = agree_on_lengths(_WHAT, values, own, group, deferred.error)
+    layout = layout_of(_WHAT, lengths, sharding)
+    context = Context(group, layout, mode, unpadded_length(length, layout.num_tokens))
     assert pattern is not None
     o, lse = attend(
         q,
@@ -206,15 +203,15 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ring_attention` among workers that agreed already: on all of its arguments but the tensors.
+    """`ring_attention` without the comparison of arguments between ranks.
 
     Args:
         q: `[B, H, T_p, D]`, checked by `require_fitting`, as k and v.
         k: `[B, G, T_p, D]`.
         v: `[B, G, T_p, D]`.
         pattern: over the whole sequence.
-        scale: factor of the scores.
-        context: what the workers agreed on; T_p is its layout's.
+        scale: softmax scale.
+        context: the sharded sequence that all ranks agreed on; T_p is that of its layout.
         sinks: `[B, H]`.
         slopes: `[B, H]`.
 
@@ -222,7 +219,7 @@ def attend(
         ``(o, lse)``, see `ring_attention`.
 
     Raises:
-        ValueError: on all workers, for a mode, T or H that is not possible.
+        ValueError: on all ranks, for a mode, T or H that is not supported.
     """
     own, padding = context.local_length, q.shape[2] - context.local_length
     if padding:
@@ -245,12 +242,13 @@ def _attend(
     slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     group = context.group
-    spread = Spread(pattern, context.length, q.shape[1], k.shape[1], context.layout)
-    spread.static.graph(spread.length, spread.num_heads)  # refuses a T or H it does not take
+    sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
+    # Raises for a T or H that the pattern does not support.
+    sharded.static.graph(sharded.length, sharded.num_heads)
     mode = context.mode
     if mode == "auto":
-        mode = cheapest_mode(spread, q.shape[3], q.dtype, q.shape[0])
-    require_possible(spread, mode)
+        mode = cheapest_mode(sharded, q.shape[3], q.dtype, q.shape[0])
+    require_enough_heads(sharded, mode)
     if group is None or world_size(group) == 1:
         return attention(
             q,
@@ -263,18 +261,18 @@ def _attend(
             alibi_slopes=slopes,
         )
     if q.shape[0] == 0:
-        # Nothing, but what autograd knows to depend on everything, as it does for other workers.
+        # Empty outputs that depend on all inputs, so that the autograd graph is that of any batch.
         o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
         return o, o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
     if mode == "ulysses":
-        return ulysses_attention(q, k, v, sinks, slopes, spread, group, scale)
-    choice = Choice.of(q, k, spread, group, scale)
+        return ulysses_attention(q, k, v, sinks, slopes, sharded, group, scale)
+    choice = BlockChoice.of(q, k, sharded, group, scale)
     by_chunk = slopes is not None
     if mode == "ring":
-        ring = Ring(spread, group, scale, by_chunk)
+        ring = Ring(sharded, group, scale, by_chunk)
         return RingAttention.apply(q, k, v, sinks, slopes, *choice, ring)
-    gathering = Gathering(spread, group, scale, by_chunk)
-    return GatheredAttention.apply(q, k, v, sinks, slopes, *choice, gathering)
+    call = AllGatherCall(sharded, group, scale, by_chunk)
+    return GatheredAttention.apply(q, k, v, sinks, slopes, *choice, call)
 
 
 def _need_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

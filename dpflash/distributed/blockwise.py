@@ -1,33 +1,116 @@
-"""Attention of some queries, key shard by key shard: what the shards give is merged or summed.
+"""Blockwise attention over key/value shards: merges by log-sum-exp, accumulates gradients.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S keys of one shard, R runs,
-D head dim; P and C chunks of queries and of keys.
+`BlockChoice` lets an `Adaptive` pattern choose the same key blocks on all ranks.
+
+Shapes: B samples, H query heads, G key/value heads, T query tokens (T_p of this rank), S keys of
+one shard, n blocks, K chosen blocks, D head dim.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward
 from dpflash.kernels.merge import merge_
 from dpflash.kernels.tile_graph import TileGraph
+from dpflash.patterns import Adaptive
+from dpflash.patterns.adaptive import block_counts, runtime_graph
 
-from .chosen import Choice
-from .exchange_plan import Piece, Spread
+from .exchange import all_reduce, differentiable_once
+from .exchange_plan import Piece, ShardedPattern
 
 
-class Attending:
-    """The forward pass over the shards of keys, in the dtype of the sums.
+class BlockChoice(NamedTuple):
+    """The key blocks that each query block attends to; None for static patterns.
+
+    Attributes:
+        blocks: `[B, H, n, K]`, int32, over the whole sequence.
+        gates: `[B, H, n, K]`, differentiable.
+    """
+
+    blocks: Tensor | None
+    gates: Tensor | None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, sharded: ShardedPattern, group: ProcessGroup, scale: float
+    ) -> BlockChoice:
+        """The choice of an `Adaptive` pattern, the same on all ranks: from means over all tokens.
+
+        Args:
+            q: `[B, H, T_p, D]` of this rank.
+            k: `[B, G, T_p, D]` of this rank.
+            sharded: the pattern over the sharded sequence.
+            group: the ranks that share the sequence.
+            scale: softmax scale.
+        """
+        pattern = sharded.pattern
+        if not isinstance(pattern, Adaptive):
+            return cls(None, None)
+        sums = torch.cat([_block_sums(x, pattern.block_size, sharded, group) for x in (q, k)], 1)
+        counts = block_counts(sharded.length, pattern.block_size, q.device)
+        means = _SumOverRanks.apply(sums, group) / counts.unsqueeze(1)
+        q_means, k_means = means.split((q.shape[1], k.shape[1]), dim=1)
+        return cls(*pattern.choose_from_means(q_means, k_means, scale))
+
+    @staticmethod
+    def graph_of(
+        blocks: Tensor | None, gates: Tensor | None, sharded: ShardedPattern
+    ) -> TileGraph | None:
+        """The tile graph of the whole sequence; None for static patterns."""
+        if blocks is None or gates is None:
+            return None
+        assert isinstance(sharded.pattern, Adaptive)
+        return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """x summed over the ranks; its gradient is summed over the ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group, "block means of an Adaptive pattern", "forward")
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        what = "gradients of the block means of an Adaptive pattern"
+        return all_reduce(grad, ctx.group, what, "backward"), None
+
+
+def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGroup) -> Tensor:
+    """`[B, H, n, D]`, at least float32: this rank's part of the sum over each block."""
+    blocks = -(-sharded.length // size)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    # Zeros that depend on x, so that ranks without tokens take part in the backward too.
+    total = x[:, :, :0].sum(2, keepdim=True, dtype=dtype).expand(-1, -1, blocks, -1)
+    for chunk in sharded.chunks(rank_in(group)):
+        first, front = divmod(chunk.start, size)
+        count = -(-(front + chunk.length) // size)
+        tokens = x[:, :, chunk.local : chunk.local + chunk.length]
+        padded = F.pad(tokens, (0, 0, front, count * size - front - chunk.length))
+        sums = padded.unflatten(2, (count, size)).sum(3, dtype=dtype)
+        total = total + F.pad(sums, (0, 0, first, blocks - first - count))
+    return total
+
+
+class BlockwiseForward:
+    """Forward over key/value shards, added one at a time; accumulates in float32 or float64.
 
     Args:
         q: `[B, H, T, D]`.
         sinks: `[B, H]` or None.
         slopes: `[B, H]` or None.
-        scale: factor of the scores.
+        scale: softmax scale.
     """
 
     def __init__(
@@ -38,10 +121,10 @@ class Attending:
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> None:
-        """Merges what the pieces give over a shard's k and v `[B, G, S, D]`."""
+        """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
-            found = attention_forward(
+            partial = attention_forward(
                 self._q[:, :, rows],
                 k[:, :, columns],
                 v[:, :, columns],
@@ -51,18 +134,18 @@ class Attending:
                 wide=True,
             )
             if self._merged is None and self._sinks is None and _is_all(rows, self._q):
-                self._merged = found
+                self._merged = partial
             else:
                 o, lse = self._results()
-                merge_(o[:, :, rows], lse[:, :, rows], *found)
+                merge_(o[:, :, rows], lse[:, :, rows], *partial)
 
     def _results(self) -> tuple[Tensor, Tensor]:
-        """What was merged so far, in the dtype of the sums."""
+        """(o, lse) merged so far, in the accumulation dtype."""
         if self._merged is None:
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             lse = self._q.new_full(self._q.shape[:3], -math.inf, dtype=dtype)
             if self._sinks is not None:
-                # One more key for every query, whose value is 0.
+                # A sink is one more key for every query; its value is 0.
                 lse.copy_(self._sinks.unsqueeze(2).expand_as(lse))
             self._merged = self._q.new_zeros(self._q.shape, dtype=dtype), lse
         return self._merged
@@ -74,18 +157,18 @@ class Attending:
 
     @property
     def lse(self) -> Tensor:
-        """`[B, H, T]`, in the dtype of the sums."""
+        """`[B, H, T]`, in the accumulation dtype."""
         return self._results()[1]
 
 
-class Differentiating:
-    """The backward pass over the shards of keys, with the o and lse over all of them.
+class BlockwiseBackward:
+    """Backward over key/value shards, added one at a time, given o and lse over all of them.
 
     Args:
-        saved: q, k, v, o, lse, sinks, slopes, blocks and gates of the forward pass.
-        do: gradient of o, None for 0.
-        dlse: gradient of lse, None for 0.
-        scale: factor of the scores.
+        saved: q, k, v, o, lse, sinks, slopes, blocks and gates of the forward.
+        do: gradient of o; None for 0.
+        dlse: gradient of lse; None for 0.
+        scale: softmax scale.
     """
 
     def __init__(
@@ -104,16 +187,15 @@ class Differentiating:
         self._dslopes = lse.new_zeros(q.shape[:2])
         self._druns = lse.new_zeros(0 if self._gates is None else self._gates.numel())
 
-    def runtime_graph(self, spread: Spread) -> TileGraph | None:
-        """That of the whole sequence, of a pattern that chose."""
-        return Choice.graph_of(self._blocks, self._gates, spread)
+    def runtime_graph(self, sharded: ShardedPattern) -> TileGraph | None:
+        """The tile graph of an `Adaptive` pattern over the whole sequence; else None."""
+        return BlockChoice.graph_of(self._blocks, self._gates, sharded)
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> list[Tensor]:
-        """Adds what the pieces give to the queries' gradient.
+        """Accumulate the queries' gradient over the pieces of a shard.
 
         Returns:
-            `[B, G, S, D]` twice, contiguous, in the dtype of the sums: gradients of the shard's k
-            and v.
+            Gradients of the shard's k and v: `[B, G, S, D]`, contiguous, accumulation dtype.
         """
         dkv: list[Tensor] | None = None
         for piece in pieces:
@@ -136,7 +218,7 @@ class Differentiating:
                 self._dq = grads.dq
             else:
                 self._sum_of_dq()[:, :, rows] += grads.dq
-            # What one piece gives for a whole shard is the sum, without a copy of it.
+            # If one piece covers the whole shard, its result is the sum: avoid a copy.
             if dkv is None and _is_all(columns, k):
                 dkv = [grads.dk.contiguous(), grads.dv.contiguous()]
             else:
@@ -161,7 +243,7 @@ class Differentiating:
     def results(
         self, dkv: Sequence[Tensor] | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, sinks, slopes, blocks and gates, rounded to their dtypes."""
+        """Gradients of q, k, v, sinks, slopes, blocks and gates, in the inputs' dtypes."""
         sinks, slopes, gates = self._sinks, self._slopes, self._gates
         return (
             self._sum_of_dq().to(self._q.dtype),
@@ -176,14 +258,14 @@ class Differentiating:
     def _sink_gradients(self, sinks: Tensor) -> Tensor:
         """`[B, H]`: ``-sum_i e^(sink - lse_i) (rowsum(do o) - dlse)``."""
         dtype = self._lse.dtype
-        blind = self._lse == -math.inf
+        fully_masked = self._lse == -math.inf
         delta = (self._do.to(dtype) * self._o.to(dtype)).sum(3)
         if self._dlse is not None:
             delta = delta - self._dlse
-        p = (sinks.to(dtype).unsqueeze(2) - self._lse.masked_fill(blind, math.inf)).exp()
-        return -(p * delta.masked_fill(blind, 0.0)).sum(2).to(sinks.dtype)
+        p = (sinks.to(dtype).unsqueeze(2) - self._lse.masked_fill(fully_masked, math.inf)).exp()
+        return -(p * delta.masked_fill(fully_masked, 0.0)).sum(2).to(sinks.dtype)
 
 
 def _is_all(tokens: slice, x: Tensor) -> bool:
-    """Whether these are all tokens of x `[B, H, T, D]`."""
+    """Whether the slice covers all tokens of x `[B, H, T, D]`."""
     return (tokens.start, tokens.stop) == (0, x.shape[2])

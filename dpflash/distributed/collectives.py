@@ -1,6 +1,7 @@
-"""What workers tell each other beside tensors, and what becomes of a worker whose peers are gone.
+"""Collectives over a process group, which raise `RankError` if another rank is lost.
 
-A group is a `torch.distributed` process group; None stands for a process by itself.
+A group is a `torch.distributed` process group; None stands for a single process. `what` is the
+name of the exchange in messages. P is the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# As in DDP: large enough for the links, small enough to be no burden.
+# The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
-# torch 2.13 renamed them; both names take (output, input, group=...).
+# torch 2.13 renamed these functions; old and new take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class WorkerError(RuntimeError):
-    """Another worker failed, died, or did not come in time."""
+class RankError(RuntimeError):
+    """Another rank raised an error, died, or did not reach a collective within the timeout."""
 
 
 def world_size(group: ProcessGroup | None) -> int:
-    """Number of workers of a group."""
+    """Number of ranks in a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This worker's number in a group, from 0."""
+    """Index of this rank in a group, from 0."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def digest(data: bytes | str) -> int:
-    """64 bits that tell contents apart, as an int64."""
+    """A 64-bit hash of the contents, as an int64."""
     content = data.encode() if isinstance(data, str) else data
     word = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(word, "little", signed=True)
@@ -44,28 +45,28 @@ def digest(data: bytes | str) -> int:
 
 @contextmanager
 def exchanging(what: str, group: ProcessGroup | None) -> Iterator[None]:
-    """Turns what torch.distributed raises inside into a WorkerError that says what failed.
+    """Convert errors of torch.distributed inside the block to `RankError`.
 
     Args:
-        what: names the exchange in the message.
-        group: among whose workers it is.
+        what: name of the exchange in the message.
+        group: the group of the exchange.
     """
     try:
         yield
-    except WorkerError:
+    except RankError:
         raise
     except RuntimeError as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkerError(
-            f"{what}: worker {rank_in(group)} of {world_size(group)} lost the others "
+        raise RankError(
+            f"{what}: rank {rank_in(group)} of {world_size(group)} lost the others "
             f"({reason[0]}). One of them died, or did not get here within the group's timeout. "
-            "End all workers, look for the first error among their outputs, and go on from the "
-            "last checkpoint"
+            "End all ranks, look for the first error in their outputs, and resume from the last "
+            "checkpoint"
         ) from error
 
 
 def gather_rows(row: Sequence[int], group: ProcessGroup | None, what: str) -> list[list[int]]:
-    """Every worker's row of integers, by rank; rows have one length."""
+    """The row of integers of every rank, by rank. All rows have the same length."""
     if group is None or world_size(group) == 1:
         return [list(row)]
     device = control_device(group)
@@ -81,40 +82,41 @@ def agree(
     what: str,
     values: Mapping[str, object],
     group: ProcessGroup | None,
-    tell: Sequence[int] = (),
+    extra: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Refuse to go on where workers differ in what must be the same for all of them.
+    """Check that values are equal on all ranks of a group, which call this together.
 
     Args:
-        what: what the values are of, for the message.
-        values: names and values with a repr that tells them apart; the same names everywhere.
-        group: whose workers must agree; all of them call this.
-        tell: integers that need not be the same, as many everywhere.
+        what: name of the call that the values belong to, for the message.
+        values: values by name, compared by their repr; the same names on all ranks.
+        group: the ranks whose values must be equal.
+        extra: integers to gather, which may differ; the same number on all ranks.
 
     Returns:
-        What each worker told, by rank.
+        `extra` of each rank, by rank.
 
     Raises:
-        ValueError: on all workers, naming the first value that differs, and each worker's.
+        ValueError: on all ranks, with the name of the first value that differs and its value on
+            each rank.
     """
     if group is None or world_size(group) == 1:
-        return [list(tell)]
+        return [list(extra)]
     digests = [digest(repr(value)) for value in values.values()]
-    rows = gather_rows([*digests, *tell], group, what)
+    rows = gather_rows([*digests, *extra], group, what)
     for index, name in enumerate(values):
         if len({row[index] for row in rows}) == 1:
             continue
-        said: list[object] = [None] * len(rows)
+        texts: list[object] = [None] * len(rows)
         with exchanging(what, group):
-            dist.all_gather_object(said, repr(values[name]), group=group)
-        shown = (value if len(str(value)) < 200 else f"{str(value)[:200]}..." for value in said)
-        listed = ", ".join(f"worker {rank} has {value}" for rank, value in enumerate(shown))
-        raise ValueError(f"{what}: {name} differs between workers ({listed}); make it the same")
+            dist.all_gather_object(texts, repr(values[name]), group=group)
+        shown = (text if len(str(text)) < 200 else f"{str(text)[:200]}..." for text in texts)
+        listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(shown))
+        raise ValueError(f"{what}: {name} differs between ranks ({listed}); make it the same")
     return [row[len(values) :] for row in rows]
 
 
 def all_gather(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
-    """`[P, *x.shape]`: every worker's x, all of one shape and dtype."""
+    """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
     gathered = x.new_empty((world_size(group), *x.shape))
     with exchanging(what, group):
         _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
@@ -122,7 +124,7 @@ def all_gather(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
-    """`x[rank]`, summed over the workers, for x `[P, ...]`."""
+    """``x[rank]`` summed over the ranks, for x `[P, ...]`."""
     own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
     with exchanging(what, group):
         _reduce_scatter(own.view(-1), x.contiguous().view(-1), group=group)
@@ -132,14 +134,14 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
 def all_reduce_(
     x: Tensor, group: ProcessGroup, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """x, reduced over the workers in place; the same bits on all of them. x is contiguous."""
+    """Reduce a contiguous x over the ranks in place. All ranks get the same bits."""
     with exchanging(what, group):
         dist.all_reduce(x, op=op, group=group)
     return x
 
 
 def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
-    """All tensors, summed over the workers in place, some of them in each exchange."""
+    """Sum tensors over the ranks in place, in buckets."""
     if group is None:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -165,32 +167,32 @@ def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """`[x.nbytes]`: the memory of a contiguous tensor, as not every backend knows every dtype."""
+    """`[x.nbytes]`: a contiguous tensor as bytes, for backends that do not support its dtype."""
     return x.view(-1).view(torch.uint8)
 
 
 def broadcast_(x: Tensor, group: ProcessGroup, what: str) -> None:
-    """The first worker's x, written into that of all others; of any dtype and strides."""
+    """Overwrite x of all ranks with that of rank 0 of the group; any dtype and strides."""
     with torch.no_grad():
-        held = x.contiguous()
+        buffer = x.contiguous()
         with exchanging(what, group):
-            dist.broadcast(as_bytes(held), group=group, group_src=0)
-        x.copy_(held)
+            dist.broadcast(as_bytes(buffer), group=group, group_src=0)
+        x.copy_(buffer)
 
 
-def from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:
-    """The first worker's value, on all of them."""
+def broadcast_from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:
+    """Return the value of rank 0 of the group on all of its ranks."""
     if group is None or world_size(group) == 1:
         return value
-    held: list[object] = [value if rank_in(group) == 0 else None]
+    values: list[object] = [value if rank_in(group) == 0 else None]
     with exchanging(what, group):
-        dist.broadcast_object_list(held, group=group, group_src=0)
-    assert isinstance(held[0], bytes)
-    return held[0]
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    assert isinstance(values[0], bytes)
+    return values[0]
 
 
 def control_device(group: ProcessGroup) -> torch.device:
-    """Where small tensors of the group lie: on the CPU if its backends reach there."""
+    """The device for small tensors of a group: the CPU if one of its backends supports it."""
     kinds = [torch.device(kind).type for kind in group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")

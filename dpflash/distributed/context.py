@@ -1,13 +1,13 @@
-"""Whole models over sequences whose tokens lie on several workers.
+"""Context parallelism: shard sequences over ranks and run whole models on the shards.
 
-Letters: B samples, T tokens, T_p those of worker p.
+Shapes: B samples, T tokens, T_p tokens of rank p.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +15,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpflash import _validate
-from dpflash.distributed.collectives import digest, gather_rows, world_size
+from dpflash.distributed.collectives import digest, gather_rows, rank_in, world_size
 
 from .agreement import (
     MODES,
     Context,
-    layout_agreed,
-    length_within,
-    lengths_agreed,
+    DeferredError,
+    agree_on_lengths,
+    layout_of,
     resolve_group,
+    unpadded_length,
 )
-from .layout import SHARDINGS
-from .shards import shard_sequence, unshard_sequence
-from .wire import all_reduce
+from .exchange import all_gather, all_reduce, differentiable_once, reduce_scatter
+from .layout import SHARDINGS, Layout
 
 CONTEXT = "context"
-_ENOUGH = 32  # tokens of a worker that are not alike by chance
+_ENOUGH = 32  # tokens per rank that are not equal by chance
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# What mixes tokens by itself, and what then would be wrong without a word.
+# Modules that mix tokens without knowing of other ranks, and why their results would be wrong.
 _MIXES_TOKENS: dict[tuple[type[nn.Module], ...], str] = {
-    (nn.MultiheadAttention,): "attends to this worker's tokens only; use "
+    (nn.MultiheadAttention,): "attends to this rank's tokens only; use "
     "dpflash.nn.MultiheadAttention",
-    (nn.RNNBase, nn.RNNCellBase): "would start anew on every worker; leave it out",
-    (nn.modules.conv._ConvNd,): "would see the borders of shards as those of the sequence; for "
+    (nn.RNNBase, nn.RNNCellBase): "would restart on every rank; remove it",
+    (nn.modules.conv._ConvNd,): "would treat the ends of a shard as the ends of the sequence; for "
     "kernels of one token use torch.nn.Linear",
-    (nn.modules.batchnorm._NormBase, nn.GroupNorm): "takes its statistics over this worker's "
+    (nn.modules.batchnorm._NormBase, nn.GroupNorm): "computes its statistics over this rank's "
     "tokens only; use torch.nn.LayerNorm",
     (
         nn.modules.pooling._MaxPoolNd,
@@ -51,19 +51,113 @@ _MIXES_TOKENS: dict[tuple[type[nn.Module], ...], str] = {
         nn.modules.pooling._MaxUnpoolNd,
         nn.FractionalMaxPool2d,
         nn.FractionalMaxPool3d,
-    ): "pools over this worker's tokens only; pool behind the model, over "
-    "dpflash.distributed.unshard_sequence",
+    ): "pools over this rank's tokens only; pool the result of "
+    "dpflash.distributed.unshard_sequence after the model",
 }
+
+
+def shard_sequence(
+    x: Tensor,
+    dim: int,
+    group: ProcessGroup | None = None,
+    sharding: str = "contiguous",
+) -> Tensor:
+    """This rank's tokens of a sequence that all ranks hold.
+
+    Args:
+        x: any shape and dtype, the same shape on all ranks; T tokens along `dim`.
+        dim: dimension of the tokens.
+        group: the ranks that share the sequence, which all call this; None means the default
+            group, or a single process without torch.distributed.
+        sharding: "contiguous" or "zigzag", see `Layout`. T need not be divisible by anything.
+
+    Returns:
+        A contiguous copy of this rank's tokens in the layout's order. Differentiable: the
+        gradient of x is 0 for the tokens of other ranks; sum it over the ranks.
+
+    Raises:
+        ValueError: on all ranks: T is smaller than the number of ranks, or a shape, dtype, dim or
+            sharding is invalid or differs between ranks.
+    """
+    group = resolve_group(group)
+    deferred = DeferredError()
+    values: dict[str, object] = {}
+    with deferred.catch():
+        dim = _dimension(x, dim)
+        _validate.one_of(sharding=(sharding, SHARDINGS))
+        Layout(x.shape[dim], world_size(group), sharding)
+        values = {
+            "shape of x": tuple(x.shape),
+            "dtype of x": x.dtype,
+            "dim": dim,
+            "sharding": sharding,
+        }
+    agree_on_lengths("shard_sequence", values, 0, group, deferred.error)
+    layout = Layout(x.shape[dim], world_size(group), sharding)
+    chunks = [x.narrow(dim, c.start, c.length) for c in layout.chunks(rank_in(group))]
+    own = torch.cat(chunks, dim)
+    return own.clone(memory_format=torch.contiguous_format) if len(chunks) == 1 else own
+
+
+def unshard_sequence(
+    x: Tensor,
+    dim: int,
+    group: ProcessGroup | None = None,
+    sharding: str = "contiguous",
+    length: int | None = None,
+) -> Tensor:
+    """Gather the whole sequence on every rank; the inverse of `shard_sequence`.
+
+    Args:
+        x: this rank's tokens along `dim`; other dimensions are the same on all ranks.
+        dim: dimension of the tokens.
+        group: as in `shard_sequence`.
+        sharding: as in `shard_sequence`.
+        length: number of tokens without padding; the padding behind them is dropped.
+
+    Returns:
+        All tokens in the order of the sequence. Differentiable: the gradient of x is this rank's
+        tokens of the *sum over the ranks* of the gradients of the result. A loss that every rank
+        computes from the whole sequence therefore counts once per rank.
+
+    Raises:
+        ValueError: on all ranks: a shape, dtype, dim, sharding or length differs between ranks, a
+            shard has a wrong number of tokens, or length exceeds the sequence.
+    """
+    group = resolve_group(group)
+    deferred = DeferredError()
+    values: dict[str, object] = {}
+    own = 0
+    with deferred.catch():
+        dim = _dimension(x, dim)
+        _validate.one_of(sharding=(sharding, SHARDINGS))
+        if length is not None:
+            _validate.positive_int(length=length)
+        own = x.shape[dim]
+        values = {
+            "shape of x, tokens aside": [*x.shape[:dim], *x.shape[dim + 1 :]],
+            "dtype of x": x.dtype,
+            "dim": dim,
+            "sharding": sharding,
+            "length": None if length is None else int(length),
+            "whether x needs a gradient": x.requires_grad and torch.is_grad_enabled(),
+        }
+    lengths = agree_on_lengths("unshard_sequence", values, own, group, deferred.error)
+    layout = layout_of("unshard_sequence", lengths, sharding)
+    kept = unpadded_length(length, layout.num_tokens)
+    if group is None or world_size(group) == 1:
+        return x.narrow(dim, 0, kept).clone(memory_format=torch.contiguous_format)
+    return _Unshard.apply(x, dim, group, layout, kept)
 
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """Among whom a model's sequences are sharded, and how.
+    """How a model's sequences are sharded, and over which ranks.
 
     Attributes:
-        group: the workers that share sequences; None is a process by itself.
-        mode: how keys and values travel, see `ring_attention`.
-        sharding: who has which tokens, see `Layout`.
+        group: the ranks that share sequences; None for a single process.
+        mode: how keys and values are exchanged, see `ring_attention`.
+        sharding: which tokens each rank holds, see `Layout`.
     """
 
     group: ProcessGroup | None
@@ -74,55 +168,55 @@ class ContextParallel:
     def of(
         cls, mesh: DeviceMesh, mode: str = "auto", sharding: str | None = None
     ) -> ContextParallel:
-        """That of a mesh with a dimension named "context", or of one without names.
+        """For the dimension "context" of a mesh, or for a one-dimensional mesh without names.
 
         Args:
-            mesh: its dimension "context" holds the workers that share sequences.
+            mesh: its dimension "context" holds the ranks that share sequences.
             mode: "ring", "all_gather", "ulysses" or "auto".
             sharding: "contiguous", which None means, or "zigzag".
 
         Raises:
-            ValueError: the mesh has no such dimension, or an unknown mode or sharding.
+            ValueError: the mesh has no such dimension, or the mode or sharding is unknown.
         """
         sharding = "contiguous" if sharding is None else sharding
         _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
         return cls(_group_of(mesh), mode, sharding)
 
-    def agreed(
+    def agree(
         self,
         tokens: int,
         *,
         length: int | None = None,
-        refused: ValueError | None = None,
+        error: ValueError | None = None,
         **values: object,
     ) -> Context:
-        """The context of one call, after all workers have said that it is the same call.
+        """Check that all ranks make the same call and return its sharded sequence.
 
         Args:
-            tokens: T_p, how many tokens this worker has.
+            tokens: T_p, number of tokens of this rank.
             length: positions from this one on are padding.
-            refused: why this worker cannot go on; all workers then raise it.
-            values: what must be the same on all workers; of a repr that tells it apart.
+            error: why this rank cannot continue; all ranks then raise it.
+            values: values that must be equal on all ranks; compared by their repr.
 
         Raises:
-            ValueError: on all workers: what was refused or differs, shards that are not those of
-                `shard`, or a length greater than the sequence.
+            ValueError: on all ranks: `error`, a value that differs, a shard with a wrong number of
+                tokens, or a length that exceeds the sequence.
         """
         everything = {**values, "length": length, "mode": self.mode, "sharding": self.sharding}
         what = "context parallelism"
-        lengths = lengths_agreed(what, everything, tokens, self.group, refused)
-        layout = layout_agreed(what, lengths, self.sharding)
-        return Context(self.group, layout, self.mode, length_within(length, layout.num_tokens))
+        lengths = agree_on_lengths(what, everything, tokens, self.group, error)
+        layout = layout_of(what, lengths, self.sharding)
+        return Context(self.group, layout, self.mode, unpadded_length(length, layout.num_tokens))
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
-        """Warn where all workers have the same tokens, as if nobody had cut the sequence.
+        """Warn if all ranks have the same tokens, which means the sequence was not sharded.
 
         Args:
             context: of the call.
             x: `[B, T_p]`, integers.
         """
         layout, size = context.layout, context.layout.world_size
-        # The same answer on all workers, for they exchange behind it.
+        # This condition is the same on all ranks, because an exchange follows.
         if (
             size == 1
             or layout.num_tokens % size
@@ -130,18 +224,18 @@ class ContextParallel:
         ):
             return
         content = x.detach().cpu().contiguous().numpy().tobytes()
-        rows = gather_rows([digest(content)], self.group, "first look at the tokens")
+        rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warnings.warn(
-                f"all {size} workers of the context have the same {x.shape[1]} tokens, which "
-                f"count as one sequence of {layout.num_tokens}: give each its own, x = "
-                "model.context_parallel.shard(x), the targets too",
+                f"all {size} ranks of the context have the same {x.shape[1]} tokens, which "
+                f"count as one sequence of {layout.num_tokens}: shard inputs and targets, x = "
+                "model.context_parallel.shard(x)",
                 stacklevel=4,
             )
 
-    def spread(self, model: nn.Module) -> None:
-        """Tell a model's modules of it; see `context_parallel`, which refuses the same."""
-        takers = []
+    def apply(self, model: nn.Module) -> None:
+        """Set this on the modules of a model; raises as `context_parallel` does."""
+        attentions = []
         for name, module in model.named_modules():
             where = f"'{name}'" if name else "the model itself"
             for kinds, why in _MIXES_TOKENS.items():
@@ -151,60 +245,58 @@ class ContextParallel:
                 continue
             if getattr(module, "context_parallel", None) is not None:
                 raise ValueError(
-                    f"{where} is context parallel already: expected a model that is not; call "
-                    "context_parallel once"
+                    f"{where} is context parallel already; call context_parallel once"
                 )
             refuse = getattr(module, "refuse_context_parallel", None)
             reason = None if refuse is None else refuse()
             if reason is not None:
                 raise ValueError(f"{where} is a {type(module).__name__}: {reason}")
-            takers.append(module)
-        if not takers:
+            attentions.append(module)
+        if not attentions:
             raise ValueError(
-                f"model={type(model).__name__} has no attention that reaches other workers' "
+                f"model={type(model).__name__} has no attention that reaches other ranks' "
                 "tokens; use dpflash.nn.MultiheadAttention, or "
                 "dpflash.distributed.ring_attention in its forward"
             )
-        # Also where the model itself takes none: its `shard` cuts the inputs alike.
-        for module in (*takers, model):
+        # The model itself gets it too, so that callers can use model.context_parallel.shard.
+        for module in (*attentions, model):
             module.context_parallel = self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This worker's tokens of a sequence that all workers hold, see `shard_sequence`."""
-        return x.clone() if self.group is None else shard_sequence(x, dim, *self._cut())
+        """This rank's tokens of a sequence that all ranks hold, see `shard_sequence`."""
+        if self.group is None:
+            return x.clone()
+        return shard_sequence(x, dim, self.group, self.sharding)
 
     def unshard(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
-        """The whole sequence on every worker, see `unshard_sequence`."""
+        """The whole sequence on every rank, see `unshard_sequence`."""
         if self.group is None:
-            return x.narrow(dim, 0, length_within(length, x.shape[dim])).clone()
-        return unshard_sequence(x, dim, *self._cut(), length)
-
-    def _cut(self) -> tuple[ProcessGroup | None, str]:
-        return self.group, self.sharding
+            return x.narrow(dim, 0, unpadded_length(length, x.shape[dim])).clone()
+        return unshard_sequence(x, dim, self.group, self.sharding, length)
 
 
 def context_parallel(
     model: _Model, mesh: DeviceMesh, *, mode: str = "auto", sharding: str = "contiguous"
 ) -> _Model:
-    """Makes a model take this worker's tokens of each sequence instead of whole sequences.
+    """Make a model process this rank's tokens of each sequence instead of whole sequences.
 
-    Its attention reaches the other workers' tokens, its positions are those of the whole
-    sequence; everything else works on each token by itself and stays as it is.
+    Its attention reaches the tokens of other ranks, and its positions are those of the whole
+    sequence. All other modules work on single tokens and do not change.
 
     Args:
         model: its attention modules are those of `dpflash.nn`; changed in place.
         mesh: a DeviceMesh with a dimension named "context".
-        mode: how keys and values travel, see `ring_attention`.
-        sharding: who has which tokens, see `Layout`; give `shard_sequence` the same.
+        mode: how keys and values are exchanged, see `ring_attention`.
+        sharding: which tokens each rank holds, see `Layout`; pass the same to `shard_sequence`.
 
     Returns:
-        The model; ``model.context_parallel.shard(x)`` cuts its inputs and targets.
+        The model; ``model.context_parallel.shard(x)`` shards its inputs and targets.
 
     Raises:
-        ValueError: the model has no attention of `dpflash.nn`, has a module that mixes tokens by
-            itself, or is context parallel already; the mesh has no dimension "context".
+        ValueError: the model has no attention of `dpflash.nn`, has another module that mixes
+            tokens, or is context parallel already; the mesh has no dimension "context".
     """
-    ContextParallel.of(mesh, mode, sharding).spread(model)
+    ContextParallel.of(mesh, mode, sharding).apply(model)
     return model
 
 
@@ -213,40 +305,40 @@ def loss_weights(
     mesh_or_group: DeviceMesh | ProcessGroup | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """What part of each sample's valid targets this worker has.
+    """The fraction of each sample's valid targets that this rank holds.
 
     ``losses.cross_entropy(logits, targets) * loss_weights(targets, mesh)``, summed over the
-    workers of the context group, is the mean over all valid targets of each sample.
+    ranks of the context group, is the mean over all valid targets of each sample.
 
     Args:
-        targets: `[B, T_p, ...]`, this worker's; already shifted before they were cut.
+        targets: `[B, T_p, ...]` of this rank; shift targets before you shard them.
         mesh_or_group: a DeviceMesh with a dimension "context", or the group itself; None means the
-            default group, or without torch.distributed this process by itself.
+            default group, or a single process without torch.distributed.
         ignore_index: targets of this value do not count.
 
     Returns:
-        `[B]`, float32: valid targets of this worker over those of all, 0 where none is valid.
+        `[B]`, float32: valid targets of this rank over those of all ranks; 0 if none is valid.
 
     Raises:
-        ValueError: targets without a dimension of samples, a number of samples that differs
-            between workers, or a mesh without a dimension "context".
+        ValueError: targets have no batch dimension, the number of samples differs between ranks,
+            or the mesh has no dimension "context".
     """
     if isinstance(mesh_or_group, DeviceMesh):
         group = _group_of(mesh_or_group)
     else:
         group = resolve_group(mesh_or_group)
-    refused = None
+    error = None
     if not isinstance(targets, Tensor) or targets.ndim < 2:
         shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        refused = ValueError(
-            f"targets={shape}: expected a tensor [B, T_p, ...]; add the dimension of samples with "
+        error = ValueError(
+            f"targets={shape}: expected a tensor [B, T_p, ...]; add the batch dimension with "
             "unsqueeze(0)"
         )
     values = {
-        "number of samples": None if refused else targets.shape[0],
+        "number of samples": None if error else targets.shape[0],
         "ignore_index": ignore_index,
     }
-    lengths_agreed("loss_weights", values, 0, group, refused)
+    agree_on_lengths("loss_weights", values, 0, group, error)
     own = (targets != ignore_index).flatten(1).sum(1)
     if group is None or world_size(group) == 1:
         total = own
@@ -256,11 +348,11 @@ def loss_weights(
 
 
 def _group_of(mesh: object) -> ProcessGroup | None:
-    """The group of a mesh's dimension "context"."""
+    """The process group of a mesh's dimension "context"."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={type(mesh).__name__}: expected a DeviceMesh; make one with "
-            "torch.distributed.device_mesh.init_device_mesh(device_type, (workers,), "
+            "torch.distributed.device_mesh.init_device_mesh(device_type, (ranks,), "
             "mesh_dim_names=('context',))"
         )
     names = mesh.mesh_dim_names
@@ -269,6 +361,56 @@ def _group_of(mesh: object) -> ProcessGroup | None:
     if names is None and mesh.ndim == 1:
         return mesh.get_group(0)
     raise ValueError(
-        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context', the workers "
+        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context', the ranks "
         "that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
     )
+
+
+class _Unshard(torch.autograd.Function):
+    """An all-gather whose gradient is a reduce-scatter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, group: ProcessGroup, layout: Layout, length: int
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.layout, ctx.length = dim, group, layout, length
+        tokens = x.movedim(dim, 0)
+        longest = _longest(layout)
+        padded = tokens.new_zeros((longest, *tokens.shape[1:]))
+        padded[: tokens.shape[0]] = tokens
+        shards = all_gather(padded, group, "shards of a sequence", "forward")
+        chunks = [
+            shards[rank, chunk.local : chunk.local + chunk.length]
+            for rank, chunk in layout.in_order(length)
+        ]
+        return torch.cat(chunks).movedim(0, dim).contiguous()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        layout: Layout = ctx.layout
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        tokens = grad.movedim(ctx.dim, 0).to(dtype)
+        shards = tokens.new_zeros((layout.world_size, _longest(layout), *tokens.shape[1:]))
+        for rank, chunk in layout.in_order(ctx.length):
+            local = slice(chunk.local, chunk.local + chunk.length)
+            shards[rank, local] = tokens[chunk.start : chunk.start + chunk.length]
+        own = reduce_scatter(shards, ctx.group, "gradient of a sequence", "backward")
+        own = own[: layout.local_length(rank_in(ctx.group))].to(grad.dtype)
+        return own.movedim(0, ctx.dim), None, None, None, None
+
+
+def _longest(layout: Layout) -> int:
+    return max(layout.local_length(rank) for rank in range(layout.world_size))
+
+
+def _dimension(x: object, dim: int) -> int:
+    """`dim` as a non-negative index."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x is a {type(x).__name__}: expected a tensor; use torch.as_tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim={dim!r}: expected a dimension of x, which has shape {tuple(x.shape)}; pass the "
+            "dimension of the tokens"
+        )
+    return dim % x.ndim

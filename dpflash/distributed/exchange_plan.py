@@ -1,6 +1,6 @@
-"""What each worker needs of whom, known to all from the pattern alone.
+"""Plans which key rows each rank needs from which other; all ranks derive it from the pattern.
 
-Letters: B samples, H query heads, G key/value heads, T tokens, S keys of one worker, D head dim.
+Shapes: B samples, H query heads, G key/value heads, T tokens, S keys of one rank, D head dim.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from dpflash.patterns import Adaptive, Dense, Pattern
 
 from .layout import Layout
 
+ALL_RANKS = -1  # as `keys_of` of `pieces`: the keys of all ranks, in the order of the sequence
+
 
 @dataclass(frozen=True)
-class Spread:
-    """A pattern over tokens that several workers have.
+class ShardedPattern:
+    """An attention pattern over a sequence that is sharded over ranks.
 
     Attributes:
-        pattern: which query sees which keys.
-        length: tokens that are no padding.
+        pattern: which keys each query attends to.
+        length: number of tokens without padding.
         num_heads: H.
         num_kv_heads: G.
-        layout: who has which tokens.
+        layout: which tokens each rank holds.
     """
 
     pattern: Pattern
@@ -39,33 +41,33 @@ class Spread:
 
     @property
     def static(self) -> Pattern:
-        """The pattern; for one that chooses at run time, what it can choose from."""
+        """The pattern; for an `Adaptive` one, the dense pattern that it chooses from."""
         if isinstance(self.pattern, Adaptive):
             return Dense(causal=self.pattern.causal)
         return self.pattern
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """Where a worker's tokens lie."""
+        """The ranges of a rank's tokens."""
         return self.layout.chunks(rank, self.length)
 
     def tokens(self, rank: int) -> int:
-        """How many a worker has."""
+        """Number of tokens of a rank."""
         return self.layout.local_length(rank, self.length)
 
     @property
     def longest(self) -> int:
-        """The most tokens that a worker has."""
+        """The largest number of tokens of a rank."""
         return max(self.tokens(rank) for rank in range(self.layout.world_size))
 
 
 class Piece(NamedTuple):
-    """Some queries and some keys of two shards, and the graph between them.
+    """A slice of queries, a slice of keys, and the tile graph between them.
 
     Attributes:
-        queries: in the one shard.
-        keys: in the other.
-        graph: in coordinates from the begin of these slices.
-        chunks: how many chunks of queries and of keys the graph was restricted to.
+        queries: slice of one shard.
+        keys: slice of the other shard.
+        graph: in coordinates relative to the begins of these slices.
+        chunks: numbers of chunks of queries and of keys in the graph.
     """
 
     queries: slice
@@ -75,13 +77,14 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Need:
-    """The rows (key head, token) of a shard that some query of another sees.
+class NeededRows:
+    """The rows (key head, token) of a shard that queries of another rank attend to.
 
     Attributes:
-        count: how many.
-        tokens: they are these tokens in all heads; None where they are scattered.
-        index: `[count]`, int64: where they are in a shard flattened over heads and tokens.
+        count: number of rows.
+        tokens: the slice of tokens, if the rows are one slice in all heads; else None.
+        index: `[count]`, int64: indices in a shard flattened over heads and tokens, if they are
+            not one slice; else None.
     """
 
     count: int
@@ -89,57 +92,59 @@ class Need:
     index: Tensor | None
 
 
-def need(spread: Spread, receiver: int, owner: int, device: torch.device) -> Need:
-    """What the queries of `receiver` see of the keys of `owner`."""
-    found = _need(spread, receiver, owner)
+def needed_rows(
+    sharded: ShardedPattern, receiver: int, owner: int, device: torch.device
+) -> NeededRows:
+    """The key rows of rank `owner` that queries of rank `receiver` attend to."""
+    found = _needed_rows(sharded, receiver, owner)
     if found.index is None or device.type == "cpu":
         return found
-    return _need_on(spread, receiver, owner, device)
+    return _needed_rows_on(sharded, receiver, owner, device)
 
 
 def pieces(
-    spread: Spread,
+    sharded: ShardedPattern,
     queries_of: int,
     keys_of: int,
     device: torch.device,
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """What is to be computed between the queries of one worker and the keys of another.
+    """The pieces to compute between the queries of one rank and the keys of another.
 
     Args:
-        spread: the pattern and who has what.
-        queries_of: the one worker.
-        keys_of: the other; -1 for the keys of all, in the order of the sequence.
-        device: of the graphs.
-        by_chunk: one piece for each pair of chunks, whose distances are known.
-        runtime: the graph of the whole sequence, of a pattern that chooses at run time.
+        sharded: the pattern over the sharded sequence.
+        queries_of: rank of the queries.
+        keys_of: rank of the keys, or `ALL_RANKS`.
+        device: device of the graphs.
+        by_chunk: return one piece per pair of chunks, so that distances between tokens are known.
+        runtime: the tile graph of an `Adaptive` pattern over the whole sequence.
     """
     if runtime is None:
-        return _static_pieces(spread, queries_of, keys_of, device, by_chunk)
-    if not _static_pieces(spread, queries_of, keys_of, torch.device("cpu"), False):
+        return _static_pieces(sharded, queries_of, keys_of, device, by_chunk)
+    if not _static_pieces(sharded, queries_of, keys_of, torch.device("cpu"), False):
         return ()
-    return _cut(runtime, spread, queries_of, keys_of, by_chunk)
+    return _restricted(runtime, sharded, queries_of, keys_of, by_chunk)
 
 
-def pack(x: Tensor, needed: Need) -> Tensor:
-    """`[B, n, D]` or `[B, G, n, D]`, contiguous: the needed rows; x itself where that is all."""
+def pack(x: Tensor, needed: NeededRows) -> Tensor:
+    """The needed rows as a contiguous `[B, n, D]` or `[B, G, n, D]`; may return x itself."""
     if needed.tokens is not None:
         return x[:, :, needed.tokens].contiguous()
     assert needed.index is not None
     return x.flatten(1, 2).index_select(1, needed.index)
 
 
-def packed_like(x: Tensor, needed: Need) -> Tensor:
-    """An empty buffer for what `pack` gives of a shard with the heads and dtype of x."""
+def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
+    """An uninitialized buffer for `pack` of a shard with the heads and dtype of x."""
     batch, heads, _, dim = x.shape
     if needed.tokens is not None:
         return x.new_empty((batch, heads, needed.count // heads, dim))
     return x.new_empty((batch, needed.count, dim))
 
 
-def unpack(packed: Tensor, heads: int, tokens: int, needed: Need) -> Tensor:
-    """`[B, G, S, D]`: a shard, 0 where nothing was needed; the packed rows where that is all."""
+def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
+    """The shard `[B, G, S, D]` of packed rows, 0 elsewhere; may return `packed` itself."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]
@@ -152,8 +157,8 @@ def unpack(packed: Tensor, heads: int, tokens: int, needed: Need) -> Tensor:
     return whole
 
 
-def add_packed_(whole: Tensor, packed: Tensor, needed: Need) -> None:
-    """Adds packed rows to a contiguous shard `[B, G, S, D]`; no row comes twice."""
+def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
+    """Add packed rows to a contiguous shard `[B, G, S, D]`. Rows are distinct."""
     if needed.tokens is not None:
         whole[:, :, needed.tokens] += packed
         return
@@ -163,40 +168,46 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: Need) -> None:
 
 
 @functools.lru_cache(maxsize=8192)
-def _need(spread: Spread, receiver: int, owner: int) -> Need:
-    tokens = spread.tokens(owner)
+def _needed_rows(sharded: ShardedPattern, receiver: int, owner: int) -> NeededRows:
+    tokens = sharded.tokens(owner)
     with real_cpu_tensors():
-        graph = spread.static.graph(spread.length, spread.num_heads)
+        graph = sharded.static.graph(sharded.length, sharded.num_heads)
         graph = restrict(
-            graph, spread.chunks(receiver), spread.tokens(receiver), spread.chunks(owner), tokens
+            graph,
+            sharded.chunks(receiver),
+            sharded.tokens(receiver),
+            sharded.chunks(owner),
+            tokens,
         )
         heads = live_keys(graph)  # [H, S]
-        live = heads.unflatten(0, (spread.num_kv_heads, -1)).any(1)
+        live = heads.unflatten(0, (sharded.num_kv_heads, -1)).any(1)
         count = int(live.sum())
         if count == 0:
-            return Need(0, slice(0, 0), None)
+            return NeededRows(0, slice(0, 0), None)
         places = live[0].nonzero().squeeze(1)
-        if count == spread.num_kv_heads * len(places) and bool((live == live[0]).all()):
+        if count == sharded.num_kv_heads * len(places) and bool((live == live[0]).all()):
             first, end = int(places[0]), int(places[-1]) + 1
             if end - first == len(places):
-                return Need(count, slice(first, end), None)
-        return Need(count, None, live.flatten().nonzero().squeeze(1))
+                return NeededRows(count, slice(first, end), None)
+        return NeededRows(count, None, live.flatten().nonzero().squeeze(1))
 
 
 @functools.lru_cache(maxsize=1024)
-def _need_on(spread: Spread, receiver: int, owner: int, device: torch.device) -> Need:
-    found = _need(spread, receiver, owner)
+def _needed_rows_on(
+    sharded: ShardedPattern, receiver: int, owner: int, device: torch.device
+) -> NeededRows:
+    found = _needed_rows(sharded, receiver, owner)
     assert found.index is not None
     return replace(found, index=found.index.to(device))
 
 
 @functools.lru_cache(maxsize=1024)
 def _static_pieces(
-    spread: Spread, queries_of: int, keys_of: int, device: torch.device, by_chunk: bool
+    sharded: ShardedPattern, queries_of: int, keys_of: int, device: torch.device, by_chunk: bool
 ) -> tuple[Piece, ...]:
     with real_cpu_tensors():
-        whole = spread.static.graph(spread.length, spread.num_heads)
-        found = _cut(whole, spread, queries_of, keys_of, by_chunk)
+        whole = sharded.static.graph(sharded.length, sharded.num_heads)
+        found = _restricted(whole, sharded, queries_of, keys_of, by_chunk)
         return tuple(
             piece if device.type == "cpu" else piece._replace(graph=piece.graph.to(device))
             for piece in found
@@ -204,14 +215,14 @@ def _static_pieces(
         )
 
 
-def _cut(
-    whole: TileGraph, spread: Spread, queries_of: int, keys_of: int, by_chunk: bool
+def _restricted(
+    whole: TileGraph, sharded: ShardedPattern, queries_of: int, keys_of: int, by_chunk: bool
 ) -> tuple[Piece, ...]:
-    queries, num_queries = spread.chunks(queries_of), spread.tokens(queries_of)
-    keys: tuple[Chunk, ...] = (Chunk(0, spread.length, 0),)
-    num_keys = spread.length
-    if keys_of >= 0:
-        keys, num_keys = spread.chunks(keys_of), spread.tokens(keys_of)
+    queries, num_queries = sharded.chunks(queries_of), sharded.tokens(queries_of)
+    keys: tuple[Chunk, ...] = (Chunk(0, sharded.length, 0),)
+    num_keys = sharded.length
+    if keys_of != ALL_RANKS:
+        keys, num_keys = sharded.chunks(keys_of), sharded.tokens(keys_of)
     if not queries or not keys:
         return ()
     if not by_chunk:

@@ -1,7 +1,4 @@
-"""Which tokens of a sequence each worker has.
-
-Letters: T tokens, P workers.
-"""
+"""Which tokens of a sequence each rank holds. T is the number of tokens, P that of ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ SHARDINGS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class Layout:
-    """T tokens cut into ranges, dealt to P workers.
+    """T tokens split into ranges, distributed over P ranks.
 
-    "contiguous": P ranges, worker p has range p. "zigzag": 2P ranges, worker p has the ranges p
-    and 2P - 1 - p, which gives all workers the same work where queries see all earlier keys. Sizes
-    of ranges differ by at most one token, the longer ones first, and so do workers' shares.
+    "contiguous": P ranges, rank p holds range p. "zigzag": 2P ranges, rank p holds the ranges p
+    and 2P - 1 - p, which balances the work of causal attention. The sizes of ranges, and the
+    numbers of tokens per rank, differ by at most one; the longer ranges come first.
 
     Args:
         num_tokens: T, at least P; P need not divide it.
@@ -31,7 +28,7 @@ class Layout:
         sharding: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: an unknown sharding, or fewer tokens than workers.
+        ValueError: an unknown sharding, or fewer tokens than ranks.
     """
 
     num_tokens: int
@@ -43,36 +40,36 @@ class Layout:
         _validate.positive_int(world_size=self.world_size)
         if self.num_tokens < self.world_size:
             raise ValueError(
-                f"num_tokens={self.num_tokens} over {self.world_size} workers: expected at least "
-                "one token for each; use a smaller context group or a longer sequence"
+                f"num_tokens={self.num_tokens} over {self.world_size} ranks: expected at least "
+                "one token per rank; use a smaller context group or a longer sequence"
             )
 
     def chunks(self, rank: int, length: int | None = None) -> tuple[Chunk, ...]:
-        """The ranges of a worker in its local order, without empty ones; neighbours are merged.
+        """The ranges of a rank in its local order. Drops empty ranges and merges adjacent ones.
 
         Args:
-            rank: the worker.
-            length: leave out positions from this one on.
+            rank: index of the rank.
+            length: drop positions from this one on.
         """
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
-        """How many tokens a worker has; with `length`, those before that position.
+        """Number of tokens of a rank; with `length`, of those before that position.
 
-        They are the first ones in local order.
+        The counted tokens come first in local order.
         """
         return sum(chunk.length for chunk in self.chunks(rank, length))
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """`[T_p]`, int64: the position in the sequence of each of a worker's tokens."""
-        parts = [
+        """`[T_p]`, int64: the position in the sequence of each token of a rank."""
+        ranges = [
             torch.arange(chunk.start, chunk.start + chunk.length, device=device)
             for chunk in self.chunks(rank)
         ]
-        return torch.cat(parts)
+        return torch.cat(ranges)
 
     def in_order(self, length: int | None = None) -> list[tuple[int, Chunk]]:
-        """All workers' chunks, each with its worker, by their start in the sequence."""
+        """(rank, chunk) of all ranks, in the order of the sequence."""
         owned = [
             (rank, chunk) for rank in range(self.world_size) for chunk in self.chunks(rank, length)
         ]
@@ -81,17 +78,17 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(layout: Layout, rank: int, length: int) -> tuple[Chunk, ...]:
-    pieces = layout.world_size
-    numbers = [rank]
+    num_ranges = layout.world_size
+    indices = [rank]
     if layout.sharding == "zigzag":
-        pieces *= 2
-        numbers.append(pieces - 1 - rank)
-    size, longer = divmod(layout.num_tokens, pieces)
+        num_ranges *= 2
+        indices.append(num_ranges - 1 - rank)
+    size, longer = divmod(layout.num_tokens, num_ranges)
     chunks: list[Chunk] = []
     local = 0
-    for number in numbers:
-        start = number * size + min(number, longer)
-        end = min(start + size + (number < longer), length)
+    for index in indices:
+        start = index * size + min(index, longer)
+        end = min(start + size + (index < longer), length)
         if end <= start:
             continue
         if chunks and chunks[-1].start + chunks[-1].length == start:

@@ -1,4 +1,4 @@
-"""The workers of a job: who has which samples, and who has which tokens of them."""
+"""The ranks of a job: which samples, and which tokens of them, each rank holds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives as workers
+from . import collectives
 
 DATA, CONTEXT = "data", "context"
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Workers:
-    """A process and its peers.
+class Ranks:
+    """The process groups of this rank.
 
     Attributes:
-        everyone: all workers; None for a process by itself.
-        data: those with the same tokens of other samples; None where there are none.
-        context: those with other tokens of the same samples; None where there are none.
+        everyone: all ranks; None for a single process.
+        data: ranks that hold the same tokens of other samples; None if there are none.
+        context: ranks that hold other tokens of the same samples; None if there are none.
     """
 
     everyone: ProcessGroup | None = None
@@ -32,11 +32,11 @@ class Workers:
     context: ProcessGroup | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Workers:
-        """The workers of a mesh with dimensions named "data" and "context", or one of them.
+    def of(cls, mesh: DeviceMesh | None) -> Ranks:
+        """The groups of a mesh with dimensions named "data" and "context", or one of them.
 
         Raises:
-            ValueError: the mesh has other dimensions, or does not hold all workers.
+            ValueError: the mesh has other dimensions, or does not hold all ranks.
         """
         if mesh is None:
             return cls()
@@ -55,8 +55,8 @@ class Workers:
             )
         if mesh.size() != dist.get_world_size():
             raise ValueError(
-                f"mesh holds {mesh.size()} of {dist.get_world_size()} workers: one outside of it "
-                "would have no part in the release; make the mesh of all of them"
+                f"mesh holds {mesh.size()} of {dist.get_world_size()} ranks: the gradients of "
+                "ranks outside of it would be missing from the release; make a mesh of all ranks"
             )
 
         def group(name: str) -> ProcessGroup | None:
@@ -69,91 +69,91 @@ class Workers:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a draw this worker has."""
-        return workers.rank_in(self.data)
+        """Index of this rank's part of each logical batch."""
+        return collectives.rank_in(self.data)
 
     @property
     def data_size(self) -> int:
-        """In how many shares a draw is dealt out."""
-        return workers.world_size(self.data)
+        """Number of parts into which each logical batch is divided."""
+        return collectives.world_size(self.data)
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker keeps the books."""
-        return workers.rank_in(self.everyone) == 0
+        """Whether this is global rank 0, which writes the ledger."""
+        return collectives.rank_in(self.everyone) == 0
 
     def agree(self, what: str, values: Mapping[str, object]) -> None:
-        """See `workers.agree`, for all workers."""
-        workers.agree(what, values, self.everyone)
+        """`collectives.agree` over all ranks."""
+        collectives.agree(what, values, self.everyone)
 
-    def from_first(self, value: bytes, what: str) -> bytes:
-        """The first worker's value, on all of them."""
-        return workers.from_first(value, self.everyone, what)
+    def broadcast_from_first(self, value: bytes, what: str) -> bytes:
+        """Return rank 0's value on all ranks."""
+        return collectives.broadcast_from_first(value, self.everyone, what)
 
-    def first_does(self, what: str, action: Callable[[], bytes]) -> bytes:
-        """What the first worker's action returns, on all workers, or its error on all of them.
+    def run_on_first(self, what: str, action: Callable[[], bytes]) -> bytes:
+        """Run an action on rank 0 and return its result, or raise its error, on all ranks.
 
         Args:
-            what: names the action in messages.
-            action: run on the first worker only.
+            what: name of the action in messages.
+            action: called on rank 0 only.
 
         Raises:
-            WorkerError: on the others, where it failed there; the first has its own error.
+            RankError: on the other ranks, if the action raised; rank 0 raises the original error.
         """
         if self.everyone is None:
             return action()
-        done, failure = b"", None
+        outcome, failure = b"", None
         if self.is_first:
             try:
-                done = b"+" + action()
+                outcome = b"+" + action()
             except Exception as error:
                 failure = error
-                done = b"-" + f"{type(error).__name__}: {error}".encode()
-        done = self.from_first(done, what)
+                outcome = b"-" + f"{type(error).__name__}: {error}".encode()
+        outcome = self.broadcast_from_first(outcome, what)
         if failure is not None:
             raise failure
-        if done[:1] == b"-":
-            raise workers.WorkerError(f"{what} failed on the first worker: {done[1:].decode()}")
-        return done[1:]
+        if outcome[:1] == b"-":
+            raise collectives.RankError(f"{what} failed on rank 0: {outcome[1:].decode()}")
+        return outcome[1:]
 
-    def on_all(self, what: str, action: Callable[[], _T]) -> _T:
-        """What the action returns here; where it fails on one worker, an error on all of them.
+    def run_on_all(self, what: str, action: Callable[[], _T]) -> _T:
+        """Run an action on every rank; if it raises on one rank, raise on all of them.
 
         Args:
-            what: names the action in messages.
-            action: run on each worker, without exchanges.
+            what: name of the action in messages.
+            action: called on each rank; must not call collectives.
 
         Raises:
-            WorkerError: on the workers where it did not fail; elsewhere its own error.
+            RankError: on the ranks where the action succeeded; the others raise their own error.
         """
         failure: Exception | None = None
         try:
-            done = action()
-        except workers.WorkerError:
+            result = action()
+        except collectives.RankError:
             raise
         except Exception as error:
             failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        said = self.gather(told, what)
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        messages = self.gather(message, what)
         if failure is not None:
             raise failure
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(messages):
             if text is not None:
-                raise workers.WorkerError(f"{what} failed on worker {rank}: {text}")
-        return done
+                raise collectives.RankError(f"{what} failed on rank {rank}: {text}")
+        return result
 
     def gather(self, value: _T, what: str) -> list[_T]:
-        """Every worker's value, which can be pickled."""
+        """The values of all ranks, by rank; they must be picklable."""
         if self.everyone is None:
             return [value]
-        held: list[Any] = [None] * workers.world_size(self.everyone)
-        with workers.exchanging(what, self.everyone):
-            dist.all_gather_object(held, value, group=self.everyone)
-        return held
+        gathered: list[Any] = [None] * collectives.world_size(self.everyone)
+        with collectives.exchanging(what, self.everyone):
+            dist.all_gather_object(gathered, value, group=self.everyone)
+        return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], what: str) -> None:
-        """The first worker's tensors, written into those of all others."""
+        """Overwrite the tensors of all ranks with those of rank 0."""
         if self.everyone is None:
             return
         for tensor in tensors:
-            workers.broadcast_(tensor, self.everyone, what)
+            collectives.broadcast_(tensor, self.everyone, what)

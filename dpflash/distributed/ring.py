@@ -1,12 +1,11 @@
-"""Ring attention: keys and values come from each worker in turn, gradients go straight back.
+"""Ring attention: each rank receives the keys and values of every other rank in turn.
 
-In step t a worker computes with the keys of the worker t places before it. Only rows that one of
-its queries sees are sent, which all know from the pattern alone; steps without such rows are
-neither computed nor sent. What comes next travels while the present is computed, in buffers of
-its own.
+In step t a rank computes with the keys of rank - t and returns their gradients directly. Only rows
+that one of its queries attends to are sent; all ranks derive these rows from the pattern. Steps
+without such rows are skipped. The rows of the next step are exchanged while the current step is
+computed, in separate buffers. Source: Liu et al., arXiv:2310.01889.
 
-Letters: B samples, H query heads, G key/value heads, T, S tokens of a worker, P workers, D head
-dim.
+Shapes: B samples, H query heads, G key/value heads, T, S tokens of a rank, P ranks, D head dim.
 """
 
 from __future__ import annotations
@@ -22,78 +21,76 @@ from torch.distributed import ProcessGroup
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
 
-from .blockwise import Attending, Differentiating
-from .chosen import Choice
+from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
+from .exchange import PendingExchange, connect, differentiable_once, send_and_receive
 from .exchange_plan import (
-    Need,
+    NeededRows,
     Piece,
-    Spread,
+    ShardedPattern,
     add_packed_,
-    need,
+    needed_rows,
     pack,
     packed_like,
     pieces,
     unpack,
 )
-from .once import differentiable_once
-from .wire import Pending, exchange, warm_up
 
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """One worker's place in one call.
+    """The steps of one call on this rank.
 
     Attributes:
-        spread: who needs what.
-        group: the workers.
-        scale: factor of the scores.
-        by_chunk: distances matter, so each pair of chunks is computed by itself.
+        sharded: the pattern over the sharded sequence.
+        group: the ranks that share the sequence.
+        scale: softmax scale.
+        by_chunk: compute each pair of chunks separately, because distances matter (ALiBi).
     """
 
-    spread: Spread
+    sharded: ShardedPattern
     group: ProcessGroup
     scale: float
     by_chunk: bool
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Index of this rank in the group."""
         return rank_in(self.group)
 
     @property
     def size(self) -> int:
-        """P."""
-        return self.spread.layout.world_size
+        """Number of ranks P, which is the number of steps."""
+        return self.sharded.layout.world_size
 
     def before(self, step: int) -> int:
-        """The worker so many places before this one."""
+        """The rank `step` places before this one."""
         return (self.rank - step) % self.size
 
     def after(self, step: int) -> int:
-        """The worker so many places behind this one."""
+        """The rank `step` places after this one."""
         return (self.rank + step) % self.size
 
-    def needed(self, step: int, device: torch.device) -> Need:
-        """What this worker needs in a step."""
-        return need(self.spread, self.rank, self.before(step), device)
+    def needed(self, step: int, device: torch.device) -> NeededRows:
+        """The key rows that this rank receives in a step."""
+        return needed_rows(self.sharded, self.rank, self.before(step), device)
 
-    def given(self, step: int, device: torch.device) -> Need:
-        """What this worker gives in a step."""
-        return need(self.spread, self.after(step), self.rank, device)
+    def given(self, step: int, device: torch.device) -> NeededRows:
+        """The key rows that this rank sends in a step."""
+        return needed_rows(self.sharded, self.after(step), self.rank, device)
 
     def pieces(
         self, step: int, device: torch.device, runtime: TileGraph | None
     ) -> tuple[Piece, ...]:
-        """What is to be computed in a step."""
+        """The (queries, keys) pieces to compute in a step."""
         owner = self.before(step)
-        return pieces(self.spread, self.rank, owner, device, self.by_chunk, runtime)
+        return pieces(self.sharded, self.rank, owner, device, self.by_chunk, runtime)
 
-    def fetch(self, step: int, k: Tensor, v: Tensor, phase: str) -> Pending | None:
-        """Starts the exchange of keys and values for a step."""
+    def fetch(self, step: int, k: Tensor, v: Tensor, phase: str) -> PendingExchange | None:
+        """Start the exchange of keys and values for a step; None after the last step."""
         if step >= self.size:
             return None
         given, needed = self.given(step, k.device), self.needed(step, k.device)
-        return exchange(
+        return send_and_receive(
             [pack(x, given) for x in (k, v)] if given.count else None,
             self.after(step),
             [packed_like(x, needed) for x in (k, v)] if needed.count else None,
@@ -103,23 +100,23 @@ class Ring:
             phase,
         )
 
-    def arrived(self, step: int, pending: Pending | None) -> list[Tensor] | None:
-        """`[B, G, S, D]` twice: the keys and values of a step, None where none are needed."""
+    def receive(self, step: int, pending: PendingExchange | None) -> list[Tensor] | None:
+        """Wait for the keys and values `[B, G, S, D]` of a step; None if none are needed."""
         received = None if pending is None else pending.wait()
         if received is None:
             return None
-        tokens, heads = self.spread.tokens(self.before(step)), self.spread.num_kv_heads
+        tokens, heads = self.sharded.tokens(self.before(step)), self.sharded.num_kv_heads
         needed = self.needed(step, received[0].device)
         return [unpack(x, heads, tokens, needed) for x in received]
 
-    def give_back(
-        self, step: int, found: Sequence[Tensor] | None, own: Sequence[Tensor]
-    ) -> Pending:
-        """Starts returning the gradients `[B, G, S, D]` of a step's keys and values."""
+    def return_gradients(
+        self, step: int, dkv: Sequence[Tensor] | None, own: Sequence[Tensor]
+    ) -> PendingExchange:
+        """Start returning the gradients `[B, G, S, D]` of a step's keys and values."""
         device = own[0].device
         needed, given = self.needed(step, device), self.given(step, device)
-        return exchange(
-            None if found is None else [pack(x, needed) for x in found],
+        return send_and_receive(
+            None if dkv is None else [pack(x, needed) for x in dkv],
             self.before(step),
             [packed_like(x, given) for x in own] if given.count else None,
             self.after(step),
@@ -128,8 +125,10 @@ class Ring:
             "backward",
         )
 
-    def take_back(self, step: int, pending: Pending | None, own: Sequence[Tensor]) -> None:
-        """Adds what another worker found for this one's keys and values."""
+    def add_returned(
+        self, step: int, pending: PendingExchange | None, own: Sequence[Tensor]
+    ) -> None:
+        """Wait for the gradients that another rank returns and add them to `own`."""
         received = None if pending is None else pending.wait()
         if received is not None:
             given = self.given(step, own[0].device)
@@ -138,9 +137,9 @@ class Ring:
 
 
 class RingAttention(torch.autograd.Function):
-    """``(o, lse)`` of this worker's queries over the keys of all workers.
+    """``(o, lse)`` of this rank's queries over the keys of all ranks.
 
-    Source: Liu et al., arXiv:2310.01889. Keeps q, k, v, o and lse of this worker alone.
+    Saves q, k, v, o and lse of this rank only.
     """
 
     @staticmethod
@@ -155,17 +154,17 @@ class RingAttention(torch.autograd.Function):
         gates: Tensor | None,
         ring: Ring,
     ) -> tuple[Tensor, Tensor]:
-        warm_up(ring.group, q.device)
-        runtime = Choice.graph_of(blocks, gates, ring.spread)
-        attending = Attending(q, sinks, slopes, ring.scale)
-        pending: Pending | None = None
+        connect(ring.group, q.device)
+        runtime = BlockChoice.graph_of(blocks, gates, ring.sharded)
+        forward = BlockwiseForward(q, sinks, slopes, ring.scale)
+        pending: PendingExchange | None = None
         for step in range(ring.size):
-            coming = ring.fetch(step + 1, k, v, "forward")
-            kv = (k, v) if step == 0 else ring.arrived(step, pending)
+            upcoming = ring.fetch(step + 1, k, v, "forward")
+            kv = (k, v) if step == 0 else ring.receive(step, pending)
             if kv is not None:
-                attending.add(ring.pieces(step, q.device, runtime), *kv)
-            pending, kv = coming, None
-        o, lse = attending.o, attending.lse
+                forward.add(ring.pieces(step, q.device, runtime), *kv)
+            pending, kv = upcoming, None
+        o, lse = forward.o, forward.lse
         ctx.save_for_backward(q, k, v, o, lse, sinks, slopes, blocks, gates)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
@@ -175,26 +174,26 @@ class RingAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         ring: Ring = ctx.ring
-        # Once: activation checkpointing hands them out a single time.
+        # Read only once: activation checkpointing returns saved tensors a single time.
         saved = ctx.saved_tensors
         _, k, v, *_ = saved
-        differentiating = Differentiating(saved, do, dlse, ring.scale)
-        runtime = differentiating.runtime_graph(ring.spread)
+        backward = BlockwiseBackward(saved, do, dlse, ring.scale)
+        runtime = backward.runtime_graph(ring.sharded)
         pending = ring.fetch(1, k, v, "backward")
-        own = differentiating.add(ring.pieces(0, k.device, runtime), k, v)
-        returns = any(ctx.needs_input_grad[1:3])
-        returning: Pending | None = None
+        own = backward.add(ring.pieces(0, k.device, runtime), k, v)
+        needs_dkv = any(ctx.needs_input_grad[1:3])
+        returned: PendingExchange | None = None
         for step in range(1, ring.size):
-            coming = ring.fetch(step + 1, k, v, "backward")
-            kv = ring.arrived(step, pending)
-            found = None
+            upcoming = ring.fetch(step + 1, k, v, "backward")
+            kv = ring.receive(step, pending)
+            dkv = None
             if kv is not None:
-                found = differentiating.add(ring.pieces(step, k.device, runtime), *kv)
-            pending, kv = coming, None
-            if returns:
-                # What comes home is added in the order of the steps, always the same.
-                sent = ring.give_back(step, found, own)
-                ring.take_back(step - 1, returning, own)
-                returning = sent
-        ring.take_back(ring.size - 1, returning, own)
-        return *differentiating.results(own, k, v), None
+                dkv = backward.add(ring.pieces(step, k.device, runtime), *kv)
+            pending, kv = upcoming, None
+            if needs_dkv:
+                # Returned gradients are added in the order of steps, which makes runs repeatable.
+                sent = ring.return_gradients(step, dkv, own)
+                ring.add_returned(step - 1, returned, own)
+                returned = sent
+        ring.add_returned(ring.size - 1, returned, own)
+        return *backward.results(own, k, v), None

@@ -1,15 +1,12 @@
-"""How many bytes attention over several workers sends, known before, and counted while it runs.
+"""Predicts the bytes that attention over several ranks sends and the work of each rank.
 
-Not counted is what calls agree on, some numbers of 8 bytes for each worker. Letters: B samples, H
-query heads, G key/value heads, T tokens, P workers, D head dim.
+`exchange.count_traffic` counts the same bytes while it runs. Shapes: B samples, H query heads, G
+key/value heads, T tokens, P ranks, D head dim.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,72 +18,21 @@ from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import Adaptive, Pattern
 
 from .agreement import MODES
-from .exchange_plan import Spread, need
+from .exchange import all_reduced_bytes
+from .exchange_plan import ShardedPattern, needed_rows
 from .layout import Layout
 
 
 class Traffic(NamedTuple):
-    """Bytes that a worker sends in one call.
+    """Bytes that a rank sends in one call.
 
     Attributes:
-        forward: in the forward pass.
-        backward: in the backward pass.
+        forward: bytes sent in the forward.
+        backward: bytes sent in the backward.
     """
 
     forward: int
     backward: int
-
-
-@dataclass
-class TrafficCount:
-    """What this worker sent while `count_traffic` was open.
-
-    Attributes:
-        sends: (phase, what, bytes) of each exchange, in order; phase is "forward" or "backward".
-    """
-
-    sends: list[tuple[str, str, int]] = field(default_factory=list)
-
-    @property
-    def forward(self) -> int:
-        """Bytes sent in forward passes."""
-        return sum(size for phase, _, size in self.sends if phase == "forward")
-
-    @property
-    def backward(self) -> int:
-        """Bytes sent in backward passes."""
-        return sum(size for phase, _, size in self.sends if phase == "backward")
-
-
-_open: list[TrafficCount] = []
-
-
-@contextmanager
-def count_traffic() -> Iterator[TrafficCount]:
-    """Counts the bytes that this package hands to torch.distributed on this worker.
-
-    A pairwise send counts its bytes; an all-to-all what leaves the worker; an all-gather P - 1
-    times the worker's shard; a reduce-scatter P - 1 times one shard; an all-reduce
-    ``2 (P - 1) / P`` times its tensor.
-    """
-    count = TrafficCount()
-    _open.append(count)
-    try:
-        yield count
-    finally:
-        _open.remove(count)
-
-
-def record(phase: str, what: str, size: int) -> None:
-    """Notes bytes on their way, where somebody counts."""
-    if size:
-        for count in _open:
-            count.sends.append((phase, what, size))
-
-
-def all_reduced_bytes(size: int, world_size: int) -> int:
-    """What a worker sends in an all-reduce of so many bytes."""
-    return 2 * (world_size - 1) * size // world_size
 
 
 def sent_bytes(
@@ -103,10 +49,10 @@ def sent_bytes(
     mode: str = "ring",
     rank: int = 0,
 ) -> Traffic:
-    """The bytes that one worker sends in one call of `ring_attention`, forward and backward.
+    """The bytes that one rank sends in one call of `ring_attention`, forward and backward.
 
-    Exact, and equal to what `count_traffic` counts where q, k and v all need gradients. An
-    `Adaptive` pattern counts as what it can choose from, and its blocks' means beside.
+    Exact: equal to `count_traffic` if q, k and v all need gradients. An `Adaptive` pattern counts
+    as the dense pattern that it chooses from, plus the all-reduce of its block means.
 
     Args:
         pattern: one of `dpflash.patterns`.
@@ -119,22 +65,22 @@ def sent_bytes(
         world_size: P.
         sharding: "contiguous" or "zigzag".
         mode: "ring", "all_gather", "ulysses", or "auto", see `ring_attention`.
-        rank: the worker.
+        rank: index of the rank.
 
     Returns:
         `Traffic` (forward, backward).
 
     Raises:
-        ValueError: as `ring_attention`.
+        ValueError: for the arguments for which `ring_attention` raises it.
     """
     _validate.one_of(mode=(mode, (*MODES, "auto")))
     layout = Layout(num_tokens, world_size, sharding)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    spread = Spread(require_pattern(pattern), num_tokens, num_heads, kv_heads, layout)
+    sharded = ShardedPattern(require_pattern(pattern), num_tokens, num_heads, kv_heads, layout)
     call = (head_dim, dtype, batch)
-    chosen = cheapest_mode(spread, *call) if mode == "auto" else mode
-    require_possible(spread, chosen)
-    return _sent(spread, *call, chosen, rank)
+    resolved_mode = cheapest_mode(sharded, *call) if mode == "auto" else mode
+    require_enough_heads(sharded, resolved_mode)
+    return _sent(sharded, *call, resolved_mode, rank)
 
 
 def edges_per_rank(
@@ -144,109 +90,112 @@ def edges_per_rank(
     world_size: int,
     sharding: str = "contiguous",
 ) -> list[int]:
-    """The pairs (query, key) that each worker computes, summed over the heads of one sample.
+    """Number of (query, key) pairs that each rank computes, over all heads of one sample.
 
     Args:
-        pattern: one of `dpflash.patterns`; an `Adaptive` one counts as what it can choose from.
+        pattern: one of `dpflash.patterns`; an `Adaptive` one counts as the dense pattern that it
+            chooses from.
         num_tokens: T.
         num_heads: H.
         world_size: P.
         sharding: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: fewer tokens than workers, an unknown sharding, or a T or H that the pattern
-            does not take.
+        ValueError: fewer tokens than ranks, an unknown sharding, or a T or H that the pattern
+            does not support.
     """
     layout = Layout(num_tokens, world_size, sharding)
-    spread = Spread(require_pattern(pattern), num_tokens, num_heads, num_heads, layout)
+    sharded = ShardedPattern(require_pattern(pattern), num_tokens, num_heads, num_heads, layout)
     everything = (Chunk(0, num_tokens, 0),)
     with real_cpu_tensors():
-        graph = spread.static.graph(num_tokens, num_heads)
+        graph = sharded.static.graph(num_tokens, num_heads)
         return [
-            restrict(graph, spread.chunks(r), spread.tokens(r), everything, num_tokens).edges()
+            restrict(graph, sharded.chunks(r), sharded.tokens(r), everything, num_tokens).edges()
             for r in range(world_size)
         ]
 
 
 @functools.lru_cache(maxsize=256)
-def cheapest_mode(spread: Spread, head_dim: int, dtype: torch.dtype, batch: int) -> str:
-    """The possible mode whose busiest worker sends the fewest bytes; ring, then ulysses first."""
-    size = spread.layout.world_size
+def cheapest_mode(sharded: ShardedPattern, head_dim: int, dtype: torch.dtype, batch: int) -> str:
+    """The mode whose busiest rank sends the fewest bytes; ties go to ring, then to ulysses."""
+    size = sharded.layout.world_size
     best, least = "ring", -1
     for mode in ("ring", "ulysses", "all_gather"):
-        if mode == "ulysses" and spread.num_heads < size:
+        if mode == "ulysses" and sharded.num_heads < size:
             continue
-        busiest = max(sum(_sent(spread, head_dim, dtype, batch, mode, r)) for r in range(size))
+        busiest = max(sum(_sent(sharded, head_dim, dtype, batch, mode, r)) for r in range(size))
         if least < 0 or busiest < least:
             best, least = mode, busiest
     return best
 
 
-def require_possible(spread: Spread, mode: str) -> None:
-    """Refuses Ulysses with fewer heads than workers."""
-    size = spread.layout.world_size
-    if mode == "ulysses" and spread.num_heads < size:
+def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
+    """Raise a ValueError for Ulysses with fewer heads than ranks."""
+    size = sharded.layout.world_size
+    if mode == "ulysses" and sharded.num_heads < size:
         raise ValueError(
-            f"mode='ulysses' with {spread.num_heads} heads and {size} workers: expected at least "
-            "one query head for each worker; use mode='ring' or 'all_gather'"
+            f"mode='ulysses' with {sharded.num_heads} heads and {size} ranks: expected at least "
+            "one query head per rank; use mode='ring' or 'all_gather'"
         )
 
 
-def deal_heads(spread: Spread) -> tuple[list[slice], list[slice]]:
-    """The query heads and the key/value heads of each worker under Ulysses.
+def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
+    """The query heads and the key/value heads of each rank in mode "ulysses".
 
-    Whole groups of heads where there are enough; else k and v count as repeated to H heads.
+    Each rank gets whole groups of query heads that share a key/value head. With fewer key/value
+    heads than ranks, k and v count as repeated to H heads.
     """
-    size = spread.layout.world_size
-    groups = spread.num_kv_heads
+    size = sharded.layout.world_size
+    groups = sharded.num_kv_heads
     if groups < size:
-        groups = spread.num_heads
+        groups = sharded.num_heads
     each, longer = divmod(groups, size)
     borders = [rank * each + min(rank, longer) for rank in range(size + 1)]
-    wide = spread.num_heads // groups
+    group_size = sharded.num_heads // groups
     kv = [slice(*borders[rank : rank + 2]) for rank in range(size)]
-    return [slice(x.start * wide, x.stop * wide) for x in kv], kv
+    return [slice(x.start * group_size, x.stop * group_size) for x in kv], kv
 
 
 def _sent(
-    spread: Spread, head_dim: int, dtype: torch.dtype, batch: int, mode: str, rank: int
+    sharded: ShardedPattern, head_dim: int, dtype: torch.dtype, batch: int, mode: str, rank: int
 ) -> Traffic:
     item = dtype.itemsize
     wide = torch.promote_types(dtype, torch.float32).itemsize
     row = batch * head_dim
-    if batch == 0 or spread.layout.world_size == 1:
+    if batch == 0 or sharded.layout.world_size == 1:
         return Traffic(0, 0)
     if mode == "ring":
-        forward, backward = _ring(spread, rank, row * item, row * wide)
+        forward, backward = _ring(sharded, rank, row * item, row * wide)
     elif mode == "all_gather":
-        shards = (spread.layout.world_size - 1) * 2 * spread.num_kv_heads * spread.longest * row
+        shards = (sharded.layout.world_size - 1) * 2 * sharded.num_kv_heads * sharded.longest * row
         forward, backward = shards * item, shards * (item + wide)
     else:
-        return _ulysses(spread, rank, head_dim * item, wide, batch)
-    if isinstance(spread.pattern, Adaptive):
-        blocks = -(-spread.length // spread.pattern.block_size)
-        means = (spread.num_heads + spread.num_kv_heads) * blocks * row * wide
-        both = all_reduced_bytes(means, spread.layout.world_size)
-        forward, backward = forward + both, backward + both
+        return _ulysses(sharded, rank, head_dim * item, wide, batch)
+    if isinstance(sharded.pattern, Adaptive):
+        blocks = -(-sharded.length // sharded.pattern.block_size)
+        means = (sharded.num_heads + sharded.num_kv_heads) * blocks * row * wide
+        all_reduced = all_reduced_bytes(means, sharded.layout.world_size)
+        forward, backward = forward + all_reduced, backward + all_reduced
     return Traffic(forward, backward)
 
 
-def _ring(spread: Spread, rank: int, row: int, wide_row: int) -> Traffic:
+def _ring(sharded: ShardedPattern, rank: int, row: int, wide_row: int) -> Traffic:
     device = torch.device("cpu")
-    others = [other for other in range(spread.layout.world_size) if other != rank]
-    given = 2 * row * sum(need(spread, other, rank, device).count for other in others)
-    back = 2 * wide_row * sum(need(spread, rank, other, device).count for other in others)
-    return Traffic(given, given + back)
+    others = [other for other in range(sharded.layout.world_size) if other != rank]
+    sent = sum(needed_rows(sharded, other, rank, device).count for other in others)
+    received = sum(needed_rows(sharded, rank, other, device).count for other in others)
+    keys_values, gradients = 2 * row * sent, 2 * wide_row * received
+    return Traffic(keys_values, keys_values + gradients)
 
 
-def _ulysses(spread: Spread, rank: int, row: int, wide: int, batch: int) -> Traffic:
-    heads, kv_heads = deal_heads(spread)
-    tokens = spread.tokens(rank)
-    mine = heads[rank].stop - heads[rank].start
-    mine_kv = kv_heads[rank].stop - kv_heads[rank].start
-    others = heads[-1].stop - mine
-    others_kv = kv_heads[-1].stop - mine_kv
-    elsewhere = spread.length - tokens
-    forward = (others + 2 * others_kv) * tokens * row + mine * elsewhere * (row + wide)
-    backward = others * tokens * (row + wide) + (mine + 2 * mine_kv) * elsewhere * row
+def _ulysses(sharded: ShardedPattern, rank: int, row: int, wide: int, batch: int) -> Traffic:
+    heads, kv_heads = heads_per_rank(sharded)
+    tokens = sharded.tokens(rank)
+    own = heads[rank].stop - heads[rank].start
+    own_kv = kv_heads[rank].stop - kv_heads[rank].start
+    others = heads[-1].stop - own
+    others_kv = kv_heads[-1].stop - own_kv
+    other_tokens = sharded.length - tokens
+    forward = (others + 2 * others_kv) * tokens * row + own * other_tokens * (row + wide)
+    backward = others * tokens * (row + wide) + (own + 2 * own_kv) * other_tokens * row
     return Traffic(batch * forward, batch * backward)

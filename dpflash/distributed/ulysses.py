@@ -1,7 +1,7 @@
-"""Ulysses: each worker exchanges its tokens of all heads for all tokens of some heads, and back.
+"""Ulysses attention: all-to-all exchanges shards of the sequence for shards of the heads and back.
 
-Source: Jacobs et al., arXiv:2309.14509. Letters: B samples, H query heads, G key/value heads, T
-tokens of all workers, T_p those of worker p, h heads of one worker, D head dim.
+Source: Jacobs et al., arXiv:2309.14509. Shapes: B samples, H query heads, G key/value heads, T
+tokens of all ranks, T_p tokens of rank p, h heads of one rank, D head dim.
 """
 
 from __future__ import annotations
@@ -21,98 +21,97 @@ from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
 
-from .exchange_plan import Spread
-from .once import differentiable_once
-from .traffic import deal_heads
-from .wire import all_to_all
+from .exchange import all_to_all, differentiable_once
+from .exchange_plan import ShardedPattern
+from .traffic import heads_per_rank
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
-    """Who has which tokens before, and which heads between.
+class HeadExchange:
+    """All-to-all between a sharded sequence and sharded heads.
 
     Attributes:
-        spread: who has which tokens.
-        group: the workers.
-        heads: the heads of each worker.
+        sharded: the pattern over the sharded sequence.
+        group: the ranks that share the sequence.
+        heads: the heads of each rank.
     """
 
-    spread: Spread
+    sharded: ShardedPattern
     group: ProcessGroup
     heads: Sequence[slice]
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Index of this rank in the group."""
         return rank_in(self.group)
 
     def to_heads(self, x: Tensor, what: str, phase: str) -> Tensor:
-        """`[B, h, T, ...]`, in the order of the sequence, from `[B, H, T_p, ...]`."""
+        """`[B, H, T_p, ...]` to `[B, h, T, ...]`, with tokens in the order of the sequence."""
         own = self.heads[self.rank]
         count = own.stop - own.start
         shapes = [
-            (x.shape[0], count, self.spread.tokens(rank), *x.shape[3:])
+            (x.shape[0], count, self.sharded.tokens(rank), *x.shape[3:])
             for rank in range(len(self.heads))
         ]
         shards = all_to_all([x[:, heads] for heads in self.heads], shapes, self.group, what, phase)
-        parts = [
+        chunks = [
             shards[rank][:, :, chunk.local : chunk.local + chunk.length]
-            for rank, chunk in self.spread.layout.in_order(self.spread.length)
+            for rank, chunk in self.sharded.layout.in_order(self.sharded.length)
         ]
-        return torch.cat(parts, dim=2)
+        return torch.cat(chunks, dim=2)
 
     def to_tokens(self, x: Tensor, what: str, phase: str) -> Tensor:
-        """`[B, H, T_p, ...]` from `[B, h, T, ...]`; undoes `to_heads`."""
-        parts = []
+        """`[B, h, T, ...]` to `[B, H, T_p, ...]`; the inverse of `to_heads`."""
+        shards = []
         for rank in range(len(self.heads)):
-            chunks = self.spread.chunks(rank)
-            cut = [x[:, :, chunk.start : chunk.start + chunk.length] for chunk in chunks]
-            parts.append(torch.cat(cut, dim=2) if cut else x[:, :, :0])
-        tokens = self.spread.tokens(self.rank)
+            chunks = self.sharded.chunks(rank)
+            slices = [x[:, :, chunk.start : chunk.start + chunk.length] for chunk in chunks]
+            shards.append(torch.cat(slices, dim=2) if slices else x[:, :, :0])
+        tokens = self.sharded.tokens(self.rank)
         shapes = [
             (x.shape[0], heads.stop - heads.start, tokens, *x.shape[3:]) for heads in self.heads
         ]
-        return torch.cat(all_to_all(parts, shapes, self.group, what, phase), dim=1)
+        return torch.cat(all_to_all(shards, shapes, self.group, what, phase), dim=1)
 
 
 class _ToHeads(torch.autograd.Function):
-    """`Deal.to_heads`, differentiable."""
+    """`HeadExchange.to_heads` as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deal: Deal, name: str) -> Tensor:
-        ctx.deal, ctx.name = deal, name
-        return deal.to_heads(x, f"{name} from tokens to heads", "forward")
+    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, name: str) -> Tensor:
+        ctx.exchange, ctx.name = exchange, name
+        return exchange.to_heads(x, f"{name} from tokens to heads", "forward")
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         what = f"gradients of {ctx.name} from heads to tokens"
-        return ctx.deal.to_tokens(grad, what, "backward"), None, None
+        return ctx.exchange.to_tokens(grad, what, "backward"), None, None
 
 
 class _ToTokens(torch.autograd.Function):
-    """`Deal.to_tokens` of o and lse together, so that all workers send both gradients or none."""
+    """`HeadExchange.to_tokens` of o and lse together: all ranks send both gradients or none."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, lse: Tensor, deal: Deal) -> tuple[Tensor, Tensor]:
-        ctx.deal = deal
+    def forward(ctx: Any, o: Tensor, lse: Tensor, exchange: HeadExchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
         return (
-            deal.to_tokens(o, "o from heads to tokens", "forward"),
-            deal.to_tokens(lse, "lse from heads to tokens", "forward"),
+            exchange.to_tokens(o, "o from heads to tokens", "forward"),
+            exchange.to_tokens(lse, "lse from heads to tokens", "forward"),
         )
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         return (
-            ctx.deal.to_heads(do, "gradients of o from tokens to heads", "backward"),
-            ctx.deal.to_heads(dlse, "gradients of lse from tokens to heads", "backward"),
+            ctx.exchange.to_heads(do, "gradients of o from tokens to heads", "backward"),
+            ctx.exchange.to_heads(dlse, "gradients of lse from tokens to heads", "backward"),
             None,
         )
 
 
 class _OwnHeads(torch.autograd.Function):
-    """Attention of some heads over all tokens."""
+    """Attention of this rank's heads over all tokens."""
 
     @staticmethod
     def forward(
@@ -149,14 +148,14 @@ class _OwnHeads(torch.autograd.Function):
             slopes=slopes,
             run_grads=gates is not None,
         )
-        of_gates = grads.dlog_multiplicity
+        dgates = grads.dlog_multiplicity
         return (
             grads.dq,
             grads.dk,
             grads.dv,
             None if sinks is None or grads.dsinks is None else grads.dsinks.to(sinks.dtype),
             None if slopes is None or grads.dslopes is None else grads.dslopes.to(slopes.dtype),
-            None if gates is None or of_gates is None else of_gates.view(gates.shape),
+            None if gates is None or dgates is None else dgates.view(gates.shape),
             None,
             None,
         )
@@ -168,11 +167,11 @@ def ulysses_attention(
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    spread: Spread,
+    sharded: ShardedPattern,
     group: ProcessGroup,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of this worker's tokens, computed head by head on all workers.
+    """``(o, lse)`` of this rank's tokens; each rank computes some heads over all tokens.
 
     Args:
         q: `[B, H, T_p, D]`.
@@ -180,31 +179,34 @@ def ulysses_attention(
         v: `[B, G, T_p, D]`.
         sinks: `[B, H]`.
         slopes: `[B, H]`.
-        spread: who has which tokens.
-        group: the workers.
-        scale: factor of the scores.
+        sharded: the pattern over the sharded sequence.
+        group: the ranks that share the sequence.
+        scale: softmax scale.
     """
-    heads, kv_heads = deal_heads(spread)
+    heads, kv_heads = heads_per_rank(sharded)
     if kv_heads[-1].stop != k.shape[1]:
-        k, v = (x.repeat_interleave(spread.num_heads // k.shape[1], dim=1) for x in (k, v))
-    deal, kv_deal = Deal(spread, group, heads), Deal(spread, group, kv_heads)
-    mine = heads[deal.rank]
-    q = _ToHeads.apply(q, deal, "q")
-    k, v = _ToHeads.apply(k, kv_deal, "k"), _ToHeads.apply(v, kv_deal, "v")
+        k, v = (x.repeat_interleave(sharded.num_heads // k.shape[1], dim=1) for x in (k, v))
+    exchange = HeadExchange(sharded, group, heads)
+    kv_exchange = HeadExchange(sharded, group, kv_heads)
+    own = heads[exchange.rank]
+    q = _ToHeads.apply(q, exchange, "q")
+    k, v = _ToHeads.apply(k, kv_exchange, "k"), _ToHeads.apply(v, kv_exchange, "v")
     gates = None
-    if isinstance(spread.pattern, Adaptive):
-        blocks, gates = spread.pattern.choose(q, k, scale)
-        graph = runtime_graph(blocks, gates, spread.pattern, spread.length)
+    if isinstance(sharded.pattern, Adaptive):
+        blocks, gates = sharded.pattern.choose(q, k, scale)
+        graph = runtime_graph(blocks, gates, sharded.pattern, sharded.length)
     else:
-        graph = _graph_of_heads(spread, mine.start, mine.stop, q.device)
-    sinks, slopes = (None if x is None else x[:, mine] for x in (sinks, slopes))
+        graph = _graph_of_heads(sharded, own.start, own.stop, q.device)
+    sinks, slopes = (None if x is None else x[:, own] for x in (sinks, slopes))
     o, lse = _OwnHeads.apply(q, k, v, sinks, slopes, gates, graph, scale)
-    return _ToTokens.apply(o, lse, deal)
+    return _ToTokens.apply(o, lse, exchange)
 
 
 @functools.lru_cache(maxsize=256)
-def _graph_of_heads(spread: Spread, first: int, end: int, device: torch.device) -> TileGraph:
-    """The pattern's graph, which may differ between heads, for some of all heads."""
-    graph = spread.pattern.graph(spread.length, spread.num_heads, device)
+def _graph_of_heads(
+    sharded: ShardedPattern, first: int, end: int, device: torch.device
+) -> TileGraph:
+    """The pattern's graph for the heads from `first` to `end`; graphs may differ between heads."""
+    graph = sharded.pattern.graph(sharded.length, sharded.num_heads, device)
     rows, cols = graph.row_variants[first:end], graph.col_variants[first:end]
     return replace(graph, row_variants=rows, col_variants=cols, plans={})

@@ -1,4 +1,4 @@
-"""What workers must have in common before they train one model together."""
+"""Checks that all ranks share model, data set and ledger, and synchronizes their parameters."""
 
 import hashlib
 import os
@@ -16,44 +16,46 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..privacy.keys import derive_key, uniform_words
 from ..privacy.ledger import Ledger, LedgerCopy
-from . import collectives as _workers
+from . import collectives
 from .fsdp import is_sharded, require_rows
-from .mesh import Workers
+from .mesh import Ranks
+
+_COMPARED = 14  # random entries of the data set that ranks compare, besides the first and the last
 
 
-def open_ledger(path: str | os.PathLike[str] | None, workers: Workers) -> Ledger | None:
-    """The ledger at a path, which the first worker keeps and the others copy."""
+def open_ledger(path: str | os.PathLike[str] | None, ranks: Ranks) -> Ledger | None:
+    """Open the ledger at a path on rank 0; the other ranks get a read-only copy of it."""
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"ledger={path!r}: expected the path of a file, or None for no ledger")
-    kept: list[Ledger] = []
+    opened: list[Ledger] = []
 
     def read() -> bytes:
-        kept.append(Ledger(path))
-        return kept[0].content()
+        opened.append(Ledger(path))
+        return opened[0].content()
 
-    content = workers.first_does(f"ledger={os.fspath(path)!r}", read)
-    return kept[0] if kept else LedgerCopy(path, content)
+    content = ranks.run_on_first(f"ledger={os.fspath(path)!r}", read)
+    return opened[0] if opened else LedgerCopy(path, content)
 
 
-def check_module(module: nn.Module, workers: Workers) -> None:
-    """Refuse a model whose wrappers and shards do not belong to the engine's workers.
+def check_module(module: nn.Module, ranks: Ranks) -> None:
+    """Check that a model's wrappers and shards match the engine's ranks.
 
     Raises:
-        ValueError: naming the module or parameter and the way out.
+        ValueError: with the name of the module or parameter, and the way out.
     """
-    unknown: tuple[type, ...] = (DataParallel,)
-    known: tuple[type, ...] = (DistributedDataParallel,)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to load, and by its users only
+    unsupported: tuple[type, ...] = (DataParallel,)
+    supported: tuple[type, ...] = (DistributedDataParallel,)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; only its users have done so
     if fsdp is not None:
-        unknown += (fsdp.FullyShardedDataParallel,)
-        known += (fsdp.FSDPModule,)
+        unsupported += (fsdp.FullyShardedDataParallel,)
+        supported += (fsdp.FSDPModule,)
     for name, child in module.named_modules():
         where = f"module '{name}'" if name else "module"
-        if isinstance(child, unknown):
+        if isinstance(child, unsupported):
             raise ValueError(
-                f"{where} is {type(child).__name__}, which private training does not know: use "
+                f"{where} is {type(child).__name__}, which private training does not support: use "
                 "torch.distributed.fsdp.fully_shard or DistributedDataParallel, and "
                 "PrivacyEngine(mesh=...)"
             )
@@ -61,15 +63,15 @@ def check_module(module: nn.Module, workers: Workers) -> None:
             raise ValueError(
                 f"{where} is wrapped in DistributedDataParallel: wrap the whole model"
             )
-        if workers.everyone is None and isinstance(child, known):
+        if ranks.everyone is None and isinstance(child, supported):
             if dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
-                    f"{where} is {type(child).__name__} over several workers, and the engine does "
-                    "not know of them: each would add noise and count steps by itself. Pass "
+                    f"{where} is {type(child).__name__} over several ranks, but the engine has no "
+                    "mesh: each rank would add its own noise and count its own steps. Pass "
                     "PrivacyEngine(mesh=init_device_mesh(..., mesh_dim_names=('data',)))"
                 )
-    # What fully_shard cut knows how to put itself together; what else did, does not.
-    within = {
+    # fully_shard's modules unshard their parameters for the forward; other DTensors stay sharded.
+    fully_sharded = {
         id(p)
         for child in module.modules()
         if fsdp is not None and isinstance(child, fsdp.FSDPModule)
@@ -77,53 +79,52 @@ def check_module(module: nn.Module, workers: Workers) -> None:
     }
     for name, parameter in module.named_parameters():
         require_rows(name, parameter)
-        if is_sharded(parameter) and id(parameter) not in within:
+        if is_sharded(parameter) and id(parameter) not in fully_sharded:
             raise ValueError(
-                f"parameter '{name}' is a DTensor, and no module around it went through "
-                "fully_shard: tensor parallelism has no rule for private training. Use a plain "
-                "parameter, or fully_shard"
+                f"parameter '{name}' is a DTensor that fully_shard did not make: private training "
+                "does not support tensor parallelism. Use a plain parameter, or fully_shard"
             )
-    _check_context(module, workers)
+    _check_context(module, ranks)
     if isinstance(module, DistributedDataParallel):
-        _check_replicas(module, workers)
+        _check_replicas(module, ranks)
 
 
-def _check_context(module: nn.Module, workers: Workers) -> None:
-    """A model that sees a part of each sample needs a mesh that says so, and the reverse."""
-    split = False
+def _check_context(module: nn.Module, ranks: Ranks) -> None:
+    """Check that the model is context parallel if and only if the mesh has a context dimension."""
+    is_context_parallel = False
     for name, child in module.named_modules():
         context = getattr(child, "context_parallel", None)
         if context is None:
             continue
         group = context.group
-        if _workers.world_size(group) == 1:
+        if collectives.world_size(group) == 1:
             continue
-        split = True
-        if workers.context is None or _ranks(group) != _ranks(workers.context):
+        is_context_parallel = True
+        if ranks.context is None or _ranks(group) != _ranks(ranks.context):
             raise ValueError(
-                f"module '{name}' is parallel over the context of {_workers.world_size(group)} "
-                "workers, and the engine's mesh has no such dimension: norms would be of parts "
-                "of samples. Pass PrivacyEngine(mesh=...) the mesh with its 'context' dimension"
+                f"module '{name}' is context parallel over {collectives.world_size(group)} ranks, "
+                "but the engine's mesh has no such dimension: norms would cover parts of samples. "
+                "Pass PrivacyEngine(mesh=...) the mesh with its 'context' dimension"
             )
-    if workers.context is not None and not split:
+    if ranks.context is not None and not is_context_parallel:
         raise ValueError(
-            f"the mesh has a context of {_workers.world_size(workers.context)} workers, and the "
-            "model is not parallel over it: each worker would take its tokens for whole samples. "
+            f"the mesh has a context of {collectives.world_size(ranks.context)} ranks, but the "
+            "model is not context parallel: each rank would treat its tokens as whole samples. "
             "Call dpflash.distributed.context_parallel(model, mesh) before make_private"
         )
 
 
-def _check_replicas(module: DistributedDataParallel, workers: Workers) -> None:
+def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
     if module._comm_hooks and module.__dict__.get(_REDUCTION) is None:
         raise ValueError(
-            "module has a communication hook of its own, which would see gradients before the "
-            "noise; leave register_comm_hook out"
+            "module has its own communication hook, which would see gradients before the noise is "
+            "added; remove the call to register_comm_hook"
         )
-    if _ranks(module.process_group) != _ranks(workers.data):
+    if _ranks(module.process_group) != _ranks(ranks.data):
         raise ValueError(
-            f"module is DistributedDataParallel over the workers {_ranks(module.process_group)}, "
-            f"and the data dimension of the engine's mesh holds {_ranks(workers.data)}; pass "
-            "process_group=mesh.get_group('data')"
+            f"module is DistributedDataParallel over the ranks {_ranks(module.process_group)}, "
+            f"but the data dimension of the engine's mesh has the ranks {_ranks(ranks.data)}; "
+            "pass process_group=mesh.get_group('data')"
         )
 
 
@@ -134,7 +135,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
-    """Digests of some entries, keyed; of one that differs from call to call an empty one."""
+    """Keyed digests of some entries of a data set; "" for an entry that differs between reads."""
     count = len(dataset)
     indices = {0, count - 1}
     words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
@@ -146,38 +147,35 @@ def digests_of(dataset: Any, key: bytes) -> list[str]:
     return found
 
 
-def require_same_data(digests: list[str], workers: Workers) -> None:
-    """Refuse data sets that differ between workers in one of the entries that were compared.
+def require_same_data(digests: list[str], ranks: Ranks) -> None:
+    """Check that the compared entries of the data sets are the same on all ranks.
 
     Raises:
-        ValueError: on all of them.
+        ValueError: on all ranks, if an entry differs.
     """
-    for entry in zip(*workers.gather(digests, "make_private"), strict=True):
+    for entry in zip(*ranks.gather(digests, "make_private"), strict=True):
         if "" not in entry and len(set(entry)) > 1:
             raise ValueError(
-                "data_loader.dataset holds other entries on other workers: expected the same data "
-                "set on all of them, from which each draw is dealt out; do not cut it up before"
+                "data_loader.dataset differs between ranks: expected the same data set on all of "
+                "them, because the loader divides each logical batch over the ranks; do not split "
+                "the data set before"
             )
 
 
-_COMPARED = 14
-
-
 def _entry_digest(entry: Any, key: bytes) -> str:
-    """The same for equal entries, whatever objects they share; empty where that is not known."""
+    """A digest that is equal for equal entries; "" for types that cannot be compared."""
     if isinstance(entry, Tensor) and entry.layout is torch.strided:
-        held = entry.detach().cpu().contiguous()
         kind = f"{entry.dtype} {tuple(entry.shape)}"
-        content = _workers.as_bytes(held).numpy().tobytes()
+        content = collectives.as_bytes(entry.detach().cpu().contiguous()).numpy().tobytes()
     elif isinstance(entry, np.ndarray | np.generic) and not entry.dtype.hasobject:
         kind, content = f"{entry.dtype} {entry.shape}", entry.tobytes()
     elif isinstance(entry, Mapping | list | tuple):
         kind = "mapping" if isinstance(entry, Mapping) else "sequence"
         inside = entry.items() if isinstance(entry, Mapping) else entry
-        parts = [_entry_digest(x, key) for x in inside]
-        if "" in parts:
+        digests = [_entry_digest(x, key) for x in inside]
+        if "" in digests:
             return ""
-        content = "".join(sorted(parts) if kind == "mapping" else parts).encode()
+        content = "".join(sorted(digests) if kind == "mapping" else digests).encode()
     elif isinstance(entry, str):
         kind, content = "str", entry.encode("utf-8", "surrogatepass")
     elif isinstance(entry, bytes):
@@ -190,48 +188,48 @@ def _entry_digest(entry: Any, key: bytes) -> str:
     return hashlib.blake2b(whole, key=key, digest_size=16).hexdigest()
 
 
-def join(module: nn.Module, workers: Workers) -> None:
-    """Make copies of parameters and buffers equal, and gradients the clipping gates' business."""
-    copies = [x.detach() for x in (*module.parameters(), *module.buffers())]
-    what = "the first worker's parameters"
-    workers.broadcast_([x for x in copies if not is_sharded(x)], what)
-    if workers.context is not None:
-        apart = set(_ranks(workers.context)) - {dist.get_rank()}
-        for x in copies:
-            # Rows that the workers of a context hold alike, each from its own group of data.
-            if is_sharded(x) and not apart & set(x.device_mesh.mesh.flatten().tolist()):
-                _workers.broadcast_(x.to_local(), workers.context, what)
+def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
+    """Broadcast parameters and buffers from rank 0 and disable DDP's all-reduce of gradients."""
+    tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
+    what = "broadcast of rank 0's parameters"
+    ranks.broadcast_([x for x in tensors if not is_sharded(x)], what)
+    if ranks.context is not None:
+        others = set(_ranks(ranks.context)) - {dist.get_rank()}
+        for x in tensors:
+            # The ranks of a context group hold the same rows, each in its own data group.
+            if is_sharded(x) and not others & set(x.device_mesh.mesh.flatten().tolist()):
+                collectives.broadcast_(x.to_local(), ranks.context, what)
     if isinstance(module, DistributedDataParallel):
-        held = module.__dict__.get(_REDUCTION)
-        if held is None:
-            held = module.__dict__[_REDUCTION] = _Reduction(module.process_group)
-            module.register_comm_hook(held, _reduce)
-        held.is_private = True
+        reduction = module.__dict__.get(_REDUCTION)
+        if reduction is None:
+            reduction = module.__dict__[_REDUCTION] = _Reduction(module.process_group)
+            module.register_comm_hook(reduction, _reduce)
+        reduction.is_private = True
 
 
-def part(module: nn.Module) -> None:
-    """Undo what `join` did to the gradients of a wrapped module."""
-    held = module.__dict__.get(_REDUCTION)
-    if held is not None:
-        held.is_private = False
+def release_ranks(module: nn.Module) -> None:
+    """Enable DDP's all-reduce of gradients again, see `synchronize_ranks`."""
+    reduction = module.__dict__.get(_REDUCTION)
+    if reduction is not None:
+        reduction.is_private = False
 
 
-# A module takes one hook, for good.
+# A module accepts one communication hook and cannot remove it, so the hook has a switch.
 _REDUCTION = "_dpflash_reduction"
 
 
 @dataclass
 class _Reduction:
-    """Who reduces the gradients of a DistributedDataParallel module over its workers."""
+    """The state of the communication hook on a DistributedDataParallel module."""
 
     group: dist.ProcessGroup
     is_private: bool = True
 
 
 def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Private gradients stay as they are: the optimizer's step sums what the gates made."""
+    """Leave private gradients unreduced: the private step sums the clipped gradients itself."""
     if not reduction.is_private:
         return allreduce_hook(reduction.group, bucket)
-    own: torch.futures.Future[Tensor] = torch.futures.Future()
-    own.set_result(bucket.buffer())
-    return own
+    unreduced: torch.futures.Future[Tensor] = torch.futures.Future()
+    unreduced.set_result(bucket.buffer())
+    return unreduced

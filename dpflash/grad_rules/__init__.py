@@ -1,4 +1,4 @@
-"""Which layers can be trained privately, and how: the whole list on one screen."""
+"""The layers that can be trained privately, and the rule of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .norm import PrivateLayerNorm, PrivateRMSNorm
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
-# A rule replaces one forward, so it is looked up by the forward: a subclass with a forward of its
-# own is another layer. A forward that cannot be imported here stands under its full name.
+# A rule replaces one forward and is looked up by it: a subclass with its own forward is another
+# layer. A forward that cannot be imported here is listed under its full name.
 RULES: dict[object, type[PrivateModule]] = {
     nn.Linear.forward: PrivateLinear,
     nn.Embedding.forward: PrivateEmbedding,
@@ -32,12 +32,12 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
-    """The private counterpart of a module that holds parameters and whose children hold none."""
+    """The private class for a module that holds parameters, and whose children hold none."""
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private counterpart of a module that holds no parameters itself; None for most."""
+    """The private class for a module that holds no parameters itself; None for most."""
     return BLOCK_RULES.get(_name_of_forward(module))
 
 

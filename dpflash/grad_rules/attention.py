@@ -1,9 +1,9 @@
 """Self-attention with its projections as one node of autograd.
 
-Its backward goes from the block's output to its input in one piece: per-sample gradients of the
+Its backward runs from the block's output to its input in one piece: per-sample gradients of the
 output projection, flash backward into one buffer of dq, dk and dv, per-sample gradients of the
-input projection (the biases' out of the flash backward's epilogue), sinks and slopes. What it
-leaves with the gates is normed, clipped and, at the end of a logical batch, noised there.
+input projection (those of the biases in the epilogue of the flash backward), sinks and slopes. The
+gates then compute norms, clip and, at the end of a logical batch, have noise added.
 
 Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
 """
@@ -33,7 +33,7 @@ from .linear import PrivateLinear
 
 @dataclass(frozen=True)
 class _Heads:
-    """How the projected tokens `[B, T, (H + 2 G) D]` lie, and which queries see which keys."""
+    """Layout of the projected tokens `[B, T, (H + 2 G) D]`, and the attention pattern."""
 
     heads: int
     kv_heads: int
@@ -97,7 +97,7 @@ class _SelfAttention(torch.autograd.Function):
         ctx.slots = qkv_slot, out_slot
         ctx.heads = heads
         y = F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
-        # A view, which torch may return, could not be changed in place by the layer behind.
+        # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
@@ -152,7 +152,7 @@ class _SelfAttention(torch.autograd.Function):
 
 
 class PrivateMultiheadAttention(PrivateModule):
-    """`dpflash.nn.MultiheadAttention` with its projections, as one node where it can be."""
+    """`dpflash.nn.MultiheadAttention` with its projections; one autograd node where possible."""
 
     def _output(
         self,
@@ -165,8 +165,8 @@ class PrivateMultiheadAttention(PrivateModule):
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
-        # Masks of the scores, tokens on other workers, dropped weights and choices at run time go
-        # another way.
+        # Score masks, tokens on other ranks, dropout and patterns chosen at run time need the
+        # ordinary forward.
         masked = attn_mask is not None or (plain and key_padding_mask is not None)
         split = module.context_parallel is not None
         dropped = module.training and module.dropout > 0
@@ -179,7 +179,7 @@ class PrivateMultiheadAttention(PrivateModule):
 
 
 def _is_one_node(module: Any) -> bool:
-    """Whether nothing stands between the projections: each plain, trained, and without hooks."""
+    """Whether both projections are plain, trained and without hooks."""
     if not module.self_attention or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     projections = (module.qkv_proj, module.out_proj)
@@ -193,7 +193,7 @@ def _is_one_node(module: Any) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether something would see, or change, the module's own call."""
+    """Whether hooks see the call of a module."""
     return bool(
         "forward" in module.__dict__
         or torch.nn.modules.module._has_any_global_hook()
@@ -205,7 +205,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool) -> Tensor:
-    """The one node's call."""
+    """Call the one node."""
     qkv_proj, out_proj = module.qkv_proj, module.out_proj
     x = qkv_proj._dpflash.check_batch(query)
     batch, tokens, _ = x.shape

@@ -1,4 +1,4 @@
-"""What all private layers share: how they find their handles, and how they are pickled."""
+"""Base of the private layers: handles on parameters, pickling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..distributed.fsdp import is_sharded
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a matrix parameter's per-sample gradient may be left: a gate and a position in it."""
+    """A gate and a position in it, for the saved pairs of a matrix parameter."""
 
     gate: Gate
     position: int
@@ -25,14 +25,14 @@ class Slot:
 
 @dataclass
 class ModuleContext:
-    """What ties one module to the private backward of its model.
+    """Connects one module to the private backward of its model.
 
     Attributes:
         backward: shared by all modules of the model.
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
-        has_positions: whether it was given indices [T] of another length than B.
+        has_positions: whether it received indices [T] of another length than B.
     """
 
     backward: PrivateBackward
@@ -41,8 +41,12 @@ class ModuleContext:
     frozen: frozenset[str]
     has_positions: bool = False
 
+    def note_positions(self) -> None:
+        """Note that the module received indices [T] of another length than B."""
+        self.has_positions = True
+
     def check_batch(self, x: Tensor) -> Tensor:
-        """Give x the batch dimension of the pass, refusing what has another first dimension."""
+        """Expand x to the batch size of the forward; refuse another first dimension."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
@@ -58,7 +62,7 @@ class ModuleContext:
 
 
 class Handles:
-    """A module's handles in one pass."""
+    """The handles of a module in one forward."""
 
     def __init__(self, module: nn.Module, context: ModuleContext, batch_size: int):
         self._slots = context.slots
@@ -93,7 +97,7 @@ class Handles:
         return self._gate(group).handles[position]
 
     def dense(self, name: str) -> Tensor | None:
-        """The handle for a use that leaves nothing with the gate, see `Gate.register_dense`."""
+        """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
         handle = self[name]
         if handle is not None and not self.compiling:
             group, position = self._slots[name]
@@ -101,7 +105,7 @@ class Handles:
         return handle
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
-        """Where a matrix parameter's use may leave (x, dy); None while compiling."""
+        """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""
         if self.compiling or name not in self._slots:
             return None
         group, position = self._slots[name]
@@ -112,7 +116,7 @@ class Handles:
 
 
 class PrivateModule(nn.Module):
-    """Base of the private layers; a module becomes one by its class, keeping its state."""
+    """Base of the private layers; a module becomes private by a change of its class."""
 
     _dpflash: ModuleContext
 
@@ -146,7 +150,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class a private module had before."""
+    """The original class of a private module."""
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
 
 

@@ -1,4 +1,4 @@
-"""Turning a model's layers into private ones in place, and back."""
+"""Makes the layers of a model private in place, and plain again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..clipping.backward import PrivateBackward
+from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
 from .linear import PrivateConv1D, PrivateLinear
@@ -27,7 +28,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """`check_model` for one module, without those below it."""
+    """`check_model` for one module, without its children."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if isinstance(module, _BatchNorm):
@@ -107,7 +108,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
 def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
-    """For each module its own trained parameters, in the model's order."""
+    """(name, own trained parameters) of each module, in the model's order."""
     wanted = {id(p) for p in trained}
     return [
         (name, own)
@@ -134,7 +135,7 @@ def tileable(model: nn.Module) -> set[int]:
 def attach(model: nn.Module, backward: PrivateBackward) -> None:
     """Swap the class of every module that holds trainable parameters for its private one.
 
-    Objects, parameters, buffers and state_dict keys stay what they are.
+    Objects, parameters, buffers and state_dict keys stay the same.
     """
     for name, module in list(model.named_modules()):
         own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -153,9 +154,19 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give the modules their own classes back."""
+    """Restore the original classes of the modules."""
     for module in model.modules():
         if isinstance(module, PrivateModule):
             original = plain_class(module)
             del module.__dict__["_dpflash"]
             object.__setattr__(module, "__class__", original)
+
+
+def make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
+    """The clipping groups of a kind of clipping."""
+    if clipping == "flat":
+        return flat_groups(trained)
+    if clipping == "per_layer":
+        return per_layer_groups(owners(module, trained))
+    names = {p: n for n, p in module.named_parameters()}
+    return per_block_groups(trained, names, tileable(module))

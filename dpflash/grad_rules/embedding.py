@@ -1,4 +1,4 @@
-"""Look-up tables: nn.Embedding."""
+"""Rule for look-up tables: nn.Embedding."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class PrivateEmbedding(PrivateModule):
         return y.reshape(*indices.shape, width)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
-        """[T] positions become [1, T]; where B = T only an earlier T can tell them from [B]."""
+        """Positions [T] become [1, T]; where T = B, only an earlier T tells them from [B]."""
         context = self._dpflash
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
             if not torch.compiler.is_compiling():
-                context.has_positions = True
+                context.note_positions()
             return indices.unsqueeze(0)
         if length == 1:
             return indices

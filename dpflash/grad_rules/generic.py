@@ -1,7 +1,7 @@
-"""The rule for any other leaf layer: each sample runs with its own copy of the parameters.
+"""Rule for any other leaf layer: vmap runs each sample with its own copy of the parameters.
 
-Under vmap over samples the handle [B, ...] *is* the parameters, and autograd's own gradient for
-it is the per-sample gradient. This costs what vmap costs; layers that matter have their own rule.
+Under vmap over samples the handle [B, ...] takes the place of the parameters, and autograd's
+gradient for it is the per-sample gradient. It is as slow as vmap; common layers have own rules.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class PrivateLeaf(PrivateModule):
         batch_size = sizes.pop()
         own = {n: p for n, p in self._parameters.items() if p is not None}
         twin = plain_twin(self)
-        # The private module's own call runs the hooks.
+        # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             twin.__dict__[hooks] = OrderedDict()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
         per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
         if batch_size == 0:
-            # Gradients of nothing, but beside other workers the gate must learn of them.
+            # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleLookups(context.name):
                 outputs = functional_call(twin, shared, args, kwargs)

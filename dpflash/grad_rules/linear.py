@@ -1,4 +1,4 @@
-"""Linear layers: nn.Linear and Hugging Face's Conv1D (a linear layer with W transposed)."""
+"""Rule for linear layers: nn.Linear and Hugging Face's Conv1D (W transposed)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
         ctx.slot = slot
         ctx.transposed = transposed
         y = F.linear(x, weight.t() if transposed else weight, bias)
-        # A view, which torch may return, could not be changed in place by the layer behind.
+        # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
@@ -61,7 +61,7 @@ class PrivateLinear(PrivateModule):
 
     _transposed = False
 
-    # Arguments are named as in the plain layers, which may be called by keyword.
+    # Arguments have the names of the plain layers, which may be called by keyword.
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_private_call():
             return super().forward(input)

@@ -1,7 +1,7 @@
 """A linear head with its cross-entropy, in chunks of tokens: [B, T, V] logits never exist.
 
-The forward keeps two numbers a token, and whoever needs the logits' gradient later makes a part
-of it anew: dlogits = scale (softmax(x W^T + b) - onehot(targets)).
+The forward saves two numbers for each token; the backward recomputes the logits' gradient chunk by
+chunk: dlogits = scale (softmax(x W^T + b) - onehot(targets)).
 
 Letters: B samples, T tokens, E model dim, V classes.
 """
@@ -24,7 +24,7 @@ from ..clipping.planner import HeadShape
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
 
-# What is held of the logits at once, in elements: 64 MiB in fp32.
+# Elements of the logits held at once: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
 # Tokens of a tile of the weight's gradient; more would leave too few rows for a product.
 _TILE_TOKENS = 2048
@@ -32,15 +32,15 @@ _TILE_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Head:
-    """What the forward leaves, and everything that is made anew from it.
+    """Saved tensors of the forward, from which the backward recomputes the rest.
 
     Attributes:
         x: [B, T, E].
         weight, bias: [V, E] and [V] or None, in x's dtype.
-        targets: [B, T], int64; what is not in 0..V-1 has scale 0.
+        targets: [B, T], int64; targets outside of 0..V-1 have scale 0.
         lse: [B, T], fp32 or wider, log-sum-exp of the logits.
-        scale: [B, T], the loss' derivative by each token's; 0 where the target is ignored.
-        chunk_tokens: rows of V logits that may be held at once.
+        scale: [B, T], derivative of the loss by each token's loss; 0 for ignored targets.
+        chunk_tokens: rows of V logits held at once.
     """
 
     x: Tensor
@@ -76,7 +76,7 @@ class Head:
     def gradients(
         self, *, x: bool, weight: bool, bias: bool, per_sample: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients that are asked for; of weight and bias [B, ...] if `per_sample`."""
+        """The gradients that are needed; for weight and bias [B, ...] if `per_sample`."""
         batch, classes = self.x.shape[0], self.weight.shape[0]
         leading = (batch,) if per_sample else ()
         dx = torch.empty_like(self.x) if x else None
@@ -136,7 +136,7 @@ def linear_cross_entropy(
     bias_handle: Tensor | None = None,
     slot: Slot | None = None,
 ) -> Tensor:
-    """Losses [B] of x [B, ..., E] and targets [B, ...], checked before; handles if private."""
+    """Losses [B] of x [B, ..., E] and targets [B, ...], which were checked before."""
     flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     dtype = autocast_dtype(x)
     return _LinearCrossEntropy.apply(

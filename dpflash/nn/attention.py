@@ -263,9 +263,9 @@ class MultiheadAttention(nn.Module):
                 "known here; say what is seen with pattern=, and mark padding in the targets"
             )
         pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
-        context = self.context_parallel.agreed(
+        context = self.context_parallel.agree(
             query.shape[1],
-            refused=None if reason is None else ValueError(reason),
+            error=None if reason is None else ValueError(reason),
             samples=query.shape[0],
             dtype=query.dtype,
             pattern=pattern.key,

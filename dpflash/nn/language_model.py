@@ -120,7 +120,7 @@ class LongContextLM(nn.Module):
         if context_parallel is not None:
             if not isinstance(context_parallel, ContextParallel):
                 context_parallel = ContextParallel.of(context_parallel)
-            context_parallel.spread(self)
+            context_parallel.apply(self)
 
     def reset_parameters(self) -> None:
         """Draws all weights anew and sets all biases to 0."""
@@ -161,7 +161,7 @@ class LongContextLM(nn.Module):
             )
         length, positions = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
         if self.context_parallel is not None:
-            context = self.context_parallel.agreed(length, samples=tokens.shape[0])
+            context = self.context_parallel.agree(length, samples=tokens.shape[0])
             length, positions = context.length, context.positions(tokens.device)
             if not self._looked and tokens.shape[0]:
                 self._looked = True

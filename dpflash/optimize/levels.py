@@ -1,13 +1,13 @@
-"""Optimization levels: what each changes, in the words in which it is told to users.
+"""Optimization levels: what each changes, and the sentences that say so to users.
 
 none          textbook DP-SGD: each layer keeps its per-sample gradients.
-conservative  a planner picks the way of flat clipping; nothing changes but rounding.
+conservative  a planner chooses the mode of flat clipping; nothing changes but rounding.
 balanced      conservative, and the model's forward under bfloat16 autocast.
 aggressive    balanced, per-layer clipping and a compiled forward.
 
-No level changes how much privacy a step costs: batches, noise and clipping are the same. Clipping
-and noise sit in the gates' backward, outside of what is autocast or compiled. What 16 bit does to
-the bound of batches without public slots, `_OF_16_BIT` tells.
+No level changes what a step costs in privacy: batches, noise and clipping are the same. Clipping
+and noise run in the gates' backward, outside of autocast and of the compiled graph. `_OF_16_BIT`
+says what 16 bit does to the bound of batches without public slots.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import torch
 from torch import nn
 
 from ..clipping.planner import clipping_for
-from ..distributed.mesh import Workers
+from ..distributed.mesh import Ranks
 
 __all__ = ["PLAIN", "Asked", "Optimization", "choose"]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `make_private` was asked for, as far as a level depends on it.
+    """The arguments of `make_private` that a level depends on.
 
     Attributes:
         level: one of `planner.LEVELS`.
         clipping: None for that of the level.
-        way: how flat clipping gets its norms.
-        public_batch_size: samples of a physical batch, as planned for.
-        memory_budget: bytes that their stored gradients may take.
-        workers: who trains the model.
+        mode: how flat clipping gets its norms.
+        public_batch_size: samples of a microbatch that the planner plans for.
+        memory_budget: bytes that their per-sample gradients may take.
+        ranks: the ranks that train the model.
     """
 
     level: str
     clipping: str | None
-    way: str
+    mode: str
     public_batch_size: int
     memory_budget: int
-    workers: Workers
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Optimization:
         clipping: "flat", "per_layer" or "per_block".
         autocast: whether the model's forward runs under bfloat16 autocast.
         compiled: whether the model's forward goes through torch.compile where it trains.
-        changes: sentences, each begun by what it is about: privacy, clipping, numerics, memory,
+        changes: sentences, each with its subject first: privacy, clipping, numerics, memory,
             kernels, or what was left out and why.
-        stored_bytes: of the per-sample gradients of all layers, for a batch of the planned size.
+        stored_bytes: size of the per-sample gradients of all layers, for a microbatch as planned.
     """
 
     level: str
@@ -77,7 +77,7 @@ class Optimization:
         return f"optimize={self.level!r}: {', '.join(parts)}"
 
     def without_compiler(self, why: str) -> Optimization:
-        """The same, with torch.compile left out."""
+        """A copy with torch.compile left out, and the reason."""
         gone = _of_compiler(self.stored_bytes)
         kept = (change for change in self.changes if change not in gone)
         changes = (*kept, f"left out: torch.compile, since {why}")
@@ -88,13 +88,13 @@ PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(),
 
 
 def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> Optimization:
-    """What a level does to a model, not yet private, and its trained parameters.
+    """What a level changes for a model, which is not private yet.
 
     Raises:
         ValueError: for a device that cannot do what the level is about.
     """
     level, device = asked.level, trained[0].device
-    clipping = clipping_for(level, asked.clipping, asked.way)
+    clipping = clipping_for(level, asked.clipping, asked.mode)
     autocast = False
     changes = [_PRIVACY]
     if level == "none":
@@ -106,7 +106,7 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
     elif level != "none":
         autocast, numerics = _autocast(level, trained)
         changes += [*numerics, _kernels(device)]
-    # Of all per-sample gradients, fp32 at least.
+    # All per-sample gradients, in fp32 or wider.
     size = sum(max(4, p.element_size()) * p.numel() for p in trained) * asked.public_batch_size
     if level != "aggressive":
         return Optimization(level, clipping, autocast, False, tuple(changes), size)
@@ -128,7 +128,7 @@ _OF_16_BIT = (
     "there, by 1.0083 where that was searched for"
 )
 _CONSERVATIVE = (
-    "numerics: those of the model as it is; ways differ by rounding alone",
+    "numerics: those of the model as it is; modes differ by rounding alone",
     "memory: gradients that the planner stores stay within memory_budget",
     "left out: a fused optimizer step, since the optimizer is yours; torch.optim.AdamW(..., "
     "fused=True) is one",
@@ -147,16 +147,16 @@ def _of_none(clipping: str) -> tuple[str, ...]:
 
 
 def _clipping(asked: Asked, clipping: str) -> str:
-    """What becomes of the clipping, in words."""
+    """The sentence about clipping."""
     aggressive, is_own = asked.level == "aggressive", asked.clipping is None
     text = f"clipping: {clipping}"
     if aggressive and not is_own:
         text += " as asked for"
         text += "" if clipping == "per_layer" else " (this level would clip per_layer)"
-    if asked.way != "auto":
-        text += f", way={asked.way!r} as asked for"
+    if asked.mode != "auto":
+        text += f", grad_sample_mode={asked.mode!r} as asked for"
     elif clipping == "flat":
-        text += ", the planner picks each layer's way"
+        text += ", the planner chooses each layer's mode"
     if not aggressive or not is_own:
         return text
     if clipping == "flat":
@@ -169,7 +169,7 @@ def _clipping(asked: Asked, clipping: str) -> str:
 
 
 def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[str, ...]]:
-    """Whether autocast is used, and what it changes.
+    """Whether autocast is used, and the sentences about it.
 
     Raises:
         ValueError: where the device cannot multiply in bfloat16.
@@ -223,7 +223,7 @@ def _of_compiler(size: int) -> tuple[str, ...]:
         "often; the first batches take up to minutes; batch sizes do not recompile, but a batch "
         "of one sample does, once",
         "memory: per-sample gradients of all layers leave the compiled backward together, "
-        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever ways were planned",
+        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
         "left out: CUDA graphs, since it is not proven on a GPU yet that a replay is safe",
     )
 
@@ -236,9 +236,9 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
     )
     if any(compiled):
         return "the model is compiled already"
-    if asked.way not in ("auto", "stored"):
-        return f"way={asked.way!r} was asked for, and a compiled model stores"
-    if asked.workers.everyone is not None:
+    if asked.mode not in ("auto", "instantiate"):
+        return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
+    if asked.ranks.everyone is not None:
         return "several workers exchange what a compiled backward would hold back"
     if size > asked.memory_budget:
         return (

@@ -1,8 +1,8 @@
-"""What stands around a model's own forward: where a call begins and ends, its proof and its level.
+"""Wraps the model's forward: batch size, proof of the first batch, autocast, torch.compile.
 
-The level brings autocast and the compiler; clipping and noise sit in the gates' backward, outside
-of both. While the model is not proven, a call is repeated with other samples. The generators of
-random masks are seeded around the forward, see `masks`.
+Autocast and the compiler belong to the optimization level; clipping and noise run in the gates'
+backward, outside of both. Until the model is proven, a forward is repeated with other samples.
+Random masks are seeded around the forward, see `dpflash.privacy.masks`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from ..verification.random_state import RandomState
 from ..verification.unchanged import Unchanged
 from .levels import Optimization
 
-__all__ = ["LeveledForward"]
+__all__ = ["ForwardWrapper"]
 
-# Tests take one that is quicker.
+# Tests use a quicker one.
 _BACKEND = "inductor"
 _LOW = (torch.bfloat16, torch.float16)
 _LONGEST_REASON = 200
 
 
-class LeveledForward:
-    """A model's own forward with what stands around it, from `put` to `remove`.
+class ForwardWrapper:
+    """The wrapped forward of a model, from `put` to `remove`.
 
     The model changes its class, as private layers do: it is the same object with the same
-    `state_dict()`, and copies and pickles are of the plain one.
+    `state_dict()`, and copies and pickles are of the plain model.
 
     Attributes:
-        optimization: what is done, also once the compiler has failed.
-        unchanged: the model's buffers and frozen parameters; None where nobody looks.
+        optimization: what the level does; updated where the compiler fails.
+        unchanged: checks the model's buffers and frozen parameters; None for no check.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class LeveledForward:
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
         self._compiled = self._compile() if optimization.compiled else None
-        # What users save of a wrapped model is the inner one.
+        # Users save the inner model of a DistributedDataParallel.
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
         self._inner_class: type[nn.Module] = type(self._inner or module)
 
     def put(self) -> None:
-        """Stand around the model's forward, and before its state_dict."""
+        """Wrap the model's forward, and guard its state_dict."""
         object.__setattr__(self._module, "__class__", _class_around(self._original, self))
         if self._inner is not None:
             kind = _class_with(self._inner_class, _guards(self._inner_class, self, "module."))
@@ -93,14 +93,14 @@ class LeveledForward:
             object.__setattr__(self._inner, "__class__", self._inner_class)
 
     def leave_compiler(self, why: str) -> None:
-        """Go on without torch.compile, and write so."""
+        """Go on without torch.compile, and record the reason."""
         if self._compiled is None:
             return
         self._compiled = None
         self.optimization = self.optimization.without_compiler(why)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the model's forward is now."""
+        """Run the wrapped forward."""
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         tensors = _tensors((args, kwargs))
@@ -116,10 +116,10 @@ class LeveledForward:
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """A call of the model, made again with the contents of most samples replaced.
+        """Run the forward, then repeat it with the contents of most samples replaced.
 
         Raises:
-            RuntimeError: the others' results changed, or a buffer of the model did.
+            RuntimeError: results of the other samples changed, or a buffer of the model did.
         """
         backward, proof = self._backward, self._backward.proof
         alone = proof.group is None
@@ -158,7 +158,7 @@ class LeveledForward:
         return outputs
 
     def _state(self) -> _State:
-        """What a forward may change and a repeat must find, and leave, as it was."""
+        """State that a forward may change; a repeated one must find and leave it as it was."""
         parts: list[_Restorable] = [
             RandomState(self._parameter_device),
             OwnAttributes(self._module.modules()),
@@ -168,7 +168,7 @@ class LeveledForward:
         return _State(parts)
 
     def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
-        """The outputs of a call whose layers' inputs are noted, and they too."""
+        """Run a call and record the inputs of its layers and its outputs."""
         self._backward.forward.record(rows)
         try:
             outputs = call()
@@ -178,7 +178,7 @@ class LeveledForward:
         return outputs
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A forward of which only the results count."""
+        """Run a forward that has no backward."""
         tensors = _tensors((args, kwargs))
         with self._backward.call(_first_dimensions(tensors)):
             if self._compiles(module):
@@ -188,7 +188,7 @@ class LeveledForward:
                 return self._eagerly(module, dtype, args, kwargs, inner=True)
 
     def _seeded(self) -> AbstractContextManager[None]:
-        """Random masks of a forward that trains come from a secret seed."""
+        """Seed random masks from a secret during a forward with gradients."""
         if self._masks is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
@@ -202,18 +202,18 @@ class LeveledForward:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """B of a call: that of the batch last drawn, if it is in the call, else of the first."""
+        """B of a call: that of the current microbatch where a tensor has it, else the first."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
 
     def _size_of_call(self, tensors: list[Tensor]) -> int:
-        """B of a call that has been made."""
+        """B of a call that has returned."""
         size = self._backward.forward.known_batch_size()
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """In what the forward multiplies: a region of the user's own counts."""
+        """Dtype of autocast: the user's own region comes first."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self.optimization.autocast else None
@@ -229,7 +229,7 @@ class LeveledForward:
     ) -> Any:
         with self._autocast(dtype):
             if inner and self._inner is not None:
-                # The wrapper prepares for the backward of its last forward.
+                # DistributedDataParallel prepares for the backward of its last forward.
                 outputs = self._inner(*args, **kwargs)
             else:
                 outputs = self._original.forward(module, *args, **kwargs)
@@ -239,7 +239,7 @@ class LeveledForward:
         return nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
 
     def _compiles(self, module: nn.Module) -> bool:
-        """Whether this call goes through the compiler: one that trains, outside of a backward."""
+        """Whether this call runs compiled: with gradients on, and outside of a backward."""
         return (
             self._compiled is not None
             and module is self._module
@@ -258,7 +258,7 @@ class LeveledForward:
                 outputs = forward(module, *args, **kwargs)
             return outputs.float() if widen and _is_low(outputs) else outputs
 
-        # The compiler counts recompilations by code object, which all models would share.
+        # The compiler counts recompilations per code object, so each model needs its own.
         own = types.FunctionType(
             run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__
         )
@@ -281,7 +281,7 @@ class LeveledForward:
         if self._backward.proof.is_on:
             allow_second_backwards()
         self._backward.forward.set_compiled()
-        # Inside of the user's autocast the compiler would put the backward there too.
+        # Inside the user's autocast region the compiler would autocast the backward too.
         try:
             with without_autocast(self._device):
                 outputs = self._compiled(dtype, args, kwargs)
@@ -289,7 +289,7 @@ class LeveledForward:
             torch._dynamo.exc.TorchDynamoException,
             torch._dynamo.exc.FailOnRecompileLimitHit,
         ) as error:
-            # Of an error of the model's own, this one tells.
+            # Where the model itself fails, this call raises its error.
             outputs = self._eagerly(self._module, dtype, args, kwargs)
             text = " ".join(str(error).split())
             why = f"it failed: {type(error).__name__}: {text[:_LONGEST_REASON]}"
@@ -306,7 +306,7 @@ class _Restorable(Protocol):
 
 
 class _State:
-    """Several states at once."""
+    """Several states that are restored together."""
 
     def __init__(self, parts: list[_Restorable]) -> None:
         self._parts = parts
@@ -325,7 +325,7 @@ def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
 
 
 def _drop(x: Tensor) -> None:
-    """What a backward would need of a forward that has none."""
+    """Save nothing for a backward."""
 
 
 def _dropped(packed: None) -> Tensor:
@@ -343,8 +343,8 @@ def _widened(outputs: Any) -> Any:
     return tree_map_only(Tensor, _widened, outputs)
 
 
-class _Leveled(nn.Module):
-    """A model whose own class has no rule for private training, with a level's forward."""
+class _Wrapped(nn.Module):
+    """A model without a rule of its own, with the wrapped forward."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain model, as those of private layers.
@@ -358,35 +358,35 @@ def _new(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-def _class_around(original: type[nn.Module], leveled: LeveledForward) -> type[nn.Module]:
-    """A subclass under the same name, whose forward is a level's."""
+def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn.Module]:
+    """A subclass of the same name with the wrapped forward."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return leveled(self, args, kwargs)
+        return wrapper(self, args, kwargs)
 
-    return _class_with(original, {"forward": forward, **_guards(original, leveled, "")})
+    return _class_with(original, {"forward": forward, **_guards(original, wrapper, "")})
 
 
 def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """A subclass under the same name, with methods of its own."""
+    """A subclass of the same name with other methods."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not issubclass(original, PrivateModule):
-        return type(original.__name__, (_Leveled, original), {**methods, **names})
-    # Its second base is its plain class, by which private modules find that.
+        return type(original.__name__, (_Wrapped, original), {**methods, **names})
+    # Private modules find their plain class as the second base.
     rule, plain = original.__bases__
     return type(original.__name__, (type(rule.__name__, (rule,), methods), plain), names)
 
 
-def _guards(original: type[nn.Module], leveled: LeveledForward, prefix: str) -> dict[str, Any]:
-    """Methods by which a model's state leaves or is changed on purpose.
+def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
+    """Methods that check the model's state before it leaves, and note intended changes.
 
     Args:
-        original: whose methods these stand around.
-        leveled: of the whole model.
+        original: the class whose methods are wrapped.
+        wrapper: of the whole model.
         prefix: of the names in the whole model.
     """
-    unchanged = leveled.unchanged
+    unchanged = wrapper.unchanged
     if unchanged is None:
         return {}
 
@@ -408,7 +408,7 @@ def _guards(original: type[nn.Module], leveled: LeveledForward, prefix: str) -> 
         unchanged.moved(apart_from=changed)
         return result
 
-    base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Leveled
+    base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Wrapped
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         unchanged.compare()

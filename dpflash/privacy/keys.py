@@ -19,7 +19,7 @@ import numpy as np
 
 from dpflash.kernels.noise import KEY_BYTES, WORDS_PER_BLOCK, keystream
 
-from ..distributed.mesh import Workers
+from ..distributed.mesh import Ranks
 
 _CHUNK_WORDS = 1 << 20
 _numbers = itertools.count()
@@ -74,11 +74,11 @@ class RunKeys:
         incarnation: part of both keys; changes where a checkpoint is behind the ledger.
     """
 
-    def __init__(self, seed: int | None, ranks: Workers):
+    def __init__(self, seed: int | None, ranks: Ranks):
         self.seed = seed
         self.incarnation = 0
         self._ranks = ranks
-        self._master = ranks.from_first(master_key(seed), "the engine's key")
+        self._master = ranks.broadcast_from_first(master_key(seed), "the engine's key")
         # Tells two processes apart that go on from one state.
         self._branch = ""
         self.run = self._new_token()
@@ -113,7 +113,7 @@ class RunKeys:
 
     def leave_ranks(self) -> None:
         """Go on in a forked process, which is none of the ranks, with noise of its own."""
-        self._ranks = Workers()
+        self._ranks = Ranks()
         self.branch_off()
 
     def claim(self, step: int) -> None:
@@ -178,7 +178,7 @@ class RunKeys:
             self.incarnation = ledger_releases
 
     def _new_token(self) -> str:
-        return self._ranks.from_first(secrets.token_bytes(32), "a run's name").hex()
+        return self._ranks.broadcast_from_first(secrets.token_bytes(32), "a run's name").hex()
 
 
 @dataclass

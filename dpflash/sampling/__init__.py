@@ -1,14 +1,8 @@
-"""Which samples make a batch: samplers, the private loader, slots and padding."""
+"""Sampling: samplers, the private loader, slots and padding."""
 
 from .lengths import PadTo
-from .loader import (
-    SAMPLINGS,
-    FixedSizeBatchSampler,
-    PoissonBatchSampler,
-    PrivateDataLoader,
-    PublicSize,
-    check_loader,
-)
+from .loader import SAMPLINGS, PrivateDataLoader, check_loader
+from .samplers import FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
 from .tracker import BatchMark, BatchTracker
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""A trial of the user's collate function: row i must be made from entry i alone.
+"""Tries the user's collate function: row i must depend on entry i alone.
 
-Not seen: what is mixed below rounding, or seldom; what is random by a generator of the function's
-own, or by more draws for some entries than for others; results that do not have the batch first
-(packed ones), or are of classes of their own; and what a dataset mixes in `__getitem__`.
+It does not see mixing below rounding, or that is rare; randomness from a generator of the
+function's own, or with more random numbers for some entries than for others; results whose first
+dimension is not the batch (packed ones), or of unknown classes; and mixing in `__getitem__`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function visibly mixes or sorts the entries of a batch.
 
-    It is called some 30 times on entries of the dataset, or some 100 times where it draws random
-    numbers, for three seconds at most; global random states are afterwards as they were. Where
-    DataLoader workers fetch the entries, they try it: see `TriedCollate`.
+    The function is called about 30 times on entries of the dataset, or about 100 times where it
+    draws random numbers, for three seconds at most. Global random states are restored. Where
+    DataLoader workers fetch the entries, the workers try it, see `TriedCollate`.
 
     Args:
-        may_sort: whether rows may stand in another order than the entries.
+        may_sort: whether rows may be in another order than the entries.
 
     Raises:
         ValueError: naming the function; no value is shown.
@@ -52,14 +52,14 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
             indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
             entries = [dataset[index] for index in sorted(indices)]
         except Exception:
-            return  # The training loop will meet it.
+            return  # The training loop will raise it again.
     _refuse(loader.collate_fn, entries, may_sort)
 
 
 class TriedCollate:
-    """A collate function that a DataLoader worker tries on the first entries that it fetched.
+    """A collate function that a DataLoader worker tries on the first entries that it fetches.
 
-    Elsewhere files that a dataset opens as it is read would be open before workers are forked.
+    In the main process, files that the dataset opens lazily would be open before the fork.
     """
 
     def __init__(self, collate: Collate, *, may_sort: bool):
@@ -84,7 +84,7 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
             trial = _Trial(collate, entries)
             mixes, sorts = trial.mixes(), not may_sort and trial.sorts()
         except Exception:
-            return  # Not tried: it does not take such batches.
+            return  # The function does not accept such batches.
     name = getattr(collate, "__qualname__", type(collate).__name__)
     if sorts:
         raise ValueError(
@@ -104,7 +104,7 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
 
 @contextmanager
 def _randomness_kept() -> Iterator[None]:
-    """The global generators are afterwards as they were before."""
+    """Restore the global generators at the end of the block."""
     in_numpy, in_python = np.random.get_state(), random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -116,14 +116,14 @@ def _randomness_kept() -> Iterator[None]:
 
 
 def _random_states() -> bytes:
-    """The states of the CPU's global generators."""
+    """States of the global generators of the CPU."""
     others = pickle.dumps((np.random.get_state(), random.getstate()))
     return torch.get_rng_state().numpy().tobytes() + others
 
 
 @dataclass
 class _Collated:
-    """The rows of a batch, each a list of parts, and the generators before and after."""
+    """The rows of a batch, each a list of parts, and the random states before and after."""
 
     rows: list[list[Any]]
     before: bytes
@@ -140,12 +140,12 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any]):
         self._collate = collate
         self._entries = entries
-        # Batches of another size than those that are compared tell where the batch is first.
+        # A batch of another size shows which dimensions are the batch.
         self._two = self._batch(entries[:2])
         self._draws = False
 
     def sorts(self) -> bool:
-        """Whether the rows are in another order than the entries; False if that is unknown."""
+        """Whether the rows are in another order than the entries; False if unknown."""
         if len(self._entries) < 3:
             return False
         order = range(len(self._entries))
@@ -153,7 +153,7 @@ class _Trial:
         batches = [self._collated([self._entries[i] for i in o], 0) for o in orders]
         if any(batch.drew for batch in batches):
             return False
-        # A column may number the rows, whatever they hold: one that follows the entries suffices.
+        # A column may number the rows; one column that follows the entries is enough.
         columns = [list(zip(*batch.rows, strict=True)) for batch in batches]
         sorted_ones = 0
         for first, *others in zip(*columns, strict=True):
@@ -171,9 +171,9 @@ class _Trial:
         return sorted_ones > 0
 
     def mixes(self) -> bool:
-        """Whether, from one state of the generators, an entry's row depends on the others.
+        """Whether an entry's row depends on the other entries, given one random state.
 
-        The order of the rows is ignored here, since some loaders may sort.
+        The order of rows is ignored, because some loaders may sort.
         """
         deadline = time.monotonic() + _SECONDS
         turns = len(self._entries)
@@ -187,17 +187,17 @@ class _Trial:
                 try:
                     a, b = self._collated(first, seed), self._collated(second, seed)
                 except Exception:
-                    continue  # It does not take such a batch.
+                    continue  # The function does not accept such a batch.
                 self._draws |= a.drew or b.drew
                 if a.after != b.after:
                     draws_depend |= len(first) == len(second)
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
-        # Where the number of draws depends on the entries, one gets what was another's.
+        # Where the number of random draws depends on the entries, they shift between entries.
         return differ and not draws_depend
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Batches with one entry in common: each in turn, for the longest decides on padding."""
+        """Batches that share one entry; each in turn, since the longest decides the padding."""
         entries = self._entries
         one, mate, other = entries[turn], entries[turn - 1], entries[turn - 2]
         yield [one, mate, mate, mate], [one]
@@ -207,11 +207,11 @@ class _Trial:
                 yield [mate, one, mate, mate], [other, one, other, other]
 
     def _batch(self, entries: list[Any]) -> Any:
-        # A function may change its entries in place, which may be the dataset's own.
+        # A function may change its entries in place, and they may belong to the dataset.
         return self._collate([copy.deepcopy(entry) for entry in entries])
 
     def _collated(self, entries: list[Any], seed: int) -> _Collated:
-        # Generators of other devices are left alone.
+        # Generators of other devices are ignored.
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
@@ -222,13 +222,13 @@ class _Trial:
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
-        """Whether nothing else than its entries and the seed decides on a batch."""
+        """Whether entries and random state determine a batch."""
         again = (self._collated(entries, seed) for _ in range(_REPEATS))
         return all(_equal(known.rows, other.rows) for other in again)
 
 
 def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
-    """What a batch holds for each of its `size` entries; `two` is a batch of two."""
+    """The parts of a batch for each of its `size` entries; `two` is a batch of two."""
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim and two.ndim and (len(batch), len(two)) == (size, 2):
             yield list(batch)
@@ -244,13 +244,13 @@ def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Whether no two rows are equal, in whatever order, though some have the same form."""
+    """Whether no two rows are equal, in any order, though some have the same form."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Whether two rows, or parts of them, hold the same; None where their forms differ."""
+    """Whether two rows, or parts of them, are equal; None where their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):

@@ -1,7 +1,7 @@
-"""Lengths of samples: whether they are public, and a collate function that makes them so.
+"""Lengths of samples: checks whether they are public, and `PadTo` makes them public.
 
-A collate function that pads to the longest sample of a batch lets that sample choose the shapes,
-and with them the kernels, of everybody's forward.
+A collate function that pads to the longest sample of a batch lets that sample decide the shapes,
+and with them the kernels, for all other samples.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Lengths", "PadTo", "tensors_of"]
 
 
 class PadTo:
-    """A `collate_fn` that pads each sample to one public length, and cuts what is longer.
+    """A `collate_fn` that pads or cuts each sample to one public length.
 
     Args:
-        length: T, of dimension 0 of each tensor or list of a sample.
-        padding_value: what is appended; for samples that are mappings or tuples also a mapping
-            from keys or positions to values, with 0 for what it does not name. Targets that shall
-            not count get the index that the loss ignores: ``PadTo(512, {"labels": -100})``.
+        length: T, dimension 0 of each tensor or list of a sample.
+        padding_value: the value to append. For samples that are mappings or tuples it may be a
+            mapping from keys or positions to values, with 0 for all others. Give targets the index
+            that the loss ignores: ``PadTo(512, {"labels": -100})``.
 
     A sample is a tensor, a list of numbers, or a mapping or tuple of such; its scalars and strings
     are collated as they are.
@@ -57,18 +57,18 @@ class PadTo:
         missing = self.length - value.shape[0]
         given = self.padding_value
         padding = given.get(name, 0) if isinstance(given, Mapping) else given
-        sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative one cuts
+        sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative number cuts
         return F.pad(value, sides, value=padding)
 
 
 class Lengths:
-    """What the shapes of a loader's batches have shown so far.
+    """Compares the shapes of a loader's batches.
 
     Args:
-        declared: public length that batches must have; None where nothing is declared.
+        declared: public length that batches must have; None for none.
 
     Attributes:
-        differ: whether two batches had other shapes, dimension 0 apart.
+        differ: whether two batches had different shapes, apart from dimension 0.
     """
 
     def __init__(self, declared: int | None = None) -> None:
@@ -82,7 +82,7 @@ class Lengths:
         """Compare the shapes of a batch with those of the first one.
 
         Raises:
-            ValueError: they differ from what is declared to be public.
+                ValueError: they differ, though a public length is declared.
         """
         shapes = {place: tuple(x.shape[1:]) for place, x in tensors_of(batch) if x.ndim}
         if self._seen is None:
@@ -117,7 +117,7 @@ class Lengths:
 
 
 def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of nested mappings and sequences, with where they stand."""
+    """(place, tensor) for all tensors in nested mappings and sequences."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, Mapping):

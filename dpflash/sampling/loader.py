@@ -1,19 +1,15 @@
-"""Which samples make a batch, and what that costs.
+"""PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-A logical batch is what one noisy step releases; it may come as several physical batches. The
-mark that ends a logical batch travels with the data, so that a loop which is left in mid-batch
-leaves nothing behind. Which rows of a physical batch hold samples, `slots` says.
+One noisy step releases one logical batch, which comes in one or more microbatches. The mark that
+ends a logical batch travels with the data, so a loop that stops in the middle leaves nothing
+behind. `slots` decides which rows of a microbatch hold samples.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,298 +23,23 @@ from torch.utils.data import (
 
 from dpflash.accounting import (
     Event,
-    FixedSizeGaussian,
-    PoissonGaussian,
     ShuffledGaussian,
-    TruncatedPoissonGaussian,
 )
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
-from ..privacy.keys import uniform_words
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
 from .row_order import RowOrder
+from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
 from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .tracker import EARLIER_EPOCH, BatchMark, BatchTracker
-
-__all__ = [
-    "SAMPLINGS",
-    "BatchMark",
-    "BatchTracker",
-    "FixedSizeBatchSampler",
-    "PadTo",
-    "PoissonBatchSampler",
-    "PrivateDataLoader",
-    "PublicSize",
-    "check_loader",
-]
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
-@dataclass(frozen=True)
-class PublicSize:
-    """Public numbers that rate, steps and divisor come from, instead of the dataset's own size.
-
-    Attributes:
-        dataset_size: the public size, which the private one may differ from.
-        sample_rate: the chance of an entry to be drawn; None for batch_size / dataset_size.
-        steps_per_epoch: logical batches of a pass; None for ceil(dataset_size / batch_size).
-    """
-
-    dataset_size: int | None = None
-    sample_rate: float | None = None
-    steps_per_epoch: int | None = None
-
-    def of(self, batch_size: int) -> tuple[int, float, int]:
-        """(public size, sample rate, steps of a pass) for an expected batch size.
-
-        Raises:
-            ValueError: the batch is larger than the dataset.
-        """
-        if self.dataset_size is None:
-            assert self.sample_rate is not None and self.steps_per_epoch is not None
-            size = round(Fraction(batch_size) / Fraction(self.sample_rate))
-            return size, self.sample_rate, self.steps_per_epoch
-        if batch_size > self.dataset_size:
-            raise ValueError(
-                f"dataset_size={self.dataset_size!r} below the loader's batch_size={batch_size}: "
-                "the sample rate would be above 1; pass a smaller batch_size"
-            )
-        steps = -(-self.dataset_size // batch_size)
-        return self.dataset_size, batch_size / self.dataset_size, steps
-
-
-class _DrawSampler(ABC):
-    """Draws logical batches that are functions of (key, number of the draw).
-
-    Iterated, it yields a rank's own samples only, in parts of at most physical_batch_size: for
-    loaders other than the private one, which adds padding rows (see `slots`).
-
-    Args:
-        num_samples: size of the dataset.
-        steps_per_epoch: logical batches of one pass.
-        key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-
-    Attributes:
-        share: (number of this rank, number of ranks) among which each draw is dealt out. All
-            ranks emit as many parts of a draw, some of them empty.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        steps_per_epoch: int,
-        key: bytes,
-        physical_batch_size: int | None = None,
-    ):
-        positive_int(num_samples=num_samples, steps_per_epoch=steps_per_epoch)
-        if physical_batch_size is not None:
-            positive_int(physical_batch_size=physical_batch_size)
-        self.num_samples = num_samples
-        self.steps_per_epoch = steps_per_epoch
-        self.physical_batch_size = physical_batch_size
-        self.position = 0
-        self.share = (0, 1)
-        self.pass_remainder: int | None = None
-        self.on_pass: Callable[[], None] = lambda: None
-        self.on_draw: Callable[[int], None] = lambda size: None
-        self.may_begin: Callable[[bool], bool] = lambda new_pass: True
-        self._key = key
-
-    @abstractmethod
-    def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
-
-    @abstractmethod
-    def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
-
-    def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(number of the draw, its samples on all ranks) over one pass."""
-        if not self.may_begin(True):
-            return
-        self.on_pass()
-        steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
-        self.pass_remainder = None
-        for step in range(steps):
-            if step and not self.may_begin(False):
-                return
-            draw = self.position
-            self.position += 1
-            drawn = self.draw(draw)
-            self.on_draw(len(self._own(drawn)))
-            yield draw, drawn
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _, drawn in self.logical_batches():
-            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
-            size = self.physical_batch_size or most
-            for start in range(0, most, size):
-                yield indices[start : start + size]
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    def set_key(self, key: bytes) -> None:
-        self._key = key
-
-    def resume(self, position: int) -> None:
-        """Go on at a draw; the next pass is what was left of the pass it belongs to."""
-        self.position = position
-        remainder = -position % self.steps_per_epoch
-        self.pass_remainder = remainder or None
-
-    def _own(self, drawn: list[int]) -> list[int]:
-        number, count = self.share
-        return drawn[number::count]
-
-    def _words(self, index: int) -> np.ndarray:
-        return uniform_words(self._key, index=index, count=self.num_samples)
-
-
-class PoissonBatchSampler(_DrawSampler):
-    """Draws each sample with probability sample_rate, independently, for every logical batch.
-
-    Args:
-        num_samples: size of the dataset.
-        sample_rate: probability of each sample in each draw.
-        steps_per_epoch: logical batches of one pass.
-        key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: of a draw with more samples only so many are kept, a uniform subset;
-            None for no truncation.
-        accounted_size: public size that the chance of a truncation is accounted for with, at
-            least num_samples where that is private; None for num_samples.
-        relation: the neighboring relation of its event.
-
-    Guarantees:
-        Inclusions are independent over samples and draws (64-bit thresholds, so that the
-        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        sample_rate: float,
-        *,
-        steps_per_epoch: int,
-        key: bytes,
-        physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        accounted_size: int | None = None,
-        relation: str = ADD_REMOVE,
-    ):
-        super().__init__(
-            num_samples,
-            steps_per_epoch=steps_per_epoch,
-            key=key,
-            physical_batch_size=physical_batch_size,
-        )
-        if not 0 < sample_rate <= 1:
-            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
-        if max_batch_size is not None:
-            positive_int(max_batch_size=max_batch_size)
-        self.sample_rate = sample_rate
-        self.max_batch_size = max_batch_size
-        self.accounted_size = accounted_size or num_samples
-        self.relation = relation
-
-    def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
-        cap = self.max_batch_size
-        if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
-            return list(range(self.num_samples))
-        words = self._words(index)
-        if self.sample_rate == 1:
-            included = np.arange(self.num_samples)
-        else:
-            included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
-        if cap is not None and len(included) > cap:
-            # Below the threshold the words are uniform, so the least of them are any subset.
-            included = included[_least(words[included], cap)]
-        return [int(i) for i in included]
-
-    def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
-        if self.max_batch_size is None:
-            return PoissonGaussian(
-                relation=self.relation,
-                noise_multiplier=noise_multiplier,
-                sample_rate=self.sample_rate,
-            )
-        return TruncatedPoissonGaussian(
-            relation=self.relation,
-            noise_multiplier=noise_multiplier,
-            sample_rate=self.sample_rate,
-            max_batch_size=self.max_batch_size,
-            num_samples=self.accounted_size,
-        )
-
-
-class FixedSizeBatchSampler(_DrawSampler):
-    """Draws batch_size different samples, each such set equally likely, for every logical batch.
-
-    Args:
-        num_samples: size of the dataset.
-        batch_size: samples of a draw, at most num_samples.
-        steps_per_epoch: logical batches of one pass.
-        key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-
-    Guarantees:
-        Draws are independent of each other, and uniform but for equal 64-bit words, which appear
-        in a draw with probability below num_samples^2 / 2^65.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        *,
-        steps_per_epoch: int,
-        key: bytes,
-        physical_batch_size: int | None = None,
-    ):
-        super().__init__(
-            num_samples,
-            steps_per_epoch=steps_per_epoch,
-            key=key,
-            physical_batch_size=physical_batch_size,
-        )
-        positive_int(batch_size=batch_size)
-        if batch_size > num_samples:
-            raise ValueError(
-                f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
-                "smaller batch"
-            )
-        self.batch_size = batch_size
-
-    def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
-        return [int(i) for i in _least(self._words(index), self.batch_size)]
-
-    def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise."""
-        return FixedSizeGaussian(
-            noise_multiplier=noise_multiplier,
-            batch_size=self.batch_size,
-            num_samples=self.num_samples,
-        )
-
-
-def _least(words: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` least words stand, ascending."""
-    if count >= len(words):
-        return np.arange(len(words))
-    return np.sort(np.argpartition(words, count - 1)[:count])
-
-
 class _PassBatchSampler(BatchSampler):
-    """The loader's own batches; says when a pass begins, also where another loader iterates it."""
+    """The loader's own batches; notes where an epoch begins, also for other loaders."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)
@@ -326,7 +47,7 @@ class _PassBatchSampler(BatchSampler):
         self._passes = 0
 
     def event(self, noise_multiplier: float) -> Event:
-        """What a whole pass costs, of whose noise multipliers this is the least."""
+        """Cost of a whole epoch with this as its least noise multiplier."""
         return ShuffledGaussian(noise_multiplier=noise_multiplier)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -351,7 +72,7 @@ class _PassBatchSampler(BatchSampler):
 
 
 class _CollateWithEmpty:
-    """The user's collate function, and for an empty draw a batch of the same structure, size 0."""
+    """The user's collate function; an empty draw gives a batch of size 0 of the same structure."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
         self.collate = collate
@@ -387,28 +108,28 @@ def _emptied(value: Any) -> Any:
 
 
 class PrivateDataLoader(DataLoader):
-    """A DataLoader whose batches carry marks, and of draws have a public number of rows.
+    """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
-    The samples of a draw sit in secret random rows of its physical batches; the other rows, here
-    called padding rows, repeat a sample of the batch (of an empty one entry 0) and count for
-    nothing: their clipping factor is 0. A loader that iterates `batch_sampler` by itself, such as
-    Opacus' BatchMemoryManager, gets the samples alone, without public slots.
+    The samples of a draw are in secret random rows of its microbatches. The other rows are padding
+    rows: they repeat a sample of the batch (entry 0 in an empty one) and count for nothing, since
+    their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as Opacus'
+    BatchMemoryManager, gets the samples alone, without padding rows.
 
     Args:
-        share: (number of this rank, number of ranks) that deal each draw out among them.
-        public_size: what rate, steps and divisor come from; None for the size of the dataset.
-        public_length: of dimension 1 of what varies in length; None where nothing is declared.
+        share: (number of this rank, number of ranks) that split each draw.
+        public_size: determines rate, steps and divisor; None for the size of the dataset.
+        public_length: public length of dimension 1; None where none is declared.
 
     Attributes:
-        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for one pass
-            over the data without amplification.
+        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
+            without amplification.
         sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
-        steps_per_epoch: logical batches of one pass.
-        dataset_size: the public size; that of the dataset where none was declared.
-        slots: rows of each physical batch of this rank; None for "shuffled", whose batches have
+        steps_per_epoch: logical batches of one epoch.
+        dataset_size: the public size; the size of the dataset where none was declared.
+        slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
-        lengths: what is known of the shapes of its batches.
+        lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
     """
@@ -444,13 +165,13 @@ class PrivateDataLoader(DataLoader):
         self.lengths = Lengths(public_length)
         self.order = RowOrder()
         self.slots: int | None = None
-        self._draws: _DrawSampler | None = None
+        self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         if sampling == "shuffled":
             assert loader.batch_size is not None
             own = _PassBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
             self.steps_per_epoch = len(own)
-            self._source: _DrawSampler | _PassBatchSampler = own
+            self._source: DrawSampler | _PassBatchSampler = own
         else:
             drawn: dict[str, Any] = {
                 "steps_per_epoch": self.steps_per_epoch,
@@ -473,10 +194,7 @@ class PrivateDataLoader(DataLoader):
                     relation=ZERO_OUT if public_size is None else ADD_REMOVE,
                     **drawn,
                 )
-            self._draws.share = share
-            self._draws.on_pass = tracker.begin_epoch
-            self._draws.on_draw = tracker.emitted.append
-            self._draws.may_begin = tracker.may_begin
+            self._draws.follow(tracker, share)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         options: dict[str, Any] = {
@@ -495,7 +213,7 @@ class PrivateDataLoader(DataLoader):
         super().__init__(
             loader.dataset,
             batch_sampler=self._source,
-            # Other loaders take it along, and get empty draws as empty lists.
+            # Loaders that copy it get empty draws as empty lists.
             collate_fn=collate
             if self.slots is None
             else _CollateWithEmpty(collate, loader.dataset),
@@ -504,31 +222,31 @@ class PrivateDataLoader(DataLoader):
         if self.slots is not None:
             assert self._draws is not None
             self._rows = SlotSampler(self._draws, self.slots, key)
-            # Only this one gets padding rows: who iterates batch_sampler would train on them.
+            # Loaders that iterate batch_sampler would train on padding rows; this one has them.
             self._padded: DataLoader[Any] = DataLoader(
                 loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
             )
 
     def event(self, noise_multiplier: float) -> Event:
-        """What one logical batch costs when its sum is released with this noise.
+        """Cost of releasing one logical batch with this noise.
 
-        A shuffled loader's event is a whole pass, whose least noise multiplier counts.
+        The event of a shuffled loader is a whole epoch, with its least noise multiplier.
         """
         return self._source.event(noise_multiplier)
 
     @property
     def is_real(self) -> Tensor:
-        """`[B]`, bool: which rows of the batch at hand are samples. PRIVATE: do not release it.
+        """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 
-        The losses of the other rows mean nothing: `losses[loader.is_real].mean()`.
+        The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._at_hand()
-        # The gates read the mark's own.
+        # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch at hand is the last of its logical batch, which step() releases."""
+        """Whether the current microbatch ends its logical batch, which step() releases."""
         return self._at_hand().last
 
     def _at_hand(self) -> BatchMark:
@@ -537,7 +255,7 @@ class PrivateDataLoader(DataLoader):
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers ask too, but workers fetch batches before those at hand are released.
+        # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
         if not self.tracker.may_begin(True):
             return
         marked = self._marked_pass() if self._draws is None else self._marked_draws()
@@ -550,7 +268,7 @@ class PrivateDataLoader(DataLoader):
                 return
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Physical batches of draws, and their marks."""
+        """Microbatches of draws, with their marks."""
         marks = None
         for batch in self._padded:
             if marks is None:
@@ -560,7 +278,7 @@ class PrivateDataLoader(DataLoader):
             yield batch, mark
 
     def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
-        """The batches of the loader's own pass."""
+        """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
         for number, batch in enumerate(super().__iter__()):
             size = min(int(self.expected_batch_size), remaining)
@@ -573,26 +291,26 @@ class PrivateDataLoader(DataLoader):
             yield batch, mark
 
     def set_key(self, key: bytes) -> None:
-        """Draw from another key, that of a checkpoint."""
+        """Draw under another key, for example that of a checkpoint."""
         if self._draws is not None:
             self._draws.set_key(key)
             self._rows.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
-        """The position among the draws; a draw that was not released is drawn again."""
-        # Under another loader's signals nothing tells which draw is in the loop's hands.
+        """The position; a draw that was not released is drawn again."""
+        # With another loader's signals the current draw is unknown.
         if self.tracker.signalled and self._draws is not None:
             return {"next_draw": self._draws.position}
         return {"next_draw": self.tracker.next_draw}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.tracker.next_draw = int(state["next_draw"])
+        self.tracker.resume(int(state["next_draw"]))
         if self._draws is not None:
             self._draws.resume(self.tracker.next_draw)
 
 
 def _length(dataset: Any) -> int:
-    """Entries of a map-style dataset, of which some are needed."""
+    """Number of entries of a map-style dataset; refuses an empty one."""
     remedy = "use a map-style dataset, with __len__ and __getitem__"
     try:
         num_samples = len(dataset)
@@ -635,7 +353,7 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         )
     positive_int(**{"data_loader.batch_size": loader.batch_size})
     num_samples = _length(loader.dataset)
-    # A subclass may draw as it likes.
+    # A subclass may draw differently.
     plain = type(loader.sampler) is SequentialSampler or (
         type(loader.sampler) is RandomSampler
         and not loader.sampler.replacement

@@ -1,8 +1,8 @@
-"""Whether the model gets the batch at hand, with its rows in the loader's order.
+"""RowOrder: checks that the model gets the current batch, with rows in the loader's order.
 
-Padding rows are known by their place. Who sorts a batch, by length for instance, would put padding
-where a sample is known to be, and count a sample once for each row that repeats it. So would a
-loop that asks for the next batch before it trains on this one.
+Padding rows are known by their position. Code that sorts a batch, by length for instance, would
+move padding to the position of a sample and count a sample once for each row that repeats it. So
+would a loop that fetches the next batch before it trains on this one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .tracker import BatchMark
 
 __all__ = ["RowOrder"]
 
-# A loop does the same to each batch. On a CPU all are looked at; elsewhere that would wait for it.
+# A loop treats all batches alike. On a CPU all are checked; on a GPU that would wait for it.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# Rows of fewer numbers may stand in another batch by chance.
+# Rows of fewer numbers may occur in another batch by chance.
 _TELLING = 8
 _REMEDY = (
     "so padding rows could not be told from samples and nothing was released: keep the loader's "
@@ -33,12 +33,11 @@ _REMEDY = (
 
 
 class RowOrder:
-    """Compares what the model gets with the loader's batches, and looks for rows that repeat one.
+    """Compares the model's inputs with the loader's batches, and padding rows with samples.
 
-    Rows that were changed at random (masked tokens, augmented images) are no copies any more, and
-    tell nothing; neither does a batch all of whose rows are one sample. Of what a loop gives to
-    the model only tensors with a row for each row of the batch are compared; targets that it
-    gives to the loss alone are not seen.
+    Rows that were changed at random (masked tokens, augmented images) are no copies and show
+    nothing; neither does a batch all of whose rows are one sample. Only tensors with one row for
+    each row of the batch are compared; targets that reach the loss alone are not seen.
     """
 
     def __init__(self) -> None:
@@ -46,14 +45,14 @@ class RowOrder:
         self._batch: list[_Rows] = []
         self._copies: Tensor | None = None
         self._size: int | None = None
-        # Hashes of whole tensors in the batches before the one at hand.
+        # Hashes of whole tensors in earlier batches.
         self._past: OrderedDict[int, None] = OrderedDict()
 
     def observe(self, batch: Any, mark: BatchMark) -> None:
-        """The loop gets this batch.
+        """Note a batch that the loop receives.
 
         Raises:
-            RuntimeError: the collate function put its rows in another order.
+                RuntimeError: the collate function changed the order of its rows.
         """
         self._past.update((rows.hash, None) for rows in self._batch if rows.is_telling)
         while len(self._past) > _REMEMBERED:
@@ -79,7 +78,7 @@ class RowOrder:
         self._copies = copies
 
     def check(self, given: Sequence[Tensor]) -> None:
-        """The model is called with these tensors.
+        """Check the tensors with which the model is called.
 
         Raises:
             RuntimeError: one of them has the rows of the batch in another order, or they are those
@@ -112,7 +111,7 @@ class _Rows:
     Attributes:
         form: shape and dtype of the tensor.
         hash: of form and digests.
-        is_telling: whether another batch hardly has the same tensor.
+        is_telling: whether another batch is unlikely to have the same tensor.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -123,16 +122,16 @@ class _Rows:
 
 
 def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
-    """Of the tensors that have a row for each of `size` rows of the batch."""
+    """Digests of the tensors with one row for each of the `size` rows of the batch."""
     kept = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
     return [_Rows(x) for x in kept]
 
 
 def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
-    """Whether rows `copies` `[B]`, bool, of one sample are different, and as many others equal."""
+    """Whether the rows `copies` `[B]` of one sample differ while as many other rows are equal."""
     if not tensors:
         return False
-    # All tensors together: those of one number, or of a mask, are often equal by chance.
+    # All tensors together, since single numbers and masks are often equal by chance.
     digests = torch.stack([rows.digests for rows in tensors], 1)
     if len(digests[copies].unique(dim=0)) == 1:
         return False
@@ -141,7 +140,7 @@ def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
 
 
 def _reordered(rows: _Rows, batch: Sequence[_Rows]) -> bool:
-    """Whether this is no tensor of the batch, but is one with its rows in another order."""
+    """Whether this is a tensor of the batch with its rows in another order."""
     alike = [own.digests for own in batch if own.form == rows.form]
     if any(torch.equal(rows.digests, own) for own in alike):
         return False

@@ -1,12 +1,13 @@
-"""Slots: how many rows a physical batch has, and which of them hold the samples of a draw.
+"""Slots: the number of rows of a microbatch, and which of them hold the samples of a draw.
 
-The number of rows is public. The samples of a draw sit in secret random rows; the others are
-padding rows, whose clipping factor is 0. A draw with one sample more is then the same batches with
-one row filled, so which kernels run, and how they round the other samples, does not depend on it.
+The number of rows is public. The samples of a draw are in secret random rows; the others are
+padding rows, whose clipping factor is 0. With one sample more the microbatches are the same except
+for one filled row, so the kernels that run, and how they round the other samples, stay the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -16,23 +17,25 @@ import torch
 from scipy.special import bdtrc
 from torch import Tensor
 
+from dpflash.kernels import exact_slots, grid_of
+
 from ..privacy.keys import derive_key, uniform_words
 from .tracker import BatchMark
 
 __all__ = ["RealRows", "SlotSampler", "slots_of_draws", "slots_of_size"]
 
-# The most padding rows, as a fraction of all rows, averaged over draws.
+# Largest fraction of padding rows, averaged over draws.
 MOST_PADDING = 0.1
-# Below so many samples of a rank, a batch of two rows would be half empty.
+# With fewer samples for a rank, a microbatch of two rows would be half empty.
 _LEAST_PAIRED = 3
 
 
 def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> int:
-    """Rows of a physical batch where every draw has `size` samples: equal parts, as few as may be.
+    """Rows of a microbatch where every draw has `size` samples: as few equal parts as possible.
 
     Args:
         size: samples of a draw.
-        ranks: that share it.
+        ranks: number of ranks that split it.
         at_most: upper bound of the rows; None for none.
     """
     share = -(-size // ranks)
@@ -48,16 +51,16 @@ def slots_of_draws(
     at_most: int | None = None,
     cap: int | None = None,
 ) -> int:
-    """Rows of a physical batch for Poisson draws: the most with at most 10% padding on average.
+    """Rows of a microbatch for Poisson draws: the most with at most 10% padding on average.
 
-    Powers of two and three times such, so that loops over vectors have no odd ends. Two rows where
-    a rank expects three samples or more, whatever the padding. Where `cap` samples fit in one
-    batch, so many: every draw is one batch then, at the price of its padding.
+    Powers of two, or three times such, so that vector loops have no scalar remainder. At least two
+    rows where a rank expects three samples or more. Where `cap` samples fit into one microbatch,
+    that many: then every draw is one microbatch, at the price of more padding.
 
     Args:
         num_samples: public size of the dataset.
         sample_rate: probability of each sample in a draw.
-        ranks: that share a draw.
+        ranks: number of ranks that split a draw.
         at_most: upper bound of the rows; None for none.
         cap: most samples of a draw; None for no truncation.
     """
@@ -78,7 +81,7 @@ def slots_of_draws(
 
 
 def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | None) -> float:
-    """Mean number of physical batches of a draw, max(1, ceil(size / slots))."""
+    """Mean number of microbatches of a draw, max(1, ceil(size / slots))."""
     mean = num_samples * sample_rate
     likely = int(mean + 12 * mean**0.5) + 40  # larger draws add nothing to a mean
     most = min(num_samples, cap or num_samples, likely)
@@ -93,28 +96,28 @@ def _mean_size(num_samples: int, sample_rate: float, cap: int | None) -> float:
 
 
 class _Draws(Protocol):
-    """What draws logical batches; see `sampling`."""
+    """A sampler of logical batches."""
 
     share: tuple[int, int]
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(number of the draw, its samples) over one pass."""
+        """(number of the draw, its samples) over one epoch."""
 
 
 class SlotSampler:
-    """Yields the rows of each physical batch as indices of the dataset, and keeps their marks.
+    """Yields the rows of each microbatch as indices of the dataset, and keeps their marks.
 
     Args:
-        draws: the draws, their share of which is this rank's.
-        slots: rows of each physical batch of each rank.
-        key: 32 bytes, of the draws; slots are drawn under a key of their own that follows from it.
+        draws: the sampler.
+        slots: rows of each microbatch of each rank.
+        key: 32 bytes, of the draws; the key of the slots derives from it.
 
     Attributes:
-        marks: of the physical batches that were yielded and not taken yet, in their order.
+        marks: of the microbatches that were yielded and not taken yet, in order.
 
     Guarantees:
-        The samples of a draw sit in a uniformly random choice of its slots, independent of which
-        samples they are: of all slots of all ranks, as many physical batches as the draw needs.
+        The samples of a draw are in a uniformly random choice of its slots on all ranks, whichever
+        samples they are. A draw has as many microbatches as it needs.
     """
 
     def __init__(self, draws: _Draws, slots: int, key: bytes):
@@ -127,7 +130,7 @@ class SlotSampler:
         self._key = derive_key(key, "slots")
 
     def __iter__(self) -> Iterator[list[int]]:
-        # One queue a pass: an older pass that is still open keeps its own marks.
+        # One queue for each epoch: an older epoch that is still open keeps its own marks.
         batches = self._draws.logical_batches()
         marks = None
         for draw, drawn in batches:
@@ -136,14 +139,14 @@ class SlotSampler:
             rounds = self.placed(draw, drawn)
             for part, rows in enumerate(rounds):
                 real = rows >= 0
-                # Padding repeats a sample of the same batch, so that no other length comes in.
+                # Padding repeats a sample of the same batch, which adds no other length.
                 filler = int(rows[real.argmax()]) if real.any() else 0
                 last = part + 1 == len(rounds)
                 marks.append(BatchMark(draw, self.slots, last, part, torch.from_numpy(real)))
                 yield [int(row) if row >= 0 else filler for row in rows]
 
     def placed(self, draw: int, drawn: list[int]) -> np.ndarray:
-        """`[physical batches, slots]` of this rank: indices of samples, -1 for padding rows."""
+        """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
         rank, ranks = self._draws.share
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         words = uniform_words(self._key, index=draw, count=rounds * ranks * self.slots)
@@ -181,3 +184,20 @@ class RealRows:
         """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
+    """Refuse batches whose sums could leave what float64 holds exactly.
+
+    Raises:
+        ValueError: naming batch_size.
+    """
+    if math.isinf(max_grad_norm):
+        return
+    most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
+    # No draw is twice as large as a large expected batch.
+    if 2 * expected_batch_size + 4096 > most:
+        raise ValueError(
+            f"data_loader.batch_size={expected_batch_size:g}: expected at most "
+            f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
+        )

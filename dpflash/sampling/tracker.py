@@ -175,6 +175,10 @@ class BatchTracker:
         mark = self.current or self._last_yielded
         return None if mark is None or mark.size != rows else mark.real
 
+    def resume(self, draw: int) -> None:
+        """Go on at a draw."""
+        self.next_draw = draw
+
     def still_to_come(self, batches: int) -> None:
         """Set how many batches of a shuffled epoch follow the current one."""
         self._still_to_come = batches

@@ -1,1 +1,1 @@
-"""`dpflash train`: a training job from its configuration to its report."""
+"""The training job of `dpflash train`, from its configuration to its report."""

@@ -1,10 +1,10 @@
-"""What decides a training job, what its checkpoint remembers, and the corpus that it reads."""
+"""Configuration, checkpointed state and corpus of a training job."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -22,36 +22,36 @@ __all__ = ["Corpus", "Parallelism", "TrainingConfig", "TrainingState"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What decides a training job.
+    """The configuration of a training job.
 
     Attributes:
         data: folder of text files; None for the sources of Python's standard library.
-        suffixes: endings of the files to take; None for all (with data=None: ".py").
-        max_total_bytes: the most bytes of documents that are held in memory.
-        seq_len: tokens of a window; a draw of a document trains on one window of it.
-        batch_size: expected documents of a step, over all workers.
-        physical_batch_size: the most documents in memory at once, of each worker.
+        suffixes: file name suffixes to read; None for all (with data=None: ".py").
+        max_total_bytes: maximum size of all documents, which are held in memory.
+        seq_len: tokens per window; each step trains on one window of a sampled document.
+        batch_size: expected documents per step, over all ranks.
+        physical_batch_size: maximum number of documents in memory at once, per rank.
         steps: noisy steps.
-        dataset_size: public number that the sample rate comes from; None takes the number of
-            documents for public.
-        target_epsilon: epsilon after all steps; None where noise_multiplier is given.
+        dataset_size: public number from which the sample rate is computed; None declares the
+            number of documents public.
+        target_epsilon: epsilon after all steps; None if noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
-        delta: of the guarantee.
-        max_epsilon: the training ends before the step that would spend more, lost steps of a
-            killed process included; None for no such limit.
-        accountant: its name.
-        clipping, way, max_grad_norm, optimize: as in `PrivacyEngine.make_private`; without a
-            clipping, that of the level takes its place.
-        learning_rate: of Adam.
-        embed_dim, layers, heads: of the model.
-        eval_windows: held-out windows of an evaluation.
-        baseline: whether the same run without privacy follows.
+        delta: delta of the guarantee.
+        max_epsilon: training ends before the step that would exceed this; steps lost when a
+            process was killed count. None for no limit.
+        accountant: name of the accountant.
+        clipping, grad_sample_mode, max_grad_norm, optimize: as in `PrivacyEngine.make_private`;
+            clipping=None means the default of the optimize level.
+        learning_rate: Adam learning rate.
+        embed_dim, layers, heads: size of the model.
+        eval_windows: held-out windows per evaluation.
+        baseline: whether to train the same model without privacy afterwards.
         checkpoint_every: steps between checkpoints.
-        seed: makes the run repeatable, and so not fit for release; None for a fresh key.
-        device: where to compute.
+        seed: makes the run repeatable, and therefore not fit for release; None for a fresh key.
+        device: "cpu" or "cuda".
 
     Raises:
-        ValueError: naming the argument, its value and the way out.
+        ValueError: for an invalid value; the message names the argument and the way out.
     """
 
     data: str | None = None
@@ -68,7 +68,7 @@ class TrainingConfig:
     max_epsilon: float | None = None
     accountant: str = DEFAULT_ACCOUNTANT
     clipping: str | None = None
-    way: str = "auto"
+    grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
     learning_rate: float = 0.01
@@ -106,8 +106,8 @@ class TrainingConfig:
         _validate.finite(learning_rate=self.learning_rate)
         if self.target_epsilon is not None and self.noise_multiplier is not None:
             raise ValueError(
-                f"noise_multiplier={self.noise_multiplier!r} beside target_epsilon="
-                f"{self.target_epsilon!r}: the target decides the noise; give one of them"
+                f"noise_multiplier={self.noise_multiplier!r} conflicts with target_epsilon="
+                f"{self.target_epsilon!r}, which determines the noise; pass one of them"
             )
         if self.target_epsilon is not None:
             _validate.positive(target_epsilon=self.target_epsilon)
@@ -116,20 +116,22 @@ class TrainingConfig:
             _validate.non_negative(noise_multiplier=self.noise_multiplier)
             _validate.finite(noise_multiplier=self.noise_multiplier)
         else:
-            raise ValueError("target_epsilon=None: give it, or a noise_multiplier")
+            raise ValueError("target_epsilon=None: pass target_epsilon or noise_multiplier")
         if self.max_epsilon is not None:
             _validate.positive(max_epsilon=self.max_epsilon)
             _validate.finite(max_epsilon=self.max_epsilon)
             if self.noise_multiplier == 0:
                 raise ValueError(
                     f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without "
-                    "noise has no epsilon; give one of them"
+                    "noise has no epsilon; pass one of them"
                 )
         _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
-        chosen = clipping_for(self.optimize, self.clipping, self.way)
-        object.__setattr__(self, "clipping", chosen)
+        clipping = clipping_for(self.optimize, self.clipping, self.grad_sample_mode)
+        object.__setattr__(self, "clipping", clipping)
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number")
+            raise ValueError(
+                f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number, or None"
+            )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
         object.__setattr__(self, "data", os.fspath(data.absolute()))
@@ -138,7 +140,10 @@ class TrainingConfig:
         object.__setattr__(self, "suffixes", suffixes)
 
     def sample_rate(self, num_documents: int) -> float:
-        """The chance of a document to be drawn; their number counts where none is declared."""
+        """The probability that a step samples a document.
+
+        The number of documents is used only if dataset_size is None.
+        """
         return self.batch_size / (self.dataset_size or num_documents)
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,27 +153,27 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How workers share a job. It decides no result, so a resumed run may have another one.
+    """How ranks share a job. Results do not depend on it, so a resumed run may change it.
 
     Attributes:
-        context_parallel: workers among which the tokens of each window are dealt; those that are
-            left share the documents of a step.
-        context_mode: how keys and values travel between them: "auto", "ring", "all_gather" or
-            "ulysses".
-        sharding: who has which tokens: "contiguous", or "zigzag" for equal causal work.
-        shard_parameters: whether parameters and the optimizer's state are dealt to the workers
-            that share the documents (FSDP2).
-        worker_timeout: seconds that a worker waits for another one.
+        context_parallel: number of ranks over which the tokens of each window are sharded. The
+            documents of a step are divided over the world size / context_parallel groups.
+        context_mode: how keys and values are exchanged: "auto", "ring", "all_gather" or "ulysses".
+        sharding: which tokens each rank holds: "contiguous", or "zigzag", which balances the work
+            of causal attention.
+        shard_parameters: whether to shard parameters and optimizer state over the ranks that
+            divide the documents (FSDP2).
+        rank_timeout: seconds that a rank waits for another one.
 
     Raises:
-        ValueError: naming the argument, its value and the way out.
+        ValueError: for an invalid value; the message names the argument and the way out.
     """
 
     context_parallel: int = 1
     context_mode: str = "auto"
     sharding: str = "contiguous"
     shard_parameters: bool = False
-    worker_timeout: float = 600.0
+    rank_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         _validate.positive_int(context_parallel=self.context_parallel)
@@ -176,32 +181,32 @@ class Parallelism:
             context_mode=(self.context_mode, ("auto", "ring", "all_gather", "ulysses")),
             sharding=(self.sharding, ("contiguous", "zigzag")),
         )
-        _validate.positive(worker_timeout=self.worker_timeout)
-        _validate.finite(worker_timeout=self.worker_timeout)
+        _validate.positive(rank_timeout=self.rank_timeout)
+        _validate.finite(rank_timeout=self.rank_timeout)
 
     def check(self, config: TrainingConfig) -> None:
-        """Refuse a job that cannot be shared so.
+        """Check that a job can be shared in this way.
 
         Raises:
-            ValueError: naming both numbers and the way out.
+            ValueError: there are more ranks than tokens of a window, or than heads for "ulysses".
         """
         context = self.context_parallel
         if context > config.seq_len:
             raise ValueError(
-                f"context_parallel={context} with seq_len={config.seq_len}: a worker would have "
+                f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "
                 "no token; lower context_parallel or raise seq_len"
             )
         if self.context_mode == "ulysses" and context > config.heads:
             raise ValueError(
                 f"context_mode='ulysses' with context_parallel={context} and heads="
-                f"{config.heads}: a worker would have no head; pass context_mode='ring' or "
+                f"{config.heads}: a rank would have no head; pass context_mode='ring' or "
                 "'all_gather', or lower context_parallel"
             )
 
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds beside the engine's own state."""
+    """The state of a job in its checkpoint, besides the engine's own state."""
 
     config: dict[str, Any]
     data_digest: str
@@ -225,19 +230,19 @@ class TrainingState:
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a checkpoint can hold them, tensors uncopied."""
+        """The fields by name; tensors are not copied."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a job; the held-out ones are never trained on.
+    """The training documents and the held-out documents of a job.
 
     Attributes:
-        train: one privacy unit each.
-        held_out: for evaluations; epsilon does not protect them.
-        left_out: `ByteDocuments.left_out` of them all.
-        digest: of all names and contents, to know the same data again.
+        train: training documents; each is one privacy unit.
+        held_out: documents for evaluation, never trained on; epsilon does not cover them.
+        left_out: `ByteDocuments.left_out` of the whole folder.
+        digest: digest of all names and contents, compared when the job is resumed.
     """
 
     train: ByteDocuments
@@ -247,11 +252,11 @@ class Corpus:
 
     @classmethod
     def read(cls, config: TrainingConfig) -> Corpus:
-        """The corpus that a config names.
+        """Read the corpus of a config.
 
         Raises:
-            FileNotFoundError, ValueError: for a folder that cannot be used, or a batch that is
-                larger than what it holds.
+            FileNotFoundError, ValueError: the folder cannot be used, or has fewer training
+                documents than a batch.
         """
         assert config.data is not None
         documents = ByteDocuments.from_folder(
@@ -265,18 +270,18 @@ class Corpus:
             )
         digest = blake2b(digest_size=16)
         for path, content in zip(documents.paths, documents.contents, strict=True):
-            for part in (path.encode(errors="surrogateescape"), content):
-                digest.update(blake2b(part, digest_size=16).digest())
+            for data in (path.encode(errors="surrogateescape"), content):
+                digest.update(blake2b(data, digest_size=16).digest())
         return cls(train, held_out, documents.left_out, digest.hexdigest())
 
 
 def noise_for(config: TrainingConfig, num_documents: int) -> float:
-    """The noise multiplier of a job: its own, or the one that meets its target."""
+    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
     size = config.dataset_size or num_documents
     if config.delta >= 1 / size:
         warnings.warn(
             f"delta={config.delta}: not below 1 / {size} documents, so the guarantee "
-            "would allow to publish one of them; pass a smaller delta",
+            "would permit publishing one of them; pass a smaller delta",
             stacklevel=3,
         )
     if config.noise_multiplier is not None:
@@ -289,3 +294,16 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
         steps=config.steps,
         accountant=config.accountant,
     )
+
+
+# Values of the option "way", which jobs of earlier versions have in their files.
+_MODES = {"stored": "instantiate", "two_pass": "ghost"}
+
+
+def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a job's file, under the names that they have now."""
+    current = dict(options)
+    if "way" in current:
+        mode = current.pop("way")
+        current["grad_sample_mode"] = _MODES.get(mode, mode)
+    return current

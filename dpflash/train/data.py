@@ -1,7 +1,7 @@
-"""Documents of bytes for language modelling, where one document is one unit of privacy.
+"""Byte-level documents for language modelling; one document is one unit of privacy.
 
-Files of a folder become documents, documents become windows of tokens: the 256 byte values and a
-token that stands before each document's first byte.
+Each file of a folder is a document. Models train on windows of a document's tokens, which are
+`DOCUMENT_START` followed by the document's bytes.
 """
 
 import os
@@ -25,14 +25,13 @@ VOCAB_SIZE = 257
 IGNORE_INDEX = -100
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-# A binary file shows a NUL byte early, and need not be read to its end.
+# Binary files have a NUL byte among the first bytes, so they are not read to the end.
 _SNIFFED_BYTES = 65_536
-# Expected share of held-out documents.
-_HELD_OUT = 0.1
+_HELD_OUT = 0.1  # expected fraction of held-out documents
 
 
 def default_data_dir() -> Path:
-    """The folder of Python's standard library: text that every machine has (take ``*.py``)."""
+    """The folder of Python's standard library, whose ``*.py`` files exist on every machine."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -49,8 +48,8 @@ class ByteDocuments(Sequence[bytes]):
         num_duplicates: files left out because an earlier one has the same bytes.
 
     Guarantees:
-        No document occurs twice, so a unit of privacy is one document. Documents that differ in a
-        byte (another licence header, say) are different units, however alike they are.
+        No document occurs twice, so a unit of privacy is one document. Documents that differ in
+        one byte (such as in a licence header) are different units, however similar they are.
     """
 
     paths: tuple[str, ...]
@@ -68,19 +67,19 @@ class ByteDocuments(Sequence[bytes]):
         suffixes: Collection[str] | None = None,
         max_total_bytes: int = 512 * 2**20,
     ) -> "ByteDocuments":
-        """Reads the files below a folder.
+        """Read the files of a folder and its subfolders.
 
-        Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are passed
-        over, and links to folders are not followed.
+        Skips hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`, and
+        does not follow links to folders.
 
         Args:
-            folder: where to look.
-            suffixes: endings of the files to take, such as ``(".py", ".md")``; None takes all.
-            max_total_bytes: the most bytes that are held.
+            folder: the folder to read.
+            suffixes: file name suffixes to read, such as ``(".py", ".md")``; None for all.
+            max_total_bytes: maximum size of all documents, which are held in memory.
 
         Raises:
-            FileNotFoundError: if there is no such folder.
-            ValueError: if it is no folder, cannot be listed, or holds no usable file, or if its
+            FileNotFoundError: the folder does not exist.
+            ValueError: it is not a folder, cannot be listed or holds no usable file, or the
                 documents exceed max_total_bytes.
         """
         root = Path(folder)
@@ -125,56 +124,56 @@ class ByteDocuments(Sequence[bytes]):
 
     @property
     def left_out(self) -> str:
-        """How many files, or folders, were left out and why; empty if none was, or of a part."""
+        """Numbers of files or folders left out, by reason; empty if none, or after `split`."""
         counts = {
             "binary": self.num_binary,
             "unreadable": self.num_unreadable,
             "empty": self.num_empty,
-            "the same as another": self.num_duplicates,
+            "duplicate": self.num_duplicates,
         }
         return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
 
     def split(self) -> tuple["ByteDocuments", "ByteDocuments"]:
-        """Splits into training and held-out documents, about a tenth of them.
+        """Split into training documents and held-out documents, about a tenth of them.
 
         Returns:
-            The pair (train, held_out); the counts of what was left out stay with neither.
+            The pair (train, held_out), without the numbers of files left out.
 
         Raises:
-            ValueError: if one part would be empty.
+            ValueError: one of the two would be empty.
 
         Guarantees:
-            Where a document falls depends on its path alone: adding or removing another one
-            moves no document from one part to the other.
+            The split of a document depends on its path alone: adding or removing another
+            document does not move it.
         """
         held_out: list[tuple[str, bytes]] = []
         train: list[tuple[str, bytes]] = []
         for path, content in zip(self.paths, self.contents, strict=True):
-            part = held_out if _uniform(path) < _HELD_OUT else train
-            part.append((path, content))
+            split = held_out if _uniform(path) < _HELD_OUT else train
+            split.append((path, content))
         if not held_out or not train:
             raise ValueError(
                 f"{len(self)} documents gave {len(train)} for training and {len(held_out)} held "
-                "out, expected some in both; add files to the folder of data, "
-                f"{round(5 / _HELD_OUT)} or more to be nearly sure of it"
+                "out: expected at least one of both; add files to the data folder, "
+                f"{round(5 / _HELD_OUT)} or more make an empty split unlikely"
             )
         return _documents(train), _documents(held_out)
 
 
 def _documents(pairs: list[tuple[str, bytes]]) -> ByteDocuments:
-    """Documents of (path, content) pairs."""
+    """`ByteDocuments` from (path, content) pairs."""
     paths, contents = zip(*pairs, strict=True)
     return ByteDocuments(paths, contents)
 
 
 def _uniform(path: str) -> float:
-    """A number in [0, 1) that looks random and depends on the path alone."""
+    """A pseudorandom number in [0, 1) that depends on the path alone."""
     digest = blake2b(path.encode(errors="surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str], int]:
-    """The relative paths to look at, sorted, and how many folders could not be listed."""
+    """Sorted relative paths of the files, and the number of folders that could not be listed."""
     if not root.exists():
         raise FileNotFoundError(f"{root}: no such folder; check the path")
     if not root.is_dir():
@@ -192,7 +191,7 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 
 
 class _Reader:
-    """Reads files one by one, keeping each distinct content under its first path."""
+    """Reads files one by one and keeps each distinct content under its first path."""
 
     def __init__(self, root: Path, max_total_bytes: int, num_unreadable: int) -> None:
         self.root = root
@@ -205,16 +204,16 @@ class _Reader:
         self.num_duplicates = 0
 
     def read(self, name: str) -> None:
-        """Takes in one file, or counts why it is left out."""
+        """Read one file; keep it, or count the reason why it is left out."""
         path = self.root / name
         try:
-            # Opening a named pipe would wait for its writer.
+            # Opening a named pipe would block until something writes to it.
             if not path.is_file():
                 raise FileNotFoundError(path)
             with path.open("rb") as file:
                 content = file.read(_SNIFFED_BYTES)
                 if b"\0" not in content:
-                    # One byte above the cap shows that the cap is exceeded.
+                    # One byte above the limit suffices to detect that it is exceeded.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
             self.num_unreadable += 1
@@ -229,7 +228,7 @@ class _Reader:
             self._keep(name, content)
 
     def _keep(self, name: str, content: bytes) -> None:
-        """Adds a new document, unless the cap is exceeded with it."""
+        """Add a document; raise if the documents exceed the limit."""
         self.total_bytes += len(content)
         if self.total_bytes > self.max_total_bytes:
             raise ValueError(
@@ -240,20 +239,20 @@ class _Reader:
 
 
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
-    """One window of each document, at a start drawn anew for every step.
+    """One window of each document, with a random start that changes with every step.
 
     A document's tokens are `DOCUMENT_START` and its bytes. A window's start is a pure function of
-    (key, step, index), so a resumed run sees the windows that an uninterrupted one would have
-    seen. Worker processes of a `DataLoader` hold copies that `set_step` does not reach; load in
-    the main process (``num_workers=0``), or use `window`.
+    (key, step, index), so a resumed run sees the same windows as an uninterrupted one. DataLoader
+    worker processes hold copies that `set_step` does not reach; load in the main process
+    (``num_workers=0``), or use `window`.
 
     Args:
-        documents: one privacy unit each.
-        seq_len: tokens of a window, at least 1.
-        key: 16 to 64 bytes, from `secrets.token_bytes` or, for a repeatable run, fixed.
+        documents: each is one privacy unit.
+        seq_len: tokens per window, at least 1.
+        key: 16 to 64 bytes, from `secrets.token_bytes`, or fixed for a repeatable run.
 
     Raises:
-        ValueError: for no documents, a seq_len below 1 or a key of another length.
+        ValueError: there are no documents, seq_len is below 1, or the key has another length.
 
     Guarantees:
         Item i comes from document i alone.
@@ -276,7 +275,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         return len(self.documents)
 
     def set_step(self, step: int) -> None:
-        """Draws the following items' starts for this step, an integer from 0 to 2^64 - 1."""
+        """Use the starts of this step, from 0 to 2^64 - 1, in the following items."""
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**64:
             raise ValueError(
                 f"step={step!r}: expected an integer from 0 to 2^64 - 1; count from 0"
@@ -291,15 +290,15 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         """A window of one document.
 
         Args:
-            index: which document, from 0.
-            step: which draw of the start.
+            index: index of the document, from 0.
+            step: step, on which the start depends.
 
         Returns:
             inputs: `[seq_len]`, int64, 0..256, padded with 256.
             targets: `[seq_len]`, int64, the token after each input, padded with -100.
 
         Raises:
-            IndexError: for an index outside of 0..len-1.
+            IndexError: the index is outside of 0..len-1.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
@@ -313,22 +312,23 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 def held_out_batches(
     documents: Sequence[bytes], seq_len: int, max_windows: int, *, batch_size: int = 8
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fixed windows for evaluation, the same at every call.
+    """Fixed windows for evaluation, the same in every call.
 
-    Each document is cut into windows of seq_len without overlap. All documents' first windows come
-    first, then all second ones, and so on: a small max_windows still sees many documents.
+    Each document is split into windows of seq_len without overlap. The first windows of all
+    documents come first, then their second windows, and so on, so that a small max_windows still
+    covers many documents.
 
     Args:
-        documents: what to evaluate on.
-        seq_len: tokens of a window.
-        max_windows: the most windows that are given.
-        batch_size: windows of a batch; the last batch may be smaller.
+        documents: the documents to evaluate on.
+        seq_len: tokens per window.
+        max_windows: maximum number of windows.
+        batch_size: windows per batch; the last batch may be smaller.
 
     Yields:
         inputs and targets `[windows, seq_len]`, int64, padded as by `TrainWindows.window`.
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: a number is below 1.
     """
     _validate.positive_int(seq_len=seq_len, max_windows=max_windows, batch_size=batch_size)
     windows = islice(_windows_in_rounds(documents, seq_len), max_windows)
@@ -342,7 +342,7 @@ def held_out_batches(
 def _windows_in_rounds(
     documents: Sequence[bytes], seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every document's first window, then the second one of those that have it, and so on."""
+    """The first window of every document, then the second windows, and so on."""
     start = 0
     while documents := [document for document in documents if start < len(document)]:
         for document in documents:
@@ -351,7 +351,7 @@ def _windows_in_rounds(
 
 
 def _window(document: bytes, start: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the tokens from `start` on; token 0 is the document's start."""
+    """Inputs and targets of the tokens from `start` on; token 0 is `DOCUMENT_START`."""
     # Token t > 0 is byte t - 1, so the targets are the bytes from `start` on.
     following = document[start : start + seq_len]
     targets = torch.full((seq_len,), IGNORE_INDEX)

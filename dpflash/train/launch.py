@@ -1,6 +1,6 @@
-"""The workers of a training job as torchrun starts them: who they are, and how they meet and part.
+"""Starts and ends a distributed training job, from the environment that torchrun sets.
 
-Nothing here needs other workers before `Launch.meet`.
+Nothing here waits for other ranks before `Launch.connect`.
 """
 
 from __future__ import annotations
@@ -16,101 +16,101 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.collectives import WorkerError
+from ..distributed.collectives import RankError
 from ..distributed.mesh import CONTEXT, DATA
 from .config import Parallelism, TrainingConfig
 from .ranks import Team
 
 __all__ = ["Launch", "describe_loss"]
 
-_PLACE = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the workers of its job. A context manager: behind it they have parted.
+    """This process as a rank of its job. A context manager that destroys the process group.
 
     Attributes:
-        parallel: how they share the job.
-        rank: this worker's number, from 0.
-        local_rank: its number on this machine.
-        num_workers: of the job.
+        parallel: how the ranks share the job.
+        rank: global rank, from 0.
+        local_rank: rank on this machine, from 0.
+        world_size: number of ranks.
     """
 
     parallel: Parallelism = Parallelism()
     rank: int = 0
     local_rank: int = 0
-    num_workers: int = 1
+    world_size: int = 1
 
     @classmethod
     def from_environment(
         cls, parallel: Parallelism, environment: Mapping[str, str] = os.environ
     ) -> Launch:
-        """What torchrun has told this process; without torchrun a process by itself.
+        """Read the variables that torchrun sets; a single process without them.
 
         Raises:
-            ValueError: where variables are missing or wrong, or the workers cannot share the job
-                as asked.
+            ValueError: a variable is missing or wrong, or `parallel` does not fit the number of
+                ranks.
         """
-        num_workers = _number(environment, "WORLD_SIZE", least=1, missing=1)
-        if num_workers == 1:
+        world_size = _number(environment, "WORLD_SIZE", least=1, missing=1)
+        if world_size == 1:
             launch = cls(parallel)
         else:
-            missing = [name for name in _PLACE if name not in environment]
+            missing = [name for name in _REQUIRED if name not in environment]
             if missing:
                 raise ValueError(
-                    f"WORLD_SIZE={num_workers} in the environment without {', '.join(missing)}: "
-                    f"start the workers by torchrun --nproc-per-node {num_workers} -m dpflash "
+                    f"WORLD_SIZE={world_size} in the environment without {', '.join(missing)}: "
+                    f"start the ranks by torchrun --nproc-per-node {world_size} -m dpflash "
                     "train, or unset WORLD_SIZE to train in one process"
                 )
-            rank = _number(environment, "RANK", below=num_workers)
-            launch = cls(parallel, rank, _number(environment, "LOCAL_RANK"), num_workers)
-        context, data = parallel.context_parallel, num_workers // parallel.context_parallel
-        if num_workers % context:
-            choices = [str(n) for n in range(1, num_workers + 1) if num_workers % n == 0]
+            rank = _number(environment, "RANK", below=world_size)
+            launch = cls(parallel, rank, _number(environment, "LOCAL_RANK"), world_size)
+        context, data = parallel.context_parallel, world_size // parallel.context_parallel
+        if world_size % context:
+            choices = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
             raise ValueError(
-                f"context_parallel={context} with {num_workers} worker(s): it must divide their "
-                f"number; pass {' or '.join(choices)}, or start the job by torchrun "
+                f"context_parallel={context} with {world_size} rank(s): expected a divisor of the "
+                f"number of ranks; pass {' or '.join(choices)}, or start the job by torchrun "
                 f"--nproc-per-node {max(data, 1) * context}"
             )
         if parallel.shard_parameters and data == 1:
             raise ValueError(
-                f"shard_parameters=True with {num_workers} worker(s) and context_parallel="
-                f"{context}: nobody is left to share the parameters with; start more workers by "
-                "torchrun, lower context_parallel, or drop shard_parameters"
+                f"shard_parameters=True with {world_size} rank(s) and context_parallel="
+                f"{context}: there are no other ranks to shard the parameters over; start more "
+                "ranks by torchrun, lower context_parallel, or drop shard_parameters"
             )
         return launch
 
-    def meet(self, config: TrainingConfig) -> Team:
-        """Join the other workers of a job; all of them call this.
+    def connect(self, config: TrainingConfig) -> Team:
+        """Initialize the process group; all ranks call this together.
 
         Raises:
-            ValueError: where the job cannot be shared so, or this machine lacks the device.
-            WorkerError: where another worker does not come.
+            ValueError: the job cannot be shared in this way, or this machine lacks the device.
+            RankError: another rank did not connect within the timeout.
         """
         self.parallel.check(config)
         if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch sees no such device here; use 'cpu'")
-        if self.num_workers == 1:
+            raise ValueError("device='cuda': torch finds no such device here; use 'cpu'")
+        if self.world_size == 1:
             return Team(self.parallel)
         if config.device == "cuda":
             if self.local_rank >= torch.cuda.device_count():
                 raise ValueError(
-                    f"device='cuda': worker {self.local_rank} of this machine finds "
-                    f"{torch.cuda.device_count()} device(s); start as many workers as there are"
+                    f"device='cuda': rank {self.local_rank} of this machine finds "
+                    f"{torch.cuda.device_count()} device(s); start at most one rank per device"
                 )
             torch.cuda.set_device(self.local_rank)
-        # Beside NCCL also gloo: what workers tell each other then needs no device.
+        # gloo besides NCCL, so that ranks can exchange CPU tensors.
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
-        timeout = timedelta(seconds=self.parallel.worker_timeout)
+        timeout = timedelta(seconds=self.parallel.rank_timeout)
         try:
             dist.init_process_group(
-                backend, rank=self.rank, world_size=self.num_workers, timeout=timeout
+                backend, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
             return Team(self.parallel, _mesh(self, config.device, timeout))
         except RuntimeError as error:
-            raise WorkerError(
-                f"the start of {self.num_workers} workers: worker {self.rank} did not find the "
+            raise RankError(
+                f"the start of {self.world_size} ranks: rank {self.rank} could not connect to the "
                 f"others ({describe_loss(error) or error}); start all of them by torchrun"
             ) from error
 
@@ -123,37 +123,36 @@ class Launch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After a failure the others may be gone, and parting from them could wait for ever.
-        if error is None and self.num_workers > 1 and dist.is_initialized():
-            # One that leaves early can make gloo abort the others at their end.
+        # After an error other ranks may be gone, and the barrier could wait forever.
+        if error is None and self.world_size > 1 and dist.is_initialized():
+            # A rank that exits early can make gloo abort the other ranks when they exit.
             with suppress(RuntimeError):
                 dist.barrier()
             dist.destroy_process_group()
 
 
 def describe_loss(error: BaseException) -> str | None:
-    """What an error says of workers that are lost; None where it is about something else."""
+    """The message of an error caused by a lost rank; None for other errors."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if isinstance(error, WorkerError):
+    if isinstance(error, RankError):
         return str(error)
     if not dist.is_initialized():
         return None
-    # gloo raises a plain RuntimeError with the place in its own sources.
+    # gloo raises a plain RuntimeError that contains a path of its own sources.
     if isinstance(error, dist.DistError) or "gloo/" in str(error):
-        return f"another worker died, or did not come in time ({lines[0]})"
+        return f"another rank died, or did not answer in time ({lines[0]})"
     return None
 
 
 def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of all workers; those of one window are neighbours."""
+    """The mesh of all ranks; ranks that share a window are neighbours."""
     context = launch.parallel.context_parallel
-    ranks = torch.arange(launch.num_workers).view(-1, context)
-    # init_device_mesh would give its groups torch's timeout instead of the job's.
+    ranks = torch.arange(launch.world_size).view(-1, context)
+    # init_device_mesh would create groups with torch's default timeout instead of the job's.
     groups = []
-    for lines in (ranks.T, ranks):
-        made = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]
-        own = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
-        groups += own
+    for rows in (ranks.T, ranks):
+        created = [dist.new_group(row.tolist(), timeout=timeout) for row in rows]
+        groups += [group for group in created if group is not dist.GroupMember.NON_GROUP_MEMBER]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(DATA, CONTEXT))
 
 
@@ -165,18 +164,18 @@ def _number(
     below: int | None = None,
     missing: int | None = None,
 ) -> int:
-    """A whole number of the environment."""
+    """A whole number from an environment variable; `missing` if it is not set."""
     if name not in environment and missing is not None:
         return missing
     text = environment[name]
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ValueError(
             f"{name}={text!r} in the environment: expected a whole number >= {least}, as torchrun "
-            "sets it; start the workers by torchrun, or unset it"
+            "sets it; start the ranks by torchrun, or unset it"
         )
     if below is not None and int(text) >= below:
         raise ValueError(
             f"{name}={text} in the environment: expected a number below WORLD_SIZE={below}; start "
-            "the workers by torchrun"
+            "the ranks by torchrun"
         )
     return int(text)

@@ -1,6 +1,6 @@
-"""What a training job's model, batches and figures are on each of its workers.
+"""Per-rank view of a training job: this rank's model, its part of each batch, and reductions.
 
-Letters: B documents, T tokens, T_p those of this worker.
+Shapes: B documents, T tokens, T_p tokens of this rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed import Layout, context_parallel
-from ..distributed import collectives as _workers
+from ..distributed import Layout, collectives, context_parallel
 from ..distributed.fsdp import is_sharded
-from ..distributed.mesh import DATA, Workers
+from ..distributed.mesh import DATA, Ranks
 from ..nn import LongContextLM
 from .config import Parallelism
 
@@ -23,15 +22,15 @@ __all__ = ["Team"]
 
 
 class Team:
-    """A worker of a job and its peers; a process by itself where there is no mesh.
+    """This rank and the others of its job; a single process without a mesh.
 
     Args:
-        parallel: how they share the job.
-        mesh: of all workers, with the dimensions "data" and "context".
+        parallel: how the ranks share the job.
+        mesh: a mesh of all ranks with the dimensions "data" and "context".
 
     Attributes:
-        workers: their groups.
-        is_first: whether this one writes and prints.
+        ranks: the process groups.
+        is_first: whether this is rank 0, which writes files and prints.
     """
 
     def __init__(
@@ -39,14 +38,14 @@ class Team:
     ) -> None:
         self.parallel = Parallelism() if parallel is None else parallel
         self.mesh = mesh
-        self.workers = Workers.of(mesh)
-        self.is_first = self.workers.is_first
+        self.ranks = Ranks.of(mesh)
+        self.is_first = self.ranks.is_first
 
     def as_dict(self) -> dict[str, object]:
-        """How the job is shared, as plain values."""
+        """How the ranks share the job, as plain values."""
         parallel = self.parallel
         return {
-            "data": self.workers.data_size,
+            "data": self.ranks.data_size,
             "context": parallel.context_parallel,
             "context_mode": parallel.context_mode,
             "sharding": parallel.sharding,
@@ -54,8 +53,8 @@ class Team:
         }
 
     def split_context(self, model: LongContextLM) -> LongContextLM:
-        """The model for this worker's tokens, changed in place."""
-        if self.mesh is None or self.workers.context is None:
+        """Make the model context parallel, in place."""
+        if self.mesh is None or self.ranks.context is None:
             return model
         parallel = self.parallel
         return context_parallel(
@@ -63,7 +62,7 @@ class Team:
         )
 
     def shard_parameters(self, model: LongContextLM) -> LongContextLM:
-        """The model with this worker's part of each parameter, where the job wants that."""
+        """Shard the model's parameters, if the job is configured so."""
         if self.mesh is not None and self.parallel.shard_parameters:
             from torch.distributed.fsdp import fully_shard  # slow to load
 
@@ -73,63 +72,63 @@ class Team:
         return model
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """`[B, T_p]` of `[B, T]`."""
-        context = self.workers.context
+        """This rank's tokens `[B, T_p]` of x `[B, T]`."""
+        context = self.ranks.context
         if context is None:
             return x
-        layout = Layout(x.shape[1], _workers.world_size(context), self.parallel.sharding)
-        return x[:, layout.positions(_workers.rank_in(context), x.device)]
+        layout = Layout(x.shape[1], collectives.world_size(context), self.parallel.sharding)
+        return x[:, layout.positions(collectives.rank_in(context), x.device)]
 
     def own_documents(self, x: Tensor) -> Tensor:
-        """This worker's share of the rows of x; it may be empty."""
-        return x[self.workers.data_rank :: self.workers.data_size]
+        """This rank's part of the rows of x; it may be empty."""
+        return x[self.ranks.data_rank :: self.ranks.data_size]
 
     @property
     def counts_documents(self) -> bool:
-        """Whether this worker, of those with the same documents, is the one that counts them."""
-        return _workers.rank_in(self.workers.context) == 0
+        """Whether this rank counts documents: the first of the ranks that share a window."""
+        return collectives.rank_in(self.ranks.context) == 0
 
     def total(self, values: Sequence[float], what: str) -> list[float]:
-        """The sums of each worker's values."""
+        """Each value summed over the ranks."""
         return self._reduced(values, what, dist.ReduceOp.SUM)
 
     def greatest(self, value: float, what: str) -> float:
-        """The greatest of each worker's values."""
+        """The maximum of a value over the ranks."""
         return self._reduced([value], what, dist.ReduceOp.MAX)[0]
 
     def _reduced(
         self, values: Sequence[float], what: str, op: dist.ReduceOp.RedOpType
     ) -> list[float]:
-        everyone = self.workers.everyone
+        everyone = self.ranks.everyone
         if everyone is None:
             return list(values)
-        device = _workers.control_device(everyone)
-        held = torch.tensor(values, dtype=torch.float64, device=device)
-        reduced: list[float] = _workers.all_reduce_(held, everyone, what, op).tolist()
+        device = collectives.control_device(everyone)
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        reduced: list[float] = collectives.all_reduce_(tensor, everyone, what, op).tolist()
         return reduced
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Each worker's gradients become their sum; no gradient counts as zeros."""
-        everyone = self.workers.everyone
+        """Replace gradients by their sum over the ranks; a missing gradient counts as zeros."""
+        everyone = self.ranks.everyone
         if everyone is None:
             return
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        _workers.all_reduce_all_(gradients, everyone)
+        collectives.all_reduce_all_(gradients, everyone)
 
     def whole_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The model's state_dict with whole tensors; all workers call this together."""
+        """The model's state_dict with unsharded tensors; all ranks call this together."""
         state: dict[str, Tensor] = model.state_dict()
         named = dict(model.named_parameters(remove_duplicate=False))
-        # A parameter of two names is gathered, and written, once.
+        # A parameter with two names is gathered and written once.
         whole: dict[int, Tensor] = {}
         for name, value in state.items():
             if is_sharded(value):
                 key = id(named.get(name, value))
                 if key not in whole:
-                    with _workers.exchanging("gathering the weights", self.workers.data):
+                    with collectives.exchanging("gathering the weights", self.ranks.data):
                         whole[key] = value.full_tensor()
                 state[name] = whole[key]
         return state

@@ -1,4 +1,4 @@
-"""The report of a training job: what may be released, what may not, and a picture of both."""
+"""Writes the report of a training job: report.json and a plot of loss and epsilon."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _NOT_COVERED = {
     "history.loss": "losses of the training documents",
     "history_nonprivate": "losses of a run without privacy",
     "bits_per_byte_nonprivate": "result of a run without privacy",
-    "clip_fraction": "made from the gradients of single documents",
-    "tokens_per_second": "depends on which documents were drawn",
-    "peak_memory_mb": "depends on which documents were drawn",
-    "verified": "depends on how many documents were drawn together",
-    "num_documents": "taken as public, with sample_rate and noise_multiplier, unless "
+    "clip_fraction": "computed from the gradients of single documents",
+    "tokens_per_second": "depends on which documents were sampled",
+    "peak_memory_mb": "depends on which documents were sampled",
+    "verified": "depends on how many documents were sampled together",
+    "num_documents": "treated as public, with sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
-    "bits_per_byte_before": "measured on the held-out documents, which have no protection",
-    "bits_per_byte_after": "measured on the held-out documents, which have no protection; the "
-    "training documents have it",
+    "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",
+    "bits_per_byte_after": "measured on the held-out documents, which epsilon does not cover; it "
+    "covers the training documents",
 }
 _UNVERIFIED = (
-    "that the model keeps documents apart is not proven by its first batches (verified): too few "
+    "the first batches do not prove that the model keeps documents apart (verified): too few "
     "documents were seen together, or some gradients are still zero"
 )
 _ROUNDED = (
     "clipped gradients of the parameters in rounded_sums were summed in float32 in some batch; "
     "all other sums, and all noise, are exact"
 )
-_SEEDED = "seeded: whoever knows the seed can subtract the noise. For research, not for release"
+_SEEDED = "seeded: anyone who knows the seed can subtract the noise. For research, not for release"
 
 
 def make_report(
@@ -58,12 +58,12 @@ def make_report(
     public: PublicFacts,
     num_documents: int,
     num_parameters: int,
-    workers: dict[str, Any],
+    ranks: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that is known of a job, as plain values; what is not finite becomes None.
+    """The report of a job as plain values; numbers that are not finite become None.
 
-    `workers` says how those share the job that made the report; before a --resume there may have
-    been others.
+    `ranks` describes how the job was shared when the report was written; before a --resume it may
+    have been shared differently.
     """
     seen = state.seen_samples
     notes = [_SEEDED] if config.seed is not None else []
@@ -72,11 +72,11 @@ def make_report(
     if lost_steps:
         notes.append(
             f"{lost_steps} step(s) were released by a process that died before its next "
-            "checkpoint; epsilon counts them, the model does not have them"
+            "checkpoint; epsilon counts them, but they are not in the model"
         )
-    if config.baseline and state.bits_nonprivate is None and workers["shard_parameters"]:
+    if config.baseline and state.bits_nonprivate is None and ranks["shard_parameters"]:
         notes.append(
-            "the non-private run to compare with was left out: it does not deal out parameters"
+            "the non-private comparison run was skipped: it does not support sharded parameters"
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
@@ -91,7 +91,7 @@ def make_report(
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
-        "privacy_unit": "one document (a file); a draw of it trains on one window",
+        "privacy_unit": "one document (a file); each step trains on one window of it",
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": sampler,
@@ -111,11 +111,11 @@ def make_report(
         "bits_per_byte_after": state.bits_after,
         "bits_per_byte_nonprivate": state.bits_nonprivate,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
-        "tokens_counted": "targets of the drawn documents, without padding",
+        "tokens_counted": "targets of the sampled documents, without padding",
         "peak_memory_mb": state.peak_memory_mb,
-        "peak_memory_of": "the worker that needed the most",
+        "peak_memory_of": "the rank with the highest peak",
         "clip_fraction": state.clipped_samples / seen if seen else None,
-        "workers": workers,
+        "ranks": ranks,
         "num_parameters": num_parameters,
         "notes": notes,
         "not_covered_by_epsilon": _NOT_COVERED,
@@ -128,7 +128,7 @@ def make_report(
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write report.json, and the picture where matplotlib is installed."""
+    """Write report.json, and the plot if matplotlib is installed."""
     text = json.dumps(report, indent=2, allow_nan=False)
     (folder / REPORT).write_text(text + "\n", encoding="utf-8")
     try:
@@ -144,7 +144,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def _draw(figure: Any, report: dict[str, Any]) -> None:
-    """Loss above, epsilon below, over the same steps."""
+    """Draw loss (top) and epsilon (bottom) over the steps."""
     loss_axes, epsilon_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     blue, orange, grey = "#1f5fa8", "#d9822b", "#666666"
     history = [entry for entry in report["history"] if entry["loss"] is not None]
@@ -200,10 +200,9 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def peak_memory_mb(device: str) -> float:
-    """The most memory so far: of this process, or of the accelerator."""
+    """Peak memory so far in MiB: of the GPU, or of this process (NaN on Windows)."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / 2**20
-    # Not on Windows, where a report does without it.
     try:
         import resource
     except ImportError:
@@ -222,7 +221,7 @@ def _versions() -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for each number that JSON does not have."""
+    """The value with None in place of NaN and infinities, which JSON does not support."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

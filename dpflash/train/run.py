@@ -1,8 +1,7 @@
-"""A training job: a language model on a folder of text, private, resumable and compared.
+"""Runs a training job: a private language model on a folder of text, resumable.
 
-What happens to the privacy budget is the engine's business; here stands what a job needs around
-it: the corpus, the model, evaluations, checkpoints and the non-private run to compare with. Where
-several workers share a job, all of them make the same calls.
+The engine handles privacy; this file adds the corpus, the model, evaluations, checkpoints and a
+non-private run for comparison. If several ranks share a job, all of them make the same calls.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ..optimize.levels import Optimization
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
-from .config import Corpus, TrainingConfig, TrainingState, noise_for
+from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
 from .data import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
 from .launch import Launch
 from .ranks import Team
@@ -44,34 +43,34 @@ from .report import make_report, peak_memory_mb, write_report
 
 __all__ = ["Interrupted", "TrainingRun", "checkpoint_of", "holds_a_run"]
 
-# Of a process by itself a file, of several workers a folder. Under two names, so that one is
-# whole on the disk before the other, which it replaces, is removed.
+# A single process writes a file, several ranks a folder. They have different names, so that the
+# new checkpoint is complete on disk before the one that it replaces is removed.
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
 _REPLACED = ".replaced"
 LEDGER = "ledger.jsonl"
 WEIGHTS = "model.pt"
 
-# The second moment follows the noisy gradients within a short run.
+# 0.95 instead of 0.999, so that the second moment adapts within a short run.
 _BETAS = (0.9, 0.95)
 _MAX_EPSILON_POINTS = 200
 
 
 class Interrupted(Exception):
-    """The job stopped because it was asked to; its checkpoint is written."""
+    """The job stopped because `should_stop` returned True; its checkpoint is written."""
 
 
 class TrainingRun:
-    """One job in one folder; made by `start` or `resume`, done by `run`.
+    """One job in one folder. Create it with `start` or `resume`, then call `run`.
 
     Attributes:
-        config: what decides the job.
-        folder: where its files go.
-        state: how far it is; the same on all workers.
+        config: the configuration.
+        folder: folder of its files.
+        state: the progress; the same on all ranks.
         lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
-            them; the model does not have them.
-        left_out: how many files of the data were not taken, and why; empty if all were.
-        is_first: whether this worker is the one that writes, and draws bars.
+            them, but they are not in the model.
+        left_out: numbers of data files left out, by reason; empty if none.
+        is_first: whether this is rank 0, which writes files and shows progress bars.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class TrainingRun:
         self.is_first = team.is_first
         self.left_out = corpus.left_out
         self._team = team
-        team.workers.agree(
+        team.ranks.agree(
             "dpflash train",
             {
                 "the folder of the run": str(folder),
@@ -110,9 +109,9 @@ class TrainingRun:
         budget = None
         if config.max_epsilon is not None:
             budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
-        # The engine refuses a budget that is spent; what is left of such a job takes no step.
+        # The engine refuses an exhausted budget; such a job only evaluates and writes its report.
         self._was_spent = budget is not None and not self._leaves_room(budget)
-        of_level = clipping_for(config.optimize, None, config.way)
+        default_clipping = clipping_for(config.optimize, None, config.grad_sample_mode)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
@@ -120,8 +119,8 @@ class TrainingRun:
             noise_multiplier=state.noise_multiplier,
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
-            clipping=None if config.clipping == of_level else config.clipping,
-            way=config.way,
+            clipping=None if config.clipping == default_clipping else config.clipping,
+            grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
             dataset_size=config.dataset_size,
@@ -135,35 +134,35 @@ class TrainingRun:
         folder: str | os.PathLike[str],
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """A new job. Nothing is written before `run`.
+        """Create a new job. Nothing is written before `run`.
 
         Args:
-            config: what decides it.
-            folder: where its files go; one that all workers share.
-            launch: this process among the workers of the job; None for a process by itself.
+            config: the configuration.
+            folder: folder of its files, on a file system that all ranks share.
+            launch: this process as a rank of the job; None for a single process.
 
         Raises:
-            FileNotFoundError, ValueError: for data, a folder or a value that cannot be used.
-            WorkerError: where another worker is lost.
+            FileNotFoundError, ValueError: the data, the folder or a value cannot be used.
+            RankError: another rank is lost.
         """
         folder = Path(folder)
         launch = launch or Launch()
         if holds_a_run(folder):
             raise ValueError(
-                f"out={str(folder)!r}: holds a run already, whose spent privacy must not be "
-                f"forgotten; go on with it by --resume {folder}, or choose another folder"
+                f"out={str(folder)!r}: holds a run already, and its ledger must not be "
+                f"overwritten; continue it with --resume {folder}, or choose another folder"
             )
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
         corpus = Corpus.read(config)
-        own = [
+        values = [
             noise_for(config, len(corpus.train)),
             secrets.randbits(62) if config.seed is None else config.seed,
             derive_key(master_key(config.seed), "windows").hex(),
         ]
-        team = launch.meet(config)
+        team = launch.connect(config)
         noise_multiplier, init_seed, window_key = json.loads(
-            team.workers.from_first(json.dumps(own).encode(), "the keys of the run")
+            team.ranks.broadcast_from_first(json.dumps(values).encode(), "the keys of the run")
         )
         state = TrainingState(
             config=config.as_dict(),
@@ -181,95 +180,99 @@ class TrainingRun:
         given: Mapping[str, Any] | None = None,
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """The job of a folder, as its last checkpoint has it.
+        """Continue the job of a folder from its last checkpoint.
 
         Args:
-            folder: of a job that was started, by whatever number of workers.
-            given: values of the config that the caller believes in; data may have moved.
-            launch: this process among the workers that go on; None for a process by itself.
+            folder: folder of a job that was started with any number of ranks.
+            given: config values to compare with those of the job; `data` may differ, because the
+                folder may have moved.
+            launch: this process as a rank of the resumed job; None for a single process.
 
         Raises:
-            FileNotFoundError: without a checkpoint there.
-            ValueError: for a damaged one, other data, or a given value that is not the job's.
-            WorkerError: where another worker is lost.
+            FileNotFoundError: the folder has no checkpoint.
+            ValueError: the checkpoint is damaged, the data differ, or a given value is not that of
+                the job.
+            RankError: another rank is lost.
         """
         folder = Path(folder)
         launch = launch or Launch()
         path = checkpoint_of(folder)
         if path is None:
             raise FileNotFoundError(
-                f"resume={str(folder)!r}: no {CHECKPOINT} there; pass the folder of a run, or "
-                "start one with --out"
+                f"resume={str(folder)!r}: the folder has no {CHECKPOINT}; pass the folder of a "
+                "run, or start one with --out"
             )
         given = given or {}
         saved = sharded_checkpoint.read_plain(path).get("extra", {})
         names = {f.name for f in fields(TrainingState)}
-        # A run of an older version lacks what it did not know.
+        # Checkpoints of older versions lack the newer fields.
         if not names - {"verified", "rounded_sums"} <= saved.keys() <= names:
             raise ValueError(
-                f"resume={str(folder)!r}: its checkpoint is not one of a training job"
+                f"resume={str(folder)!r}: the checkpoint is not that of a training job; pass the "
+                "folder of a `dpflash train` run"
             )
-        config = TrainingConfig(**{**saved["config"], **given})
+        before = current_names(saved["config"])
+        config = TrainingConfig(**{**before, **given})
         for name in given.keys() - {"data"}:
-            # A run of an older version has the default of what was not there.
-            own = saved["config"].get(name, getattr(TrainingConfig, name))
-            if getattr(config, name) != own:
+            # Options that an older version did not have count as their defaults.
+            expected = before.get(name, getattr(TrainingConfig, name))
+            if getattr(config, name) != expected:
                 raise ValueError(
-                    f"{name}={given[name]!r}: the run to resume has {name}={own!r}; drop the "
+                    f"{name}={given[name]!r}: the run to resume has {name}={expected!r}; drop the "
                     "option, or start a new run in another folder"
                 )
         corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
-                f"data={config.data!r}: its documents are not those that the run began with, and "
-                "epsilon would be for neither; restore them, or start a new run"
+                f"data={config.data!r}: the documents differ from those the run started with, "
+                "so epsilon would hold for neither; restore them, or start a new run"
             )
-        team = launch.meet(config)
-        team.workers.agree("dpflash train", {"the checkpoint to resume": path.name})
+        team = launch.connect(config)
+        team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
         job = cls(config, folder, TrainingState(**saved), corpus, team)
         job.state = TrainingState(**job._engine.load_checkpoint(path))
         job.lost_steps = job._ledger_releases() - job.step
         if job.lost_steps:
             warnings.warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
-                "they stay counted in epsilon and are made again with other noise",
+                "epsilon still counts them, and they are repeated with fresh noise",
                 stacklevel=2,
             )
         return job
 
     @property
     def step(self) -> int:
-        """Noisy steps that the model has."""
+        """Number of noisy steps in the model."""
         return self._optimizer.releases
 
     @property
     def num_documents(self) -> int:
-        """Documents that are trained on."""
+        """Number of training documents."""
         return len(self._windows)
 
     @property
     def num_held_out(self) -> int:
-        """Documents that are not: bits per byte are told of them, without protection."""
+        """Number of held-out documents, which epsilon does not cover."""
         return len(self._held_out.contents)
 
     @property
-    def workers(self) -> dict[str, Any]:
-        """How workers share the job, as in the report."""
+    def ranks(self) -> dict[str, Any]:
+        """How the ranks share the job, as in the report."""
         return self._team.as_dict()
 
     @property
     def optimization(self) -> Optimization:
-        """What config.optimize changes."""
+        """The changes that config.optimize makes."""
         return self._engine.optimization
 
     @property
     def checkpoint(self) -> Path:
-        """Where this job writes its checkpoint: a file, or a folder of several workers."""
+        """Path of this job's checkpoint: a file, or a folder if there are several ranks."""
         return self.folder / (CHECKPOINT if self._team.mesh is None else CHECKPOINT_FOLDER)
 
     @property
     def epsilon(self) -> float:
-        """Spent so far, lost steps included."""
+        """Epsilon spent so far, including lost steps."""
         return self._engine.get_epsilon(self.config.delta)
 
     @property
@@ -278,7 +281,10 @@ class TrainingRun:
         return self._was_spent or self._engine.remaining_steps() == 0
 
     def _leaves_room(self, budget: PrivacyBudget) -> bool:
-        """Whether the ledger of an earlier process leaves a step; a new run is asked later."""
+        """Whether the budget allows another step after the releases in the ledger.
+
+        True for an empty ledger: the engine then checks the budget itself.
+        """
         if self._ledger_releases() == 0:
             return True
         step = PoissonGaussian(
@@ -294,32 +300,32 @@ class TrainingRun:
         )
 
     def _ledger_releases(self) -> int:
-        """Steps in the ledger, which the first worker keeps."""
-        told = self._team.workers.first_does(
+        """Number of releases in the ledger, which rank 0 reads."""
+        releases = self._team.ranks.run_on_first(
             "reading the ledger", lambda: str(Ledger(self.folder / LEDGER).releases).encode()
         )
-        return int(told)
+        return int(releases)
 
     def run(
         self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
     ) -> dict[str, Any]:
-        """Do what is left of the job.
+        """Run the rest of the job.
 
         Args:
-            should_stop: asked after each step; True on one worker ends the job there on all.
-            progress: whether bars are drawn on stderr, by the first worker.
+            should_stop: called after each step; True on one rank stops the job on all ranks.
+            progress: whether rank 0 shows progress bars on stderr.
 
         Returns:
             The report, as in report.json.
 
         Raises:
-            Interrupted: where should_stop said so.
-            WorkerError: where another worker is lost.
+            Interrupted: should_stop returned True.
+            RankError: another rank is lost.
 
         Guarantees:
-            A stopped and resumed job has the parameters, and the epsilon, of one that was not
-            stopped, bit for bit on the same machine with the same workers. With other workers
-            epsilon and the noise are the same, and sums are rounded in another order.
+            A stopped and resumed job has the same parameters and epsilon as an uninterrupted one,
+            bit for bit on the same machine with the same ranks. With other ranks epsilon and the
+            noise are the same, but sums are rounded in another order.
         """
         progress = progress and self.is_first
         state = self.state
@@ -347,7 +353,7 @@ class TrainingRun:
         return report
 
     def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
-        """The private steps that are left; they may span passes over the loader."""
+        """Run the remaining private steps; they may span several epochs of the loader."""
         state, total = self.state, self.config.steps
         with _bar("private", self.step, total, progress) as bar:
             while self.step < total:
@@ -360,7 +366,7 @@ class TrainingRun:
                 for inputs, targets in self._loader:
                     before = self.step
                     self._physical_batch(inputs, targets, figures)
-                    # The loader fetches the next batch when it is asked for it, after this line.
+                    # The loader fetches the next batch after this line, at the next iteration.
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
@@ -380,7 +386,7 @@ class TrainingRun:
         self._save()
 
     def _note_stop(self) -> None:
-        """Keep for the report why there are fewer steps than planned."""
+        """Record why the job stopped before its planned number of steps."""
         config, state = self.config, self.state
         state.stopped = (
             f"stopped after step {self.step} of {config.steps}: one more would exceed "
@@ -390,15 +396,15 @@ class TrainingRun:
             state.history[-1]["epsilon"] = self.epsilon
 
     def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
-        """Forward, clipped backward and step of one part; adds to this worker's figures.
+        """Forward, clipped backward and optimizer call for one microbatch; updates the figures.
 
-        Rows that hold no drawn document are in no figure.
+        Rows without a sampled document do not count.
         """
         real = self._loader.is_real
         inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
         sample_losses = self.model(inputs, targets)
         self._engine.backward(sample_losses)
-        # Of those with other tokens of the same documents only one counts documents.
+        # Only one of the ranks that share a window counts its document.
         documents = int(real.sum()) if self._team.counts_documents else 0
         if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
@@ -410,12 +416,19 @@ class TrainingRun:
         figures.tokens += int((targets[real] != IGNORE_INDEX).sum())
         figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
 
-    def _entry(self, own: _Figures) -> dict[str, Any]:
-        """What the history keeps of a step; the loss is None where nothing was drawn."""
+    def _entry(self, figures: _Figures) -> dict[str, Any]:
+        """The history entry of a step; its loss is None if no document was sampled."""
         state = self.state
-        seconds = own.seconds if self.is_first else 0.0
+        seconds = figures.seconds if self.is_first else 0.0
         bits, documents, tokens, clipped, seen, seconds = self._team.total(
-            [own.bits, own.documents, own.tokens, own.clipped, own.seen, seconds],
+            [
+                figures.bits,
+                figures.documents,
+                figures.tokens,
+                figures.clipped,
+                figures.seen,
+                seconds,
+            ],
             "the figures of a step",
         )
         state.tokens += int(tokens)
@@ -435,11 +448,11 @@ class TrainingRun:
 
     @property
     def _has_baseline(self) -> bool:
-        """Whether a non-private run follows; parameters that are dealt out would need another."""
+        """Whether a non-private run follows; it does not support sharded parameters."""
         return self.config.baseline and not self._team.parallel.shard_parameters
 
     def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
-        """The same steps from the same weights on batches of the same size, without privacy."""
+        """Train without privacy: same initial weights, number of steps and batch size."""
         config, state = self.config, self.state
         model = self._initial_model()
         optimizer = self._adam(model)
@@ -464,15 +477,15 @@ class TrainingRun:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
     ) -> float:
         config = self.config
-        # A function of the step alone, so that a resumed run draws the same documents.
+        # Seeded by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
         size = min(config.batch_size, len(self._windows))
         rows = rng.choice(len(self._windows), size, replace=False)
-        own = rows[self._team.workers.data_rank :: self._team.workers.data_size]
+        own = rows[self._team.ranks.data_rank :: self._team.ranks.data_size]
         bits = 0.0
         for start in range(0, len(own), config.physical_batch_size):
-            part = own[start : start + config.physical_batch_size]
-            pairs = [self._windows.window(int(row), step) for row in part]
+            microbatch = own[start : start + config.physical_batch_size]
+            pairs = [self._windows.window(int(row), step) for row in microbatch]
             inputs = self._own_tokens(torch.stack([pair[0] for pair in pairs]))
             targets = self._own_tokens(torch.stack([pair[1] for pair in pairs]))
             loss = model(inputs, targets).sum() / len(rows)
@@ -484,7 +497,7 @@ class TrainingRun:
         return self._team.total([bits], "the loss of the non-private run")[0]
 
     def _evaluate(self, model: nn.Module) -> float:
-        """Bits per byte of the held-out documents' fixed windows."""
+        """Bits per byte on fixed windows of the held-out documents."""
         config, team = self.config, self._team
         nats, count = 0.0, 0
         model.eval()
@@ -492,7 +505,7 @@ class TrainingRun:
             for inputs, targets in held_out_batches(
                 self._held_out.contents, config.seq_len, config.eval_windows
             ):
-                # A worker whose share is empty calls the model too: it holds a part of it.
+                # A rank without documents calls the model too, because it may hold a shard of it.
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
                 nats += nn.functional.cross_entropy(
@@ -507,7 +520,7 @@ class TrainingRun:
         return nats / total / math.log(2)
 
     def _initial_model(self) -> LongContextLM:
-        """The model before its first step, for this worker's tokens."""
+        """The model before its first step, context parallel if the job is."""
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
@@ -547,7 +560,7 @@ class TrainingRun:
             public=self._engine.public,
             num_documents=self.num_documents,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
-            workers=self.workers,
+            ranks=self.ranks,
         )
         if self.is_first:
             write_report(report, self.folder)
@@ -556,7 +569,7 @@ class TrainingRun:
 
 @dataclass
 class _Figures:
-    """What one worker has seen of a step."""
+    """Figures of one step on one rank; `seconds` is the duration of the step."""
 
     bits: float = 0.0
     documents: int = 0
@@ -567,16 +580,16 @@ class _Figures:
 
 
 def holds_a_run(folder: str | os.PathLike[str]) -> bool:
-    """Whether a job was begun in a folder."""
+    """Whether a folder contains files of a job."""
     names = (LEDGER, CHECKPOINT, CHECKPOINT_FOLDER, WEIGHTS)
     return any((Path(folder) / name).exists() for name in names)
 
 
 def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of a job's folder, file or folder; None where there is none.
+    """The checkpoint in a job's folder, a file or a folder; None if there is none.
 
-    There are both where a process died between writing one and removing the other; then it is
-    that of more steps.
+    Both exist if a process died after it wrote one and before it removed the other; then returns
+    the one with more steps.
     """
     path, several = Path(folder) / CHECKPOINT, Path(folder) / CHECKPOINT_FOLDER
     found = [
@@ -588,14 +601,14 @@ def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _remove_others(folder: Path, kept: str) -> None:
-    """Remove the checkpoint that another one replaces, and what a process that died left of it."""
+    """Remove the replaced checkpoint, and leftovers of an earlier, interrupted removal."""
     for name in (CHECKPOINT, CHECKPOINT_FOLDER):
-        doomed = folder / (name + _REPLACED)
-        _delete(doomed)
+        replaced = folder / (name + _REPLACED)
+        _delete(replaced)
         if name != kept and (folder / name).exists():
-            # A folder that is removed in part must not have the name of a checkpoint.
-            os.replace(folder / name, doomed)
-            _delete(doomed)
+            # A partly removed folder must not have the name of a checkpoint, so rename it first.
+            os.replace(folder / name, replaced)
+            _delete(replaced)
 
 
 def _delete(path: Path) -> None:
@@ -606,7 +619,7 @@ def _delete(path: Path) -> None:
 
 
 def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """The weights alone, without keys or diagnostics, in one step."""
+    """Write the weights alone, without keys or diagnostics, atomically."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -622,6 +635,6 @@ def _bar(name: str, done: int, total: int, progress: bool) -> Any:
 
 
 def _postfix(entry: Mapping[str, Any]) -> dict[str, str]:
-    """What a bar shows of a step."""
+    """The figures that a progress bar shows for a step."""
     names = (("loss", "loss"), ("epsilon", "epsilon"))
     return {label: f"{entry[key]:.3f}" for key, label in names if entry.get(key) is not None}

@@ -1,7 +1,7 @@
-"""Short summaries of a tensor's rows, by which two computations of one thing are compared.
+"""Compares the rows of two tensors by short summaries.
 
-Where a device repeats its results, rows are compared bit for bit by digests; elsewhere by their
-norms and some random projections, up to rounding.
+On a deterministic device rows are compared bit for bit, by digests; elsewhere by their norms and
+some random projections, up to rounding.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def row_digests(x: Tensor) -> Tensor:
 
 
 def is_deterministic(device: torch.device) -> bool:
-    """Whether a computation that is repeated on the device has the same bits."""
+    """Whether the device gives the same bits when a computation is repeated."""
     if device.type == "cuda":
         return torch.are_deterministic_algorithms_enabled()
     return device.type == "cpu"
 
 
 def row_summaries(x: Tensor) -> Tensor:
-    """What `differing` compares of the rows of x `[B, ...]`.
+    """Summaries of the rows of x `[B, ...]`, for `differing`.
 
     Digests `[B, 1]`, int64, where the device is deterministic; else, fp64, each row's norm and
     some projections on random signs.
@@ -63,7 +63,7 @@ def row_summaries(x: Tensor) -> Tensor:
     width = min(rows.shape[1], _PROJECTED)
     signs = _signs(width, generator).to(x.device)
     sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
-    # The same signs for each part, times other ones: those of a whole row may not fit.
+    # Signs of a whole row may not fit into memory, so each part reuses them, times a sign.
     for part in rows.split(_PROJECTED, 1) if width else ():
         wide = part.double()
         sums[:, 0] += wide.square().sum(1)
@@ -73,10 +73,10 @@ def row_summaries(x: Tensor) -> Tensor:
 
 
 def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
-    """`[B]`, bool: the rows whose summaries say that they are not the same.
+    """`[B]`, bool: rows whose summaries differ.
 
     Args:
-        one, two: of `row_summaries`; what is not of one shape and dtype differs in all rows.
+        one, two: of `row_summaries`; with different shapes or dtypes all rows differ.
         tolerance: relative to a row's norm; not used where digests are compared.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -84,12 +84,12 @@ def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
     if one.dtype == torch.int64:
         return (one != two).any(1)
     norms = torch.maximum(one[:, 0], two[:, 0])
-    # Two rows that are not finite are left to who compares.
+    # Rows that are not finite are the caller's business.
     return ~((one - two).abs().amax(1) <= tolerance * norms)
 
 
 def tolerance(dtypes: set[torch.dtype]) -> float:
-    """How far rows may differ by rounding, relative to their norm: sqrt(eps) of the coarsest."""
+    """Relative difference of rows that counts as rounding: sqrt(eps) of the coarsest dtype."""
     floats = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return math.sqrt(max(floats, default=0.0))
 
@@ -101,7 +101,7 @@ def _signs(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _as_words(x: Tensor) -> Tensor:
-    """The bits of x as integers `[B, n]`, of 32 bits where a row has a whole number of these."""
+    """The bits of x as integers `[B, n]`, of 32 bits where the size of a row allows."""
     if x.layout != torch.strided:
         x = x.to_dense()
     if x.is_complex():
@@ -128,7 +128,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """`[B, chunks]` of `[B, chunks, words]`, some at a time: products are wider than words."""
+    """`_chunk_sums` some words at a time, since products take more memory than words."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:

@@ -1,7 +1,7 @@
-"""A forward repeated with other contents for half of the samples, to see whether the rest changes.
+"""Repeats a forward with other contents for half of the samples, and compares the other half.
 
-No gradient shows what a model takes from a batch without differentiating it: detached statistics,
-a scale of the whole batch, routing with a capacity, an order by length.
+This finds coupling that no gradient shows: detached statistics, a scale of the whole batch,
+routing with a capacity, an order by length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGNED = 64
 
 
 class ForwardRows:
-    """What the private layers of a forward got, and what it returned, in their order."""
+    """Inputs of the private layers in a forward, and its outputs, in order."""
 
     def __init__(self) -> None:
         self.where: list[str] = []
@@ -46,11 +46,11 @@ class ForwardRows:
         self._quietest: list[Tensor] = []
 
     def note(self, name: str, x: Tensor) -> None:
-        """The input of a layer."""
+        """Record the input of a layer."""
         self._note(f"the input of layer '{name}'", x)
 
     def note_outputs(self, outputs: Any) -> None:
-        """All tensors that the model returned."""
+        """Record the tensors that the model returned."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.ndim:
                 self._note("the model's output", leaf)
@@ -67,8 +67,8 @@ class ForwardRows:
             self._quietest.append(greatest.argmin())
 
     def extremes(self, count: int) -> list[int]:
-        """Rows, up to so many of a kind, that most often had the greatest entry of the batch, or
-        whose greatest entry was the least.
+        """Rows that most often had the greatest entry of the batch, and those that most often had
+        the smallest maximum; at most this many of each.
         """
         kinds = (self._loudest, self._quietest)
         found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
@@ -76,7 +76,7 @@ class ForwardRows:
 
 
 def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> str | None:
-    """Where a forward differs from another first for the samples `kept` `[B]`, in words."""
+    """The first place where two forwards differ for the samples `kept` `[B]`, for a message."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -94,10 +94,10 @@ def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> s
 
 @dataclass(frozen=True)
 class Replacement:
-    """Which sample's contents each row of a batch gets.
+    """For each row of a batch, the sample whose contents it gets.
 
     Attributes:
-        source: `[B]`, int64; a row that keeps its contents is its own.
+        source: `[B]`, int64; for a row that keeps its contents, its own number.
     """
 
     source: Tensor
@@ -116,18 +116,18 @@ class Replacement:
         first: ForwardRows,
         draw: Callable[[Callable[[np.random.Generator], np.ndarray]], np.ndarray],
     ) -> Replacement:
-        """Half of the samples keep their contents, secretly chosen; all others become one of them.
+        """Keep a secret random half of the samples; all others become copies of one of them.
 
-        Many copies of one sample crowd any routing. What sets a scale of the batch is replaced,
-        and so are the first and the last sample, which code takes for the batch by mistake.
+        Many copies of one sample crowd any routing. Samples that may set a scale of the batch are
+        replaced, and so are the first and the last one, which code may take for the whole batch.
 
         Args:
             arguments: of the model.
             size: B.
             real: `[B]`, bool: rows that are samples, of which padding repeats the first; None for
                 all.
-            first: what the layers got.
-            draw: makes the choice, for several ranks at once.
+            first: inputs of the layers in the first forward.
+            draw: makes secret random numbers, equal on all ranks that share samples.
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         least = _least_filled(_of_samples(arguments, size))
@@ -151,7 +151,7 @@ class Replacement:
         return cls(torch.from_numpy(draw(source).copy()))
 
     def applied(self, arguments: Any) -> tuple[Any, bool]:
-        """The arguments with other contents, and whether anything in them changed."""
+        """(arguments with replaced contents, whether any of them changed)."""
         size = len(self.source)
         chosen = {id(t) for t in _of_samples(arguments, size)}
         changed = False
@@ -168,7 +168,7 @@ class Replacement:
 
 
 class OwnAttributes:
-    """What the modules of a model hold beside parameters, buffers, children and hooks.
+    """Attributes of a model's modules other than parameters, buffers, children and hooks.
 
     Args:
         modules: of the model.
@@ -181,7 +181,7 @@ class OwnAttributes:
         ]
 
     def restore(self) -> None:
-        """Give the modules these attributes again, and lists, dicts and sets their contents."""
+        """Restore the attributes, and the contents of lists, dicts and sets."""
         for module, held in self._held:
             own = module.__dict__
             for name in [k for k in own if k not in held and k not in _OF_TORCH]:
@@ -193,7 +193,7 @@ class OwnAttributes:
                     (value.extend if isinstance(value, list) else value.update)(contents)
 
 
-# What torch keeps of a module in its __dict__.
+# Attributes that torch keeps in the __dict__ of a module.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -203,12 +203,12 @@ def _contents(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
 
 
 def own_copies(arguments: Any) -> Any:
-    """The arguments with tensors of their own, since a model may change what it gets."""
+    """Copies of the arguments, since a model may change its inputs."""
     return tree_map_only(Tensor, lambda t: _lying_as(t, t), arguments)
 
 
 def _lying_as(t: Tensor, values: Tensor) -> Tensor:
-    """A copy of values with the strides and the alignment of t, by which kernels are chosen."""
+    """A copy of values with the strides and alignment of t, since kernels depend on both."""
     values = values.detach()
     if t.layout != torch.strided:
         return values.clone().requires_grad_(t.requires_grad)
@@ -216,18 +216,18 @@ def _lying_as(t: Tensor, values: Tensor) -> Tensor:
     extent = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
     flat = t.new_empty(offset + (extent if t.numel() else 0))
     copy = flat.as_strided(t.shape, t.stride(), offset)
-    # What is expanded has one place for many entries.
+    # An expanded tensor stores several entries in one place.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
     return copy.requires_grad_(t.requires_grad)
 
 
 def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
-    """The tensors whose first dimension is the batch; none where it may be another one."""
+    """The tensors whose first dimension is the batch; none where that is ambiguous."""
     found = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
     found = [t for t in found if t.shape[0] == size and t.layout == torch.strided]
     if len(found) > 1 and any(t.ndim > 1 and t.shape[1] == size for t in found):
-        # As many tokens as samples: a table of positions looks like one of samples.
+        # With as many tokens as samples, a table of positions looks like a batch.
         return ()
     return found
 
@@ -235,8 +235,8 @@ def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
 def _least_filled(tensors: Collection[Tensor]) -> int | None:
     """The row with the fewest entries in a mask; None where no mask tells rows apart.
 
-    It is kept: where no row is padded any more, operators of masked batches take other roads,
-    which round otherwise.
+    This row keeps its contents: without any padding, operators on masked batches run other
+    kernels, which round differently.
     """
     for t in tensors:
         if t.ndim < 2 or not t.numel() or not bool(((t == 0) | (t == 1)).all()):

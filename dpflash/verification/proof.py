@@ -1,7 +1,8 @@
-"""The proof that a model keeps samples apart: some losses of a real batch get weight 0.
+"""Proof: the first batches show that a model keeps its samples apart.
 
-One extra backward runs, which only looks. Every use of a private layer must then see rows of zeros
-for the samples of weight 0, and for those of weight 1 the rows of the ordinary backward.
+One extra backward runs with weight 0 on some of the losses. Every use of a private layer must see
+rows of zeros for these samples, and for the others the same rows as the ordinary backward. The
+forward is repeated with other samples too, see `forward_rows`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..distributed.collectives import from_first, gather_rows
+from ..distributed.collectives import broadcast_from_first, gather_rows
 from .digests import differing, row_summaries, tolerance
 from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
 
 __all__ = ["OFF", "Proof", "allow_second_backwards"]
 
-# Samples that were told apart before a model counts as proven; in one batch, or in several.
+# A model counts as proven after this many samples, in one batch or in several.
 _ENOUGH = 16
-# While something stays unproven, so many batches are all tried, and later those at powers of two.
+# While something is unproven, the first batches are all tried, later ones at powers of two.
 _ALL_TRIED = 8
 
 # Entries of rows that are copied at a time.
@@ -60,16 +61,16 @@ _COUNTS = (
 
 @dataclass
 class _Progress:
-    """What of one side of the proof, uses or layers, is through.
+    """Progress of one half of the proof: uses in the backward, or layers in the forward.
 
     Attributes:
-        known: all that were seen.
-        unproven: those of them for which the proof goes on.
-        samples: how many took part.
-        batches: that came while it went on, tried or not.
+        known: names seen so far.
+        unproven: those that are not proven yet.
+        samples: number of samples that took part.
+        batches: number of batches since it began, tried or not.
         woken: whether the next batch is tried in any case.
-        missed: whether a batch was there and could not be tried.
-        is_patient: whether it is tried ever more rarely while no sample can take part.
+        missed: whether some batch could not be tried.
+        is_patient: whether batches are tried less and less often while no sample can take part.
     """
 
     is_patient: bool
@@ -82,23 +83,23 @@ class _Progress:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the proof goes on."""
+        """Whether something is unproven."""
         return bool(self.unproven) or self.samples < _ENOUGH
 
     def is_due(self) -> bool:
-        """Whether the next batch is tried."""
+        """Whether to try the next batch."""
         often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
         often |= self.samples < _ENOUGH and (self.samples > 0 or not self.is_patient)
         return self.is_pending and (often or self.woken)
 
     def take_turn(self) -> bool:
-        """Whether this batch is tried."""
+        """Whether to try this batch; counts it."""
         due = self.is_due()
         self.batches += self.is_pending
         return due
 
     def meet(self, names: Iterable[Any]) -> bool:
-        """Names that this forward or backward has; whether there are new ones, to be proven."""
+        """Note the names in this forward or backward; returns whether some are new."""
         new = set(names) - self.known
         self.known |= new
         self.unproven |= new
@@ -116,16 +117,16 @@ class _Progress:
 
 @dataclass
 class _Mode:
-    """The proof under one setting of all modules' training flags.
+    """The proof for one setting of the modules' training flags.
 
     Attributes:
-        layers: in the forward, by name.
-        uses: in the backward, by group and position of the parameter.
+        layers: progress in the forward, by name of the layer.
+        uses: progress in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
-        makes_scalars: whether the model itself made a scalar of its samples' losses.
+        makes_scalars: whether the model returns a scalar loss.
     """
 
-    # Of some models no call has arguments in which samples could be replaced.
+    # Some models have no arguments in which samples could be replaced.
     layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
     uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
     is_trained: bool = False
@@ -133,7 +134,7 @@ class _Mode:
 
 
 class ProvableBackward(Protocol):
-    """A private backward, as the proof runs through it."""
+    """What the proof needs of a private backward."""
 
     @property
     def is_compiled(self) -> bool:
@@ -143,18 +144,18 @@ class ProvableBackward(Protocol):
         """((group, position), layer, whether the handle's own gradient counts, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """Uses leave nothing with the gates inside, and only this watch sees them."""
+        """Inside the block uses save nothing with the gates, and only this watch sees them."""
 
 
 class Proof:
-    """How far the proof of one model is, in the forward and in the backward.
+    """The proof of one model: what is proven, and what the next batch has to show.
 
     Args:
         modules: of the model.
         device: of its parameters.
-        group: ranks whose backwards meet; they prove the model together.
-        context: those of them that hold other tokens of the same samples.
-        is_on: whether anything is proven at all.
+        group: ranks that exchange gradients in the backward; they prove the model together.
+        context: the ranks that hold other tokens of the same samples.
+        is_on: whether the proof runs.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once all is proven; "gradients" or "forward" where no more can be."""
+        """True once all is proven; "gradients" or "forward" where that is all that can be."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -195,7 +196,7 @@ class Proof:
         return "gradients" if missed else "pending"
 
     def _enter_mode(self) -> None:
-        """Go on with the proof of the modules' present training flags."""
+        """Continue the proof of the current training flags."""
         flags = bytes([module.training for module in self._modules])
         self._mode = self._modes.setdefault(flags, _Mode())
         self._mode_is_new = True
@@ -203,11 +204,11 @@ class Proof:
     # Forward
 
     def begin_forward(self, size: int, *, new_pass: bool) -> bool:
-        """A call of the model begins; whether it is to be repeated with other samples.
+        """Whether to repeat the forward that begins with other samples.
 
         Args:
-            size: B at most.
-            new_pass: whether what was called before has had its backward.
+            size: upper bound of B.
+            new_pass: whether the previous forward has had its backward.
         """
         if not self.is_on:
             return False
@@ -220,15 +221,15 @@ class Proof:
     def forward_repeated(
         self, layers: Collection[str], samples: int, refusal: str | None = None
     ) -> None:
-        """A call was repeated, by all ranks of the group.
+        """Note a forward that all ranks of the group have repeated.
 
         Args:
-            layers: that ran.
-            samples: how many the repeat can tell something about; 0 where it changed none.
-            refusal: what was wrong, if anything.
+            layers: names of the layers that ran.
+            samples: number of samples that were compared; 0 where none was replaced.
+            refusal: what differed, for a message; or None.
 
         Raises:
-            RuntimeError: something was, here or on another rank.
+            RuntimeError: something differed, here or on another rank.
         """
         refuse_together(refusal, self.group, _WHAT)
         samples = max(row[0] for row in gather_rows([samples], self.group, _WHAT))
@@ -242,17 +243,17 @@ class Proof:
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
         rng = np.random.default_rng(_secret())
-        drawn = from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
+        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
         return np.frombuffer(drawn, dtype="<i8")
 
     # Backward
 
     def wants_backward(self, used: Iterable[str], size: int | None) -> bool:
-        """Whether the backward that begins is to be proven.
+        """Whether to prove the backward that begins.
 
         Args:
             used: names of the layers that ran in its forward.
-            size: B, where there is one loss a sample.
+            size: B, where there is one loss for each sample.
         """
         if not self.is_on or size is None:
             return False
@@ -264,7 +265,7 @@ class Proof:
         mode.is_trained = True
         if is_new := mode.layers.meet(used):
             mode.layers.begin_anew()
-        # Other ranks may have more, and then all of them prove.
+        # Other ranks may have more samples, and then all ranks prove.
         if size < 2:
             return False
         mode.layers.missed |= not repeated
@@ -278,17 +279,17 @@ class Proof:
         size: int,
         real: Tensor | None,
     ) -> Watch | None:
-        """Run the backward of some samples alone.
+        """Run the backward of a random half of the samples.
 
         Args:
-            owner: whose handles are differentiated by.
-            outputs: where the backward begins.
-            seeds: gradients by them, `[B, ...]` each.
+            owner: the private backward.
+            outputs: tensors from which the backward starts.
+            seeds: their gradients, `[B, ...]` each.
             size: B.
             real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
 
         Returns:
-            What compares the ordinary backward with it; None where it could not be run.
+            A watch that compares the ordinary backward with it; None where it could not run.
 
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
@@ -306,23 +307,23 @@ class Proof:
         return _Ordinary(self, weighted)
 
     def refuse(self, refusal: str | None) -> None:
-        """Raise what this rank, or another one, refuses in the backward."""
+        """Raise if this rank, or another one, refuses the backward."""
         try:
             refuse_together(refusal, self.group, _WHAT)
         except RuntimeError:
-            # A loop that goes on all the same meets it in each batch.
+            # A loop that catches the error meets it again in each batch.
             self._mode.uses.begin_anew()
             raise
 
     def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
-        """The model's outputs, so that a backward from behind them is proven as it comes by.
+        """Wrap the model's outputs, so that the backward of a scalar loss is proven at them.
 
-        A scalar's terms cannot be weighted one by one; the rows of its gradient at the outputs
-        can. What makes the scalar of them is not proven.
+        The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
+        The reduction to a scalar is not proven.
         """
         leaves, structure = tree_flatten(outputs)
         uses = self._mode.uses
-        # What wakes one rank is not known to the others yet.
+        # Other ranks do not know yet that this one found something new.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -359,7 +360,7 @@ class Proof:
         )
 
     def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Note what a gate's uses showed: 0 nothing, 1 that they are, 2 that they are proven."""
+        """Note the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
         rows = gather_rows([samples, *found], self.group, _WHAT)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
@@ -373,17 +374,17 @@ class Proof:
 
 
 class CrossedBackward(Protocol):
-    """A private backward of a scalar, as the model's outputs see it come by."""
+    """What the model's outputs need of the private backward of a scalar loss."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """The backward has these gradients, `[B, ...]` each, at the model's outputs."""
+        """The gradients `[B, ...]` of the model's outputs have arrived."""
 
 
 OFF = Proof(is_on=False)
 
 
 class _Resting:
-    """Looks out for uses that are not proven, while no proof is under way."""
+    """Watches for new uses while no proof is running."""
 
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
@@ -391,7 +392,7 @@ class _Resting:
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         uses, slot = self._proof._mode.uses, (gate.index, position)
         if slot in uses.unproven:
-            # A layer whose gradients were all 0 so far may have woken.
+            # A layer whose gradients were all zero may have nonzero ones now.
             uses.woken = uses.woken or bool(rows[0].any())
         elif uses.samples and uses.meet([slot]):
             uses.begin_anew()
@@ -404,21 +405,21 @@ class _Resting:
 
 @dataclass
 class _Use:
-    """The rows of one use: summaries, and which of them are not all 0."""
+    """The rows of one use: their summaries, and which rows are not zero."""
 
     summaries: Tensor
     nonzero: Tensor
 
 
 class _Weighted:
-    """A watch of the backward in which some samples have weight 0.
+    """Watches the backward in which some samples have weight 0.
 
     Attributes:
         weights: `[B]`, bool.
         real: `[B]`, bool: rows that count as samples.
-        uses: of each parameter, in the order in which they came.
-        refusal: names the layer nearest to the losses whose rows should be 0 and are not.
-        left_out: `[B]`, samples with a row that is not finite, of which nothing is told.
+        uses: of each parameter, in order.
+        refusal: names the layer nearest to the losses with a wrong nonzero row.
+        left_out: `[B]`, samples with a row that is not finite; they are not judged.
         dtypes: of all rows.
     """
 
@@ -434,17 +435,17 @@ class _Weighted:
         self._see((gate.index, position), gate.layer_of(position), rows[0])
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """No gate runs in this backward; the handles' gradients come by `dense`."""
+        """Not called: no gate runs in this backward, see `dense`."""
 
     def dense(self, slot: _Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See a handle's gradient; what stands in for it afterwards takes no memory."""
+        """See the gradient of a handle; returns a stand-in that takes no memory."""
         if grad is None:
             return None
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
     def look(self, rows: Tensor) -> _Use | None:
-        """What a use's rows show; None where they are not of the batch, which others refuse."""
+        """Summarise the rows of a use; None for rows of another batch (refused elsewhere)."""
         rows = rows.detach()
         if not rows.ndim or len(rows) != len(self.weights):
             return None
@@ -452,7 +453,7 @@ class _Weighted:
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
         self.left_out |= ~greatest.isfinite().cpu()
-        # Sums with zeros of other samples have either sign of 0.
+        # Sums with zeros of other samples may be 0.0 or -0.0.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
         return _Use(summaries, (greatest != 0).cpu())
@@ -467,7 +468,7 @@ class _Weighted:
 
 
 class _Ordinary:
-    """A watch of the ordinary backward, which compares its rows with those of the weighted one."""
+    """Watches the ordinary backward, and compares its rows with those of the weighted one."""
 
     def __init__(self, proof: Proof, weighted: _Weighted) -> None:
         self._proof = proof
@@ -476,7 +477,7 @@ class _Ordinary:
         self._proven: dict[_Slot, bool] = {}
         self._refusal: str | None = None
         self._counted = False
-        # Whether rows are not of the batch, which others refuse.
+        # Rows that are not of the batch are refused elsewhere.
         self._is_foreign = False
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
@@ -526,7 +527,7 @@ class _Ordinary:
 
 
 class _Crossing(torch.autograd.Function):
-    """Copies of the model's outputs, whose backward sees all their gradients at once."""
+    """Identity on the model's outputs; its backward sees all their gradients at once."""
 
     @staticmethod
     def forward(
@@ -537,7 +538,7 @@ class _Crossing(torch.autograd.Function):
         ctx.prove = prove
         ctx.outputs = outputs
         ctx.set_materialize_grads(False)
-        # The user may change what the model returned in place.
+        # The user may change the outputs in place.
         return tuple(x.clone() for x in outputs)
 
     @staticmethod
@@ -550,9 +551,9 @@ class _Crossing(torch.autograd.Function):
 
 
 def allow_second_backwards() -> None:
-    """Have torch.compile keep, from now on, what a backward that is not the last one needs.
+    """Have torch.compile keep the saved tensors of a graph for a second backward.
 
-    It holds for what the calling thread compiles and runs.
+    It holds for the calling thread, from now on.
     """
     from torch._functorch import config  # slow to load
 
@@ -565,10 +566,10 @@ def _differentiate(
     grads: Sequence[Tensor],
     watch: _Weighted,
 ) -> bool:
-    """Run the backward to the handles, whose own gradients the watch sees too.
+    """Run the backward to the handles; the watch sees the gradients of handles too.
 
     Returns:
-        Whether it could be run; not where what was compiled elsewhere allows one backward only.
+        Whether it could run: a graph that was compiled elsewhere may allow one backward only.
     """
     handles, hooks = [], []
     for slot, layer, counts, handle in owner.handles():
@@ -576,7 +577,7 @@ def _differentiate(
         if counts:
             hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
     if not handles:
-        return False  # No loss reaches a private layer, which others refuse.
+        return False  # No loss reaches a private layer; refused elsewhere.
     for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
         # The thread that runs the backward of a GPU has settings of its own.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
@@ -595,14 +596,14 @@ def _differentiate(
 
 
 def _secret() -> int:
-    """A number from the operating system, and from none of the run's own streams."""
+    """A random number from the operating system, not from the run's own streams."""
     return int.from_bytes(os.urandom(32), "little")
 
 
 def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -> np.ndarray:
     """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
 
-    Those of the loudest samples are 0, for one of them may set a scale of the batch.
+    The samples with the largest losses have weight 0: one of them may set a scale of the batch.
     """
     while True:
         weights = rng.integers(0, 2, size)
@@ -612,7 +613,7 @@ def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -
 
 
 def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
-    """A few samples, those with the greatest losses, or products of outputs and gradients."""
+    """The few samples with the largest losses, or products of outputs and gradients."""
     sizes = torch.zeros(size, dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):
         products = x.detach().double() * seed.double()
@@ -621,6 +622,6 @@ def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> l
 
 
 def _masked(seed: Tensor, weights: Tensor) -> Tensor:
-    """The rows of weight 1, others 0 even where they are not finite."""
+    """The rows with weight 1; zeros for all others, also where they are not finite."""
     weights = weights.to(seed.device).view(-1, *[1] * (seed.ndim - 1))
     return torch.where(weights, seed, torch.zeros((), dtype=seed.dtype, device=seed.device))

@@ -1,4 +1,4 @@
-"""The state of all generators that a model may draw from: torch's, numpy's and Python's."""
+"""Saves and restores the global random generators of torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["RandomState", "random_state_kept"]
 
 
 class RandomState:
-    """The global generators as they are now.
+    """The current state of the global generators.
 
     Args:
-        device: whose generator counts beside that of the CPU.
+        device: its generator is saved besides that of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class RandomState:
         self._python = random.getstate()
 
     def restore(self) -> None:
-        """Give the generators this state again."""
+        """Restore the generators."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -41,7 +41,7 @@ class RandomState:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The generators are behind the block as they were before it."""
+    """Restore the generators at the end of the block."""
     held = RandomState(device)
     try:
         yield

@@ -1,8 +1,8 @@
-"""The two backwards of the way `two_pass`: what is summed must be what was normed.
+"""Compares the two backwards of ghost clipping.
 
-The first one norms the samples' gradients, the second one sums them by factors of these norms.
-What differs between the two would be summed without a bound. So where a device repeats its bits,
-keyed digests of each use's rows are compared; elsewhere the norms are taken again.
+The first backward computes the norms, the second one sums gradients with factors from these norms.
+A gradient that differs between the two would be summed without a bound. On a deterministic device
+keyed digests of each use's rows are compared; elsewhere the second backward computes norms again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .watch import WatchedGate, refuse_together
 
 __all__ = ["BackwardsDiffer", "First", "Second"]
 
-# How much larger a norm may be in the second backward by rounding alone, relative.
+# Relative growth of a norm in the second backward that counts as rounding.
 _ROUNDING = 2.0**-12
 _ROUNDING_16_BIT = 2.0**-9
 
 _DIFFERENT = (
-    "{where} had other gradients in the second backward of way='two_pass' than in the first, "
-    "whose norms bound them, so nothing was released: something between forward and backward is "
-    "random or keeps state (checkpointing around Python's random or without the random state, a "
-    "hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps there). Make it "
-    "repeatable, or pass way='stored' or way='book_keeping'"
+    "{where} had other gradients in the second backward of grad_sample_mode='ghost' than in the "
+    "first, whose norms bound them, so nothing was released: something between forward and "
+    "backward is random or keeps state (checkpointing around Python's random or without the "
+    "random state, a hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps "
+    "there). Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
 )
 
 
@@ -37,11 +37,11 @@ class BackwardsDiffer(RuntimeError):
 
 
 class First:
-    """Sees the backward that norms.
+    """Watches the backward that computes norms.
 
     Attributes:
         exact: whether digests are compared; else norms.
-        uses: digests of all rows of each use, by parameter, in the order in which they came.
+        uses: digests of the rows of each use, by parameter, in order.
         dtypes: of all rows.
     """
 
@@ -61,7 +61,7 @@ class First:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """The squared norms `[B]` to clip by: the greatest that the second backward may have."""
+        """Squared norms `[B]` to clip by: upper bounds of those in the second backward."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
@@ -69,11 +69,11 @@ class First:
 
 
 class Second(First):
-    """Sees the backward that sums, and compares it with the first.
+    """Watches the backward that sums, and compares it with the first.
 
     Args:
-        first: of the same gate.
-        squares: of its norms, `[B]`, as `first.allowed` gave them.
+        first: watch of the first backward.
+        squares: squared norms `[B]` from `first.allowed`.
         group: ranks that raise together.
     """
 
@@ -89,16 +89,16 @@ class Second(First):
         refusal = self._unequal(gate)
         if not self.exact:
             squares = gate.finish_norms(grads)
-            # A sample whose norm is not finite is removed.
+            # Samples with norms that are not finite are removed.
             if bool((~(squares <= self._squares) & self._squares.isfinite()).any()):
                 refusal = refusal or _DIFFERENT.format(where="the layers")
         refuse_together(refusal, self._group, "the second backward", BackwardsDiffer)
 
     def _unequal(self, gate: WatchedGate) -> str | None:
-        """The first parameter whose uses differ, in words; None where none do."""
+        """A message about the first parameter whose uses differ; None where none do."""
         first, second = self._first.uses, self.uses
         found: list[tuple[int, Tensor]] = []
-        # In the order in which they came, so that the one nearest to the losses is named.
+        # In order of arrival, so that the layer nearest to the losses is named.
         for position in {**first, **second}:
             one, two = first.get(position, []), second.get(position, [])
             where = _DIFFERENT.format(where=f"layer '{gate.layer_of(position)}'")
@@ -108,7 +108,7 @@ class Second(First):
                 if before.shape != after.shape:
                     return where
                 found.append((position, (before != after).any()))
-        # One answer of the device for all of them.
+        # Wait for the device once.
         if not found or not bool(torch.stack([differs for _, differs in found]).any()):
             return None
         position = next(position for position, differs in found if bool(differs))

@@ -1,8 +1,8 @@
-"""Buffers and frozen parameters, whose contents must stay as they are while a model is trained.
+"""Unchanged: checks that training changes no buffer and no frozen parameter.
 
-They leave with `model.state_dict()` and get no noise, and what a forward leaves in them reaches
-later batches. Version counters are looked at in every backward, contents now and then, since
-writes to `.data` move no counter.
+They leave with `model.state_dict()` without noise, and whatever a forward writes into them reaches
+later batches. Version counters are compared in every backward; contents now and then, because
+writes to `.data` do not advance a counter.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .digests import row_digests
 
 __all__ = ["Contents", "Unchanged", "check_allowed"]
 
-# Contents are compared in the first backward and in every so many.
+# Contents are compared in the first backward, and once in so many.
 _EVERY = 64
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor hangs in the model.
+    """Place of a tensor in the model.
 
     Attributes:
-        module: that has it.
-        key: its name there.
-        is_buffer: whether it is a buffer, else a frozen parameter.
-        part: of a sharded parameter, which hangs there between forwards only.
+        module: the module that holds it.
+        key: its name in the module.
+        is_buffer: whether it is a buffer; else it is a frozen parameter.
+        part: this rank's part of a sharded parameter, which is in the module between forwards.
     """
 
     module: nn.Module
@@ -41,7 +41,7 @@ class _Place:
 
     @property
     def is_public(self) -> bool:
-        """Whether `state_dict` has it."""
+        """Whether it is in `state_dict`."""
         return not self.is_buffer or self.key not in self.module._non_persistent_buffers_set
 
     def tensor(self) -> Tensor | None:
@@ -53,7 +53,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A tensor as it was seen last."""
+    """Last known state of a tensor."""
 
     tensor: Tensor
     version: int | None
@@ -91,17 +91,17 @@ class Unchanged:
         self._backwards = 0
 
     def before_backward(self) -> str | None:
-        """`refusal` in each backward: of contents in the first one and in every 64th."""
+        """`refusal` for a backward; compares contents in the first one and in every 64th."""
         refusal = self.refusal(contents=self._backwards % _EVERY == 0)
-        # What is refused now is refused the next time.
+        # A refused change is refused again the next time.
         self._backwards += refusal is None
         return refusal
 
     def changed(self, *, contents: bool = True) -> list[str]:
-        """Names of what changed.
+        """Names of buffers and frozen parameters that changed.
 
         Args:
-            contents: whether all contents are compared, also where no version counter moved.
+            contents: compare all contents, also where no version counter advanced.
         """
         if contents:
             for name, place in _buffers_of(self._module):
@@ -110,7 +110,7 @@ class Unchanged:
         return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
 
     def refusal(self, *, contents: bool = True) -> str | None:
-        """Why nothing may leave, naming what changed; None where nothing did. See `changed`."""
+        """Message that names what changed; None where nothing did. See `changed`."""
         changed = self.changed(contents=contents)
         if not changed:
             return None
@@ -133,7 +133,7 @@ class Unchanged:
             raise RuntimeError(refusal)
 
     def loaded(self, names: Iterable[str]) -> None:
-        """Take what `load_state_dict` has put under these names."""
+        """Accept the contents that `load_state_dict` has set under these names."""
         found = [self._places[name].tensor() for name in names if name in self._places]
         ids = {id(t) for t in found if t is not None}
         for name, place in self._places.items():
@@ -142,20 +142,20 @@ class Unchanged:
                 self._seen[name] = _Seen.of(tensor)
 
     def moved(self, apart_from: Collection[str] = ()) -> None:
-        """Take contents as they are, after a change of device or dtype."""
+        """Accept all contents, after a change of device or dtype."""
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and name not in apart_from:
                 self._seen[name] = _Seen.of(tensor)
 
     def allowed_contents(self) -> Contents:
-        """What may change, as it is now."""
+        """Current contents of the tensors that may change."""
         return Contents(self._allowed_places)
 
     def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
         tensor, seen = place.tensor(), self._seen.get(name)
         if tensor is None:
-            # What is gone leaves nothing.
+            # A tensor that is gone cannot leave.
             return False
         if seen is not None and tensor is seen.tensor and not contents:
             if seen.version is not None and _version(tensor) == seen.version:
@@ -179,8 +179,6 @@ def check_allowed(
     Raises:
         ValueError: naming the first.
     """
-    if isinstance(allowed, str) or not all(isinstance(name, str) for name in allowed):
-        raise ValueError(f"allow_buffers={allowed!r}: expected a list of names")
     places = _places_of(module, trained)
     for name in allowed:
         if name not in places:
@@ -193,14 +191,14 @@ def check_allowed(
 
 
 class Contents:
-    """Contents of some buffers and parameters, to be put back."""
+    """Saved contents of some buffers and parameters."""
 
     def __init__(self, places: Iterable[_Place]) -> None:
         held = [(place, place.tensor()) for place in places]
         self._held = [(p, t, t.detach().clone()) for p, t in held if t is not None]
 
     def restore(self) -> None:
-        """Give all of them these contents again."""
+        """Restore the contents."""
         for place, tensor, contents in self._held:
             if place.is_buffer:
                 place.module._buffers[place.key] = tensor
@@ -228,12 +226,12 @@ def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[st
 
 
 def _version(tensor: Tensor) -> int | None:
-    """None where none is kept."""
+    """Version counter of a tensor; None where it has none."""
     return None if tensor.is_inference() else _here(tensor)._version
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """This rank's part of a tensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What looks on as per-sample gradients reach the clipping gates, to compare backwards."""
+"""Interface of watches, which see per-sample gradients arrive at the clipping gates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..distributed.collectives import exchanging, gather_rows
 
 
 class WatchedGate(Protocol):
-    """A clipping gate, as a watch sees it."""
+    """What a watch needs of a clipping gate."""
 
     @property
     def index(self) -> int:
@@ -27,20 +27,20 @@ class WatchedGate(Protocol):
         """Dotted name of the layer that holds one of its parameters."""
 
     def is_dense(self, position: int) -> bool:
-        """Whether a parameter's gradient, or a part of it, reaches the handle alone."""
+        """Whether some use of a parameter returns its gradient to the handle."""
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms `[B]` of the uses that arrived; grads are the handles' gradients."""
+        """Squared norms `[B]` of the group; grads are the handles' gradients."""
 
 
 class Watch(Protocol):
     """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """What makes a use's gradients, `[B, ...]` each; the first is linear in the losses'."""
+        """See the tensors `[B, ...]` of a use; the first is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """All uses of the gate have arrived; raises RuntimeError for what it refuses."""
+        """See a gate whose uses have all arrived; raises RuntimeError to refuse the backward."""
 
 
 def refuse_together(
@@ -49,13 +49,13 @@ def refuse_together(
     what: str,
     error: type[RuntimeError] = RuntimeError,
 ) -> None:
-    """Raise on all ranks of a group what one of them refuses.
+    """Raise on all ranks of a group if one of them refuses.
 
     Args:
         refusal: why this rank refuses; None where it does not.
-        group: all of its ranks call this; None is a process by itself.
-        what: names the exchange in messages.
-        error: what is raised.
+        group: all of its ranks call this; None for a single process.
+        what: name of the exchange, for messages.
+        error: class of the error.
 
     Raises:
         RuntimeError: with this rank's reason, or else with the first other one's.

@@ -1,12 +1,16 @@
-"""What the toy benchmark of `test_suite.py` measures; other processes import it."""
+"""Subjects of `test_suite.py` and functions of `test_isolated.py`, in a file to be imported."""
 
+import io
 import math
 import os
 import warnings
+from multiprocessing import resource_tracker
 
 import torch
+from tqdm import tqdm
 
 from dpflash.bench import work
+from dpflash.bench.isolated import report_phase
 from dpflash.bench.suite import Subject, Unsupported
 
 
@@ -64,3 +68,17 @@ def stand_still():
 
 def leave():
     os._exit(3)
+
+
+def registered_with_a_bar():
+    """What the system would have to clean up after this process."""
+    names = []
+    resource_tracker.register = lambda name, kind: names.append(kind)
+    for _ in tqdm(range(1), file=io.StringIO()):
+        pass
+    return names
+
+
+def reported_and_done():
+    report_phase("something")
+    return "done"

@@ -21,15 +21,10 @@ def test_a_query_gives_an_epsilon_that_is_not_below_what_is_certain(provider, wa
     assert subject.error() <= subject.tolerance
     assert subject.figures["epsilon"] >= subject.figures["lower_end"] > 0
     first, second = subject.step(), subject.step()
-    assert first == pytest.approx(subject.figures["epsilon"], rel=0.1)
+    # A warm query has one step more; a cold one has a little more noise each time.
+    expected = accounting.epsilon(provider, [(1.0, 0.01, 100 + warm)], 1e-5)
+    assert first == pytest.approx(expected)
     assert (second > first) if warm else (second < first)
-
-
-def test_a_warm_query_has_one_step_more_and_a_cold_one_has_not():
-    warm = accounting.query(provider="rdp", warm=True, **QUERY)
-    cold = accounting.query(provider="rdp", warm=False, **QUERY)
-    assert warm.step() == pytest.approx(accounting.epsilon("rdp", [(1.0, 0.01, 101)], 1e-5))
-    assert cold.step() == pytest.approx(accounting.epsilon("rdp", [(1.0, 0.01, 100)], 1e-5))
 
 
 @pytest.mark.parametrize("provider", ["contour", "rdp", "opacus prv"])
@@ -152,7 +147,7 @@ def test_without_a_checkout_the_table_is_asked_for(monkeypatch, tmp_path):
 
 def test_every_provider_has_a_row_in_every_part():
     for request in (QUICK, Request(threads=1)):
-        comparisons = [c for c in accounting.plan(request) if isinstance(c, Comparison)]
+        comparisons = [c for c in accounting.SUITE.plan(request) if isinstance(c, Comparison)]
         names = [m.name for c in comparisons for m in c.measurements]
         assert len(set(names)) == len(names)
         for comparison in comparisons:
@@ -160,19 +155,9 @@ def test_every_provider_has_a_row_in_every_part():
                 accounting.PROVIDERS
             )
             assert comparison.baseline in names
+            peers = [m.config["provider"] for m in comparison.measurements if "peer" in m.columns]
+            assert peers == list(accounting.PEERS)
     assert len(comparisons) == 2 + len(accounting.FULL.targets) + len(accounting.FULL.schedules)
-
-
-def test_only_peers_are_marked_as_peers():
-    measurements = [
-        one
-        for item in accounting.plan(QUICK)
-        if isinstance(item, Comparison)
-        for one in item.measurements
-    ]
-    marked = {one.config["provider"] for one in measurements if one.columns.get("peer")}
-    assert marked == set(accounting.PEERS)
-    assert {one.config["provider"] for one in measurements} - marked == {"contour", "pld", "rdp"}
 
 
 def test_what_a_peer_warns_of_is_a_note_of_its_row_and_nothing_is_printed(monkeypatch, capfd):

@@ -107,7 +107,7 @@ def run_gpu_script(tmp_path, stage, fails, **environment):
     python.write_text(f'#!/bin/sh\necho "$@"\ncase "$*" in *{fails}*) exit 3 ;; esac\n')
     python.chmod(0o755)
     return subprocess.run(
-        ["bash", str(BENCHMARKS / "gpu.sh"), stage],
+        ["bash", str(BENCHMARKS.parent / "gpu.sh"), stage],
         env={**os.environ, "OUT": str(tmp_path), "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
@@ -141,7 +141,7 @@ def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path):
     done = run_gpu_script(tmp_path, "time", "nothing", LIMIT_S="0")
     assert done.returncode == 1 and "no time" in done.stdout
     assert run_gpu_script(tmp_path, "fast", "nothing").returncode == 2
-    text = (BENCHMARKS / "gpu.sh").read_text()
+    text = (BENCHMARKS.parent / "gpu.sh").read_text()
     measured = [name for line in re.findall(r"measure \d+ (.*)", text) for name in line.split()]
     parts = re.search(
         r"^PARTS = \((.*)\)$", (BENCHMARKS / "gpu_time.py").read_text(), re.MULTILINE

@@ -1,4 +1,4 @@
-"""Functions in processes of their own: what is said of one that is ended, and what it leaves."""
+"""Functions in processes of their own: results, limits, and which phase was too slow."""
 
 import sys
 from multiprocessing import Pipe
@@ -7,20 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpflash.bench import isolated, measuring
-from dpflash.bench.isolated import OutOfTime, run_isolated, tell
-from dpflash.bench.measuring import Bench
-from dpflash.bench.progress import Progress
-from dpflash.bench.suite import Comparison, Measurement, Request, Subject
+from dpflash.bench import isolated, suite
+from dpflash.bench.isolated import OutOfTime, report_phase, run_isolated
+from dpflash.bench.suite import Bench, Comparison, Measurement, Progress, Request, Subject
 from dpflash.bench.timing import Stopwatch
 from dpflash.clipping.device_speed import Ceilings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from isolated_cases import registered_with_a_bar, told_and_done  # noqa: E402
+from suite_cases import (  # noqa: E402
+    grow,
+    leave,
+    registered_with_a_bar,
+    reported_and_done,
+    stand_still,
+)
 
 
-def test_a_bar_leaves_no_semaphore_behind_where_its_process_is_killed():
+def test_an_isolated_call_returns_or_says_how_it_failed():
+    assert run_isolated(grow, size=10) == 10
+    with pytest.raises(isolated.OutOfMemory):
+        run_isolated(grow, memory_limit=2**30, size=2**29)
+    assert run_isolated(grow, memory_limit=2**31, size=2**27) == 2**27
+    with pytest.raises(OutOfTime):
+        run_isolated(stand_still, timeout=0.2)
+    with pytest.raises(isolated.Failed, match="exit code 3"):
+        run_isolated(leave)
+    with pytest.raises(TypeError, match="size"):
+        run_isolated(grow)
+    # A semaphore would stay behind where a process with a bar is killed.
     assert run_isolated(registered_with_a_bar) == []
+    assert run_isolated(reported_and_done, timeout=60) == "done"
+    report_phase("no process waits for this one")
 
 
 def test_a_process_that_is_out_of_time_says_in_which_phase(monkeypatch):
@@ -28,22 +45,17 @@ def test_a_process_that_is_out_of_time_says_in_which_phase(monkeypatch):
     with pytest.raises(OutOfTime, match=r"^it took longer than 0\.01 seconds$"):
         isolated._result(ours, timeout=0.01)
     monkeypatch.setattr(isolated, "_pipe", theirs)
-    tell("building")
-    tell("compiling")
+    report_phase("building")
+    report_phase("compiling")
     with pytest.raises(OutOfTime, match=r"^compiling took longer than 0\.01 seconds$"):
         isolated._result(ours, timeout=0.01)
 
 
-def test_what_a_process_tells_is_not_taken_for_its_result():
-    assert run_isolated(told_and_done, timeout=60) == "done"
-    tell("no process waits for this one")
-
-
-def test_a_row_that_is_out_of_time_tells_its_phase_and_its_limit(monkeypatch):
+def test_a_row_that_is_out_of_time_names_its_phase_and_its_limit(monkeypatch):
     def late(*arguments, timeout, **others):
         raise OutOfTime(f"its first call took longer than {timeout:g} seconds")
 
-    monkeypatch.setattr(measuring, "run_isolated", late)
+    monkeypatch.setattr(suite, "run_isolated", late)
     bench = Bench(
         Request(device="cpu", max_seconds=10.0),
         Stopwatch(torch.device("cpu")),
@@ -58,15 +70,15 @@ def test_a_row_that_is_out_of_time_tells_its_phase_and_its_limit(monkeypatch):
     )
 
 
-def test_a_probe_tells_before_it_builds_before_the_first_call_and_before_the_others(monkeypatch):
+def test_a_probe_reports_before_it_builds_before_the_first_call_and_before_the_others(monkeypatch):
     did = []
-    monkeypatch.setattr(measuring, "tell", did.append)
+    monkeypatch.setattr(suite, "report_phase", did.append)
 
     def build(*, device, seed):
         did.append("built")
         return Subject(lambda: did.append("called"), lambda: 0.0, 1.0)
 
-    measuring._probe(build, "cpu", 0, {})
+    suite._probe(build, "cpu", 0, {})
     assert did[:4] == [
         *("building it", "built"),
         *("building it and its first call (compiling included)", "called"),

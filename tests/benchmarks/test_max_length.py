@@ -8,9 +8,8 @@ import dpflash
 from dpflash.bench import max_length
 from dpflash.bench import output as results
 from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
-from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Taken, make_call, search
-from dpflash.bench.reported import reported_rows
-from dpflash.bench.reports_dilated import COMPREHENSIVE
+from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Measured, make_call, search
+from dpflash.bench.published import read_reports, reported_rows
 from dpflash.bench.suite import Request, Unsupported
 from dpflash.patterns import Dense
 
@@ -25,22 +24,19 @@ def searched(monkeypatch, answer, request=PATIENT, limits=(1024, 4096)):
     return max_length._search_row("Dense", "forward", request)
 
 
-@pytest.mark.parametrize("limit", [*range(1, 40), 100, 1000, 5000])
 @pytest.mark.parametrize("first", [256, 1024, 4096])
-def test_a_search_ends_within_an_eighth_of_the_limit(limit, first):
-    tried = []
+def test_a_search_ends_within_an_eighth_of_the_limit(first):
+    for limit in (777 * times for times in (*range(1, 40), 100, 1000, 5000)):
+        tried = []
 
-    def why_not(tokens):
-        tried.append(tokens)
-        return "memory" if tokens > 777 * limit else None
+        def why_not(tokens, tried=tried, limit=limit):
+            tried.append(tokens)
+            return "memory" if tokens > limit else None
 
-    found = search(why_not, first, 2**30)
-    if 777 * limit < 256:
-        assert found.tokens is None and found.failed_tokens <= 256
-    else:
-        assert found.tokens <= 777 * limit < found.failed_tokens
+        found = search(why_not, first, 2**30)
+        assert found.tokens <= limit < found.failed_tokens
         assert found.failed_tokens - found.tokens <= found.tokens / 8
-    assert found.stopped_by == "memory" and len(set(tried)) == len(tried)
+        assert found.stopped_by == "memory" and len(set(tried)) == len(tried)
 
 
 def test_the_ceiling_is_no_limit_of_what_is_searched():
@@ -90,8 +86,8 @@ def test_a_backward_pass_and_the_inputs_count_into_memory():
 
 @pytest.mark.slow
 def test_a_search_stops_where_memory_ends(monkeypatch):
-    # The libraries take some 270 MiB of it.
-    limit = 400 * 2**20
+    # The libraries take some 345 MiB of it.
+    limit = 475 * 2**20
     monkeypatch.setattr(max_length, "_CPU_MEMORY", limit)
     monkeypatch.setattr(max_length, "_range", lambda request: (2**12, 2**16))
     row = max_length._search_row("BlockSparseOptimized", "forward", PATIENT)
@@ -104,7 +100,7 @@ def test_a_call_beyond_its_time_is_no_length(monkeypatch):
     def answer(call):
         if call.tokens > 2000:
             raise OutOfTime("it took longer")
-        return Taken(1e-6, PATIENT.limit * (call.tokens > 1500), 1.0)
+        return Measured(1e-6, PATIENT.limit * (call.tokens > 1500), 1.0)
 
     row = searched(monkeypatch, answer)
     assert row["stopped_by"] == "time" and row["max_tokens"] == 1408
@@ -129,7 +125,7 @@ def test_memory_and_failures_are_told_apart(monkeypatch):
 
 def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
     def answer(call):
-        return Taken(1e-6, call.tokens / 1e6, call.tokens / 1024)
+        return Measured(1e-6, call.tokens / 1e6, call.tokens / 1024)
 
     row = searched(monkeypatch, answer)
     assert row["max_tokens"] == 4096 and row["stopped_by"] == CEILING
@@ -141,7 +137,7 @@ def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
 
 @pytest.mark.parametrize("error", [2e-4, math.inf, math.nan])
 def test_a_wrong_variant_has_no_length(monkeypatch, error):
-    row = searched(monkeypatch, lambda call: Taken(error, 0.1, 1.0))
+    row = searched(monkeypatch, lambda call: Measured(error, 0.1, 1.0))
     assert row["correct"] is False and "max_tokens" not in row
     shown = "error 2.0e-04" if math.isfinite(error) else "no number"
     cell = dict(SUITE.tables[0].columns)["longest T"]
@@ -154,7 +150,7 @@ def test_a_call_that_raises_is_a_row_that_failed(monkeypatch):
     def answer(call):
         if call.tokens > 2000:
             raise ArithmeticError("a bug")
-        return Taken(1e-6, 0.1, 1.0)
+        return Measured(1e-6, 0.1, 1.0)
 
     row = searched(monkeypatch, answer)
     assert row["correct"] is False and row["failure"] == "ArithmeticError: a bug"
@@ -167,7 +163,7 @@ def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):
 
     def spy(function, *, call, timeout, memory_limit):
         limits.append((timeout, memory_limit))
-        return Taken(0.0, 0.0, None)
+        return Measured(0.0, 0.0, None)
 
     monkeypatch.setattr(max_length, "run_isolated", spy)
     for seconds in (24.0, 48.0):
@@ -179,7 +175,7 @@ def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):
 def test_every_length_of_the_reports_has_a_variant():
     named = [
         answer.where["variant"]
-        for _, row in reported_rows([COMPREHENSIVE])
+        for _, row in reported_rows(r for r in read_reports() if r.id == "S4")
         for answer in row.answers
         if answer.suite == SUITE.name and answer.section == max_length.SECTION
     ]

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-import dpflash
 from dpflash.bench import output as bench_results
 from dpflash.bench.page import render
-from dpflash.bench.reported import Answer, Figure, Report, Reported, ReportTable
-from dpflash.bench.result_files import device_names, recommendation_data
+from dpflash.bench.published import Answer, Figure, Report, Reported, ReportTable
+from dpflash.bench.result_files import device_names
 from dpflash.bench.suites import suite_named
-from dpflash.patterns import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -211,23 +209,6 @@ def test_a_table_with_a_row_that_no_report_asks_for_is_shown_whole(results: Path
 def test_a_long_table_of_ours_is_a_link(results: Path) -> None:
     _write(results, "heads", [_row(f"heads/H{n}", n) for n in range(1, 200)])
     assert "199 rows: see [heads.md](results/cpu/heads.md)." in _page(results, TWO_HEADS)
-
-
-def test_recommendations_hold_what_is_needed_and_are_read_again(
-    results: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": "float32", "tokens": 1024}
-    config["direction"] = "forward"
-    ours = bench_results.row("d", config, median_ms=2.0)
-    ours.update(pattern_key=Dense(causal=True).key, operator="dpflash")
-    _write(results, "attention", [ours, {**ours, "name": "p", "operator": "sdpa-flash"}])
-    (run,) = recommendation_data(results)["runs"]
-    assert [row["name"] for row in run["rows"]] == ["d"]
-    path = results / "shipped.json"
-    path.write_text(json.dumps(run))
-    found = dpflash.recommend(1024, direction="forward", device="cpu", results=path)
-    assert found.chosen.expected_ms == 2.0
-    assert "CPU of a test" in found.measured_on
 
 
 def test_check_fails_until_the_files_are_what_the_json_gives(

@@ -1,6 +1,7 @@
-"""The private steps that are measured: they are right, wrong ones are seen, and their work."""
+"""The private steps that are measured: they are right, wrong ones are found, and their work."""
 
 import math
+import sys
 import warnings
 
 import pytest
@@ -9,88 +10,101 @@ import torch
 from dpflash import PrivacyEngine
 from dpflash.bench import private, private_tasks
 from dpflash.bench.private import (
+    ALONE,
     DPFLASH,
     NONPRIVATE,
     OPACUS,
     PROVIDERS,
     clipped_sums,
+    epsilon_subject,
+    ghost_subject,
     gradient_error,
+    head_subject,
     make_training,
+    noise_subject,
     private_subject,
 )
+from dpflash.bench.private_step import HEAD_FAMILIES
 from dpflash.bench.private_tasks import make_task
 from dpflash.bench.suite import Unsupported
 from dpflash.bench.work import count_work
 
 SHAPE = {"batch": 3, "tokens": 24, "heads": 2, "head_dim": 80}
+LM = {"batch": 2, "tokens": 16, "heads": 2, "head_dim": 16, "layers": 1, "dtype": "float32"}
+HERE = {"device": "cpu", "seed": 0}
+RUN = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}
 
 
 def subject(model, provider, **changes):
-    arguments = {**SHAPE, "device": "cpu", "seed": 0, **changes}
-    return private_subject(model=model, provider=provider, **arguments)
+    if provider in OPACUS:
+        pytest.importorskip("opacus")
+    return private_subject(model=model, provider=provider, **{**SHAPE, **HERE, **changes})
 
 
-def attention_task(dtype="float32"):
-    return make_task(model="attention", **SHAPE, dtype=dtype, device="cpu", seed=0)
+def attention_task():
+    return make_task(model="attention", **SHAPE, **HERE)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+def training_of(task, provider):
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    return make_training(task, provider, noise_multiplier=1.0, optimize=sgd)
 
 
 @pytest.mark.parametrize("model", ["attention", "lm"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_without_noise_every_provider_sums_what_a_loop_over_samples_sums(model, provider):
-    if provider in OPACUS:
-        pytest.importorskip("opacus")
     measured = subject(model, provider)
     assert measured.error() <= measured.tolerance
+    assert measured.tokens == 72
+    if provider not in OPACUS:
+        # A step of the private loader raises no warning.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            measured.step()
+            measured.step()
 
 
 @pytest.mark.parametrize("provider", ["dpflash-flat-auto", "dpflash-per_block", "opacus-ghost"])
 def test_under_autocast_the_sum_is_right_to_the_digits_of_bfloat16(provider):
-    if provider in OPACUS:
-        pytest.importorskip("opacus")
     measured = subject("lm", provider, dtype="bfloat16")
     assert 1e-4 < measured.error() <= measured.tolerance
 
 
 @pytest.mark.parametrize("provider", ["dpflash-flat-auto", "dpflash-per_layer"])
-def test_a_provider_that_clips_otherwise_than_it_says_is_seen(monkeypatch, provider):
+def test_a_provider_that_clips_otherwise_than_it_says_is_found(monkeypatch, provider):
     kinds = {"dpflash-flat-auto": "per_layer", "dpflash-per_layer": "per_block"}
     monkeypatch.setattr(private, "clipping_of", lambda provider: kinds[provider])
     measured = subject("attention", provider)
     assert measured.error() > 100 * measured.tolerance
 
 
-def test_a_provider_that_forgets_a_sample_is_seen(monkeypatch):
+def test_a_provider_that_forgets_a_sample_is_found(monkeypatch):
     task, expected = attention_task(), clipped_sums
     monkeypatch.setattr(
-        private,
-        "clipped_sums",
-        lambda *args: [2 / 3 * total for total in expected(*args)],
+        private, "clipped_sums", lambda *args: [2 / 3 * total for total in expected(*args)]
     )
     assert gradient_error(task, "dpflash-flat-auto") == pytest.approx(0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(("factor", "is_seen"), [(0.999, True), (1.0005, False), (1.01, True)])
-def test_norms_that_are_no_bounds_or_too_high_are_seen(monkeypatch, factor, is_seen):
+@pytest.mark.parametrize(("factor", "is_found"), [(0.999, True), (1.0005, False), (1.01, True)])
+def test_norms_that_are_no_bounds_or_too_high_are_found(monkeypatch, factor, is_found):
     real = PrivacyEngine.diagnostics
 
     def diagnostics(engine):
         found = real(engine)
         return {**found, "per_sample_norms": found["per_sample_norms"] * factor}
 
-    assert gradient_error(attention_task(), "dpflash-flat-book_keeping") <= 1e-4
     monkeypatch.setattr(PrivacyEngine, "diagnostics", diagnostics)
     error = gradient_error(attention_task(), "dpflash-flat-book_keeping")
     # Gradients that were clipped by other norms than these are off by as much.
-    assert error == math.inf if is_seen else error == pytest.approx(5e-4, rel=0.2)
+    assert error == math.inf if is_found else error == pytest.approx(5e-4, rel=0.2)
 
 
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_is_infinitely_wrong(monkeypatch, place, bad):
+def test_a_gradient_that_is_not_finite_is_infinitely_wrong(monkeypatch, place, bad):
     real = private.GradientKeeper.step
 
     def poison(keeper, closure=None):
@@ -107,22 +121,11 @@ def test_every_sample_of_the_loop_is_clipped_to_the_whole_bound(clipping):
     for i in range(task.batch):
         one = private_tasks.Task(task.build, task.x[i : i + 1], task.y[i : i + 1], task.loss)
         norm = sum(total.square().sum() for total in clipped_sums(one, clipping)).sqrt()
-        assert norm.item() == pytest.approx(private._MAX_GRAD_NORM, rel=1e-5)
+        assert norm.item() == pytest.approx(private.MAX_GRAD_NORM, rel=1e-5)
 
 
-@pytest.mark.parametrize("provider", [NONPRIVATE, *DPFLASH])
-def test_steps_of_the_private_loader_raise_no_warning(provider):
-    measured = subject("lm", provider)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measured.step()
-        measured.step()
-
-
-def test_a_private_step_is_paid_for_as_one_drawn_by_the_private_loader():
-    training = make_training(
-        attention_task(), "dpflash-flat-auto", noise_multiplier=1.0, optimize=sgd
-    )
+def test_a_private_step_is_accounted_for_as_one_of_the_private_loader():
+    training = training_of(attention_task(), "dpflash-flat-auto")
     training.step()
     assert training.engine.sampler == "poisson"
     assert training.engine.neighboring_relation == "zero_out"
@@ -143,35 +146,76 @@ def test_register_of_a_step_leaves_opacus_as_it_was():
 
     spied = private_tasks.Task(task.build, task.x, task.y, loss)
     for provider in ("opacus-ghost", "opacus-ghost-registered"):
-        make_training(spied, provider, noise_multiplier=1.0, optimize=sgd).step()
-    assert Ghost.NORM_SAMPLERS == before
-    assert inside[0] == before
-    assert inside[-1] != before
+        training_of(spied, provider).step()
+    assert Ghost.NORM_SAMPLERS == inside[0] == before != inside[-1]
 
 
-def test_a_missing_opacus_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "opacus", None)
+def test_a_missing_opacus_and_a_second_layer_of_attention_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="layers=2"):
+        subject("attention", NONPRIVATE, layers=2)
+    monkeypatch.setitem(sys.modules, "opacus", None)
     with pytest.raises(Unsupported, match="pip install opacus"):
-        subject("attention", "opacus-hooks")
+        private_subject(model="attention", provider="opacus-hooks", **SHAPE, **HERE)
 
 
-def test_work_of_a_step_is_that_of_the_hand_formula():
-    by_hand = private_tasks.attention_step_flops(**SHAPE)
-    assert subject("attention", NONPRIVATE).work().flops == by_hand
+def test_work_of_a_step_is_that_of_the_formula():
+    # Four projections forward and their weights' gradients, the gradient of one of their inputs
+    # (the data need none), and the pairs of causal attention.
+    batch, tokens, heads, head_dim = (SHAPE[k] for k in ("batch", "tokens", "heads", "head_dim"))
+    projections = batch * tokens * 2 * (heads * head_dim) ** 2 * (4 + 4 + 1)
+    pairs = 14 * head_dim * batch * heads * tokens * (tokens + 1) // 2
+    assert subject("attention", NONPRIVATE).work().flops == projections + pairs
 
 
 @pytest.mark.parametrize("provider", DPFLASH)
 def test_work_by_the_planner_is_the_work_that_is_counted(provider):
-    task = make_task(
-        model="attention", **{**SHAPE, "batch": 2, "tokens": 200}, device="cpu", seed=0
-    )
-    plain = make_training(task, NONPRIVATE, noise_multiplier=1.0, optimize=sgd)
-    training = make_training(task, provider, noise_multiplier=1.0, optimize=sgd)
+    task = make_task(model="attention", **{**SHAPE, "batch": 2, "tokens": 200}, **HERE)
+    training = training_of(task, provider)
     counted = count_work(training.step)
-    formula = private._beyond(count_work(plain.step), training.engine)
-    assert formula.flops == pytest.approx(counted.flops, rel=0.01)
+    plain = count_work(training_of(task, NONPRIVATE).step)
+    planned = private.add_planned_work(plain, training.engine)
+    assert planned.flops == pytest.approx(counted.flops, rel=0.01)
 
 
-def test_one_layer_is_all_that_attention_has():
-    with pytest.raises(ValueError, match="layers=2"):
-        subject("attention", NONPRIVATE, layers=2)
+@pytest.mark.parametrize("provider", ALONE)
+def test_noise_alone_is_standard_normal_and_a_copy_is_a_copy(provider):
+    measured = noise_subject(provider=provider, **{**LM, "head_dim": 64}, **HERE)
+    assert measured.error() <= measured.tolerance
+
+
+def test_noise_of_another_scale_or_mean_is_found():
+    noise = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    for shown, is_right in ((noise, True), (1.1 * noise, False), (noise + 0.1, False)):
+        assert (private.off_standard_normal([shown]) <= private._NOISE_TOLERANCE) == is_right
+
+
+@pytest.mark.parametrize("provider", ["nonprivate", "opacus-ghost", "opacus-ghost-registered"])
+def test_ghost_clipping_is_right_with_and_without_register(provider):
+    pytest.importorskip("opacus")
+    measured = ghost_subject(provider=provider, batch=2, tokens=32, width=16, layers=2, **HERE)
+    assert measured.error() <= measured.tolerance
+
+
+@pytest.mark.parametrize(
+    ("head", "provider"), [one for family in HEAD_FAMILIES.values() for one in family]
+)
+def test_a_head_gets_the_right_sums_and_its_input_a_gradient(head, provider):
+    shape = {"batch": 2, "tokens": 32, "classes": 300, "width": 16}
+    measured = head_subject(head=head, provider=provider, **shape, **HERE)
+    assert measured.error() <= measured.tolerance
+    measured.step()
+
+
+def test_a_step_for_an_epsilon_has_the_noise_of_that_epsilon(monkeypatch):
+    given = []
+
+    def build(**arguments):
+        given.append(arguments["noise_multiplier"])
+        return private_subject(**arguments)
+
+    monkeypatch.setattr(private, "private_subject", build)
+    noise = [
+        epsilon_subject(target_epsilon=epsilon, **RUN, **LM, **HERE).figures["noise_multiplier"]
+        for epsilon in (1.0, 2.0)
+    ]
+    assert noise == given and noise[0] > noise[1] > 0.5

@@ -14,23 +14,24 @@ import pytest
 from dpflash.bench import output as results
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
+from dpflash.bench.published import Answer, Figure, Reported, read_reports, reported_rows
 from dpflash.bench.quality import contestants
-from dpflash.bench.reported import Answer, Figure, Reported, reported_rows
-from dpflash.bench.reports import REPORTS
-from dpflash.bench.suite import Comparison, Request
-from dpflash.bench.suites import SUITES, suite_named
-from dpflash.bench.workers_suite import (
+from dpflash.bench.ranks import (
     CONTEXT,
-    CONTEXT_WORKERS,
+    CONTEXT_RANKS,
     NODE,
     NODES,
+    RANKS,
     SAMPLES,
-    WORKERS,
-    sample_tasks,
+    sample_cases,
 )
+from dpflash.bench.schema import upgraded
+from dpflash.bench.suite import Comparison, Request
+from dpflash.bench.suites import suite_named
 from dpflash.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+REPORTS = read_reports()
 ROWS = [(table.id, row) for table, row in reported_rows(REPORTS)]
 TABLES = [table for report in REPORTS for table in report.tables]
 ANSWERS = [
@@ -46,13 +47,13 @@ _BY_FUNCTIONS = {
         for variant in SEARCHED
         for direction in DIRECTIONS
     ],
-    ("workers", SAMPLES): [
-        {"workers": workers, "batch": task.batch, "tokens": task.tokens}
-        for workers in WORKERS
-        for task in sample_tasks(Request())
+    ("ranks", SAMPLES): [
+        {"ranks": ranks, "batch": case.batch, "tokens": case.tokens}
+        for ranks in RANKS
+        for case in sample_cases(Request())
     ],
-    ("workers", CONTEXT): [{"workers": workers} for workers in CONTEXT_WORKERS],
-    ("workers", NODE): [{"workers": workers} for workers in NODES],
+    ("ranks", CONTEXT): [{"ranks": ranks} for ranks in CONTEXT_RANKS],
+    ("ranks", NODE): [{"ranks": nodes} for nodes in NODES],
 }
 
 
@@ -146,11 +147,11 @@ def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows() -> None:
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_full_run_has_the_rows_that_an_answer_names(answer: Answer) -> None:
-    if answer.suite not in SUITES:
+    if answer.suite == "scaling":
         found = list((ROOT / "benchmarks" / "results").glob(f"*/{answer.suite}.json"))
         assert found
         for path in found:
-            rows = json.loads(path.read_text())["rows"]
+            rows = upgraded(json.loads(path.read_text()))["rows"]
             assert answer.needs or any(answer.fits(row["config"], row) for row in rows), path
     elif (answer.suite, answer.section) in _BY_FUNCTIONS:
         rows = _BY_FUNCTIONS[answer.suite, answer.section]

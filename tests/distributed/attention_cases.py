@@ -1,4 +1,4 @@
-"""What the workers of test_ring_attention.py do; each function is called on every rank."""
+"""What the ranks of test_ring_attention.py do; each function is called on every rank."""
 
 import math
 import os
@@ -487,8 +487,8 @@ def death(group, where):
         if where == "before":
             os._exit(1)
         if where == "forward":
-            ring_module.Ring.arrived = lambda *_: os._exit(1)
-            ring_module.exchange = lambda *_: os._exit(1)
+            ring_module.Ring.receive = lambda *_: os._exit(1)
+            ring_module.send_and_receive = lambda *_: os._exit(1)
         if where == "lost":  # never answers
             attention_module.attend = lambda *_, **__: dist.barrier()
     o = ring_attention(*own, pattern=None, group=group)

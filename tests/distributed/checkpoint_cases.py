@@ -1,4 +1,4 @@
-"""What each worker runs for test_checkpoints.py, and what one process runs to compare."""
+"""What each rank runs for test_checkpoints.py, and what one process runs to compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _meshes: dict[int, DeviceMesh] = {}
 
 
 def mesh_of(context: int) -> DeviceMesh:
-    """All workers, `context` of them sharing each sample."""
+    """All ranks, `context` of them sharing each sample."""
     if context not in _meshes:
         shape = (dist.get_world_size() // context, context)
         _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
@@ -40,7 +40,7 @@ def mesh_of(context: int) -> DeviceMesh:
 
 
 class Net(nn.Module):
-    """Has parameters with fewer rows than there are workers, a frozen one and a buffer."""
+    """Has parameters with fewer rows than there are ranks, a frozen one and a buffer."""
 
     def __init__(self, hidden: int = 7) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Run:
     Args:
         wrapper: "alone" for a process without a mesh, "plain", "ddp", "fsdp".
         kind: of the model, "net" or "lm".
-        context: how many workers share a sample.
+        context: how many ranks share a sample.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Run:
         return self
 
     def load(self, path: Path) -> Run:
-        # Workers live on for many cases, and each is to be as one that was just started.
+        # Ranks live on for many cases, and each is to be as one that was just started.
         streams._claims.clear()
         extra = self.engine.load_checkpoint(path)
         assert extra["step"] == self.optimizer.releases
@@ -236,7 +236,7 @@ def seen(path: Path) -> dict[str, Any]:
 
 
 def survive_failures(group: object, *, folder: str) -> dict[str, Any]:
-    """A save that fails on one worker leaves the older checkpoint, and the next one succeeds."""
+    """A save that fails on one rank leaves the older checkpoint, and the next one succeeds."""
     path = Path(folder) / "failing"
     run = Run("fsdp").train(2).save(path)
     before = seen(path)
@@ -298,7 +298,7 @@ def refusals(group: object, *, folder: str) -> dict[str, str]:
         (state / ".metadata").write_bytes(pickle.dumps(os.getcwd))
         engine = checkpoint.read(state / "engine.pt", format=sharded_checkpoint.FORMAT)
         engine["files"].update(
-            sharded_checkpoint._digests(state, [".metadata"], sharded_checkpoint.Workers())
+            sharded_checkpoint._digests(state, [".metadata"], sharded_checkpoint.Ranks())
         )
         checkpoint.write(state / "engine.pt", engine, format=sharded_checkpoint.FORMAT)
 
@@ -358,7 +358,7 @@ def refusals(group: object, *, folder: str) -> dict[str, str]:
 
 
 def die_saving(group: object, *, folder: str, wrapper: str, at: str, victim: int) -> str:
-    """One worker ends without a word while a second checkpoint is written; the others' error."""
+    """One rank ends without a word while a second checkpoint is written; the others' error."""
     path = Path(folder)
     run = Run(wrapper).train(3).save(path).train(5)
     target, name = {

@@ -1,4 +1,4 @@
-"""What each worker runs for test_context_models.py."""
+"""What each rank runs for test_context_models.py."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def refusals(group: object) -> dict[str, str]:
     attend = twice.attention
     attempt("padding", lambda: attend(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)))
     attempt("mask", lambda: attend(x, attn_mask=torch.zeros(5, 5)))
-    # Only one worker is wrong, and all are told.
+    # Only one rank is wrong, and all are told.
     mask = torch.zeros(5, 5) if dist.get_rank() == 1 else None
     attempt("mask of one", lambda: attend(x, attn_mask=mask))
     attempt("samples", lambda: attend(x[: 1 + dist.get_rank()]))
@@ -140,7 +140,7 @@ def refusals(group: object) -> dict[str, str]:
 
 
 def sample_numbers(group: object) -> Tensor:
-    """loss_weights of targets of which some workers have no valid one."""
+    """loss_weights of targets of which some ranks have no valid one."""
     targets = torch.full((3, 4), -100)
     targets[0, : 1 + dist.get_rank()] = 1
     if dist.get_rank() == 0:

@@ -47,17 +47,17 @@ class Sum(nn.Module):
 def released(
     group: object = None,
     *,
-    workers: int = 0,
+    ranks: int = 0,
     wrapper: str = "plain",
     sigma: float = 0.5,
     bound: float = 0.7,
     steps: int = 2,
     physical_batch_size: int | None = None,
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
 ) -> list[np.ndarray]:
-    """The gradients of some releases, whole; workers=0 is one process without a mesh."""
-    mesh = cases.mesh_of(1) if workers else None
+    """The gradients of some releases, whole; ranks=0 is one process without a mesh."""
+    mesh = cases.mesh_of(1) if ranks else None
     torch.manual_seed(0)
     plain = Sum()
     model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)
@@ -71,9 +71,9 @@ def released(
         noise_multiplier=sigma,
         max_grad_norm=bound,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
         physical_batch_size=physical_batch_size,
-        exact=clipping != "flat" or way == "stored",
+        exact=clipping != "flat" or grad_sample_mode == "instantiate",
     )
     found: list[np.ndarray] = []
     for (batch,) in loader:

@@ -1,4 +1,4 @@
-"""What workers do wrong, or differently, in test_hostile_workers.py."""
+"""What ranks do wrong, or differently, in test_hostile_ranks.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rank() -> int:
 def make(
     model: nn.Module, context: int = 1, data: Tensor | None = None, **options: Any
 ) -> tuple[dpflash.PrivacyEngine, Any, Any]:
-    """An engine over all workers, and what make_private returned besides the model."""
+    """An engine over all ranks, and what make_private returned besides the model."""
     if data is None:
         data = torch.arange(240.0).view(30, 8) / 240
     arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clipping": "flat", **options}
@@ -101,7 +101,7 @@ def a_batch_of_its_own(group: object, context: int) -> str:
 
 
 def data_of_its_own(group: object, context: int) -> str:
-    """Workers with data sets of one length and other contents."""
+    """Ranks with data sets of one length and other contents."""
     model = context_parallel(TwoHeads(), mesh_of(2)) if context == 2 else mlp()
     return said_by(lambda: make(model, context, data=torch.full((30, 8), float(rank()))))
 
@@ -130,7 +130,7 @@ def data_that_varies(group: object) -> str:
 
 
 def layers_of_its_own(group: object, run: list[str], count: list[str], clipping: str) -> str:
-    """Workers of one context that run, or count, other layers."""
+    """Ranks of one context that run, or count, other layers."""
     model = context_parallel(TwoHeads(), mesh_of(2))
     engine, optimizer, loader = make(
         model, 2, data=torch.arange(960.0).view(30, 4, 8) / 960, clipping=clipping
@@ -151,7 +151,7 @@ def layers_of_its_own(group: object, run: list[str], count: list[str], clipping:
 
 
 def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
-    """One worker changes max_grad_norm before its backward, all of them behind it."""
+    """One rank changes max_grad_norm before its backward, all of them behind it."""
     model = mlp()
     engine, optimizer, loader = make(model, sampling="fixed_size")  # a batch is a draw
     said = []
@@ -172,7 +172,7 @@ def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
 
 
 def parts_of_its_own(group: object) -> str:
-    """Workers of one context that skip other parts of a draw."""
+    """Ranks of one context that skip other parts of a draw."""
     model = context_parallel(TwoHeads(), mesh_of(2))
     engine, optimizer, loader = make(
         model, 2, data=torch.arange(960.0).view(30, 4, 8) / 960, physical_batch_size=1
@@ -253,7 +253,7 @@ def sinks_of_an_empty_share(group: object) -> dict[str, Any]:
 
 
 def heads_of_its_own(group: object, kind: str, clipping: str) -> tuple[str, Any]:
-    """Workers with other samples, whose losses count other layers of those that ran."""
+    """Ranks with other samples, whose losses count other layers of those that ran."""
     model = TwoHeads()
     if kind == "fsdp":
         fully_shard(model, mesh=mesh_of(1)["data"])
@@ -273,7 +273,7 @@ def heads_of_its_own(group: object, kind: str, clipping: str) -> tuple[str, Any]
 
 
 def samples_of_its_own(group: object, kind: str) -> str:
-    """Workers of a context with other numbers of samples, in a layer that exchanges nothing."""
+    """Ranks of a context with other numbers of samples, in a layer that exchanges nothing."""
     model = context_parallel(TwoHeads(), mesh_of(2))
     if kind == "fsdp":
         fully_shard(model.first, mesh=mesh_of(2)["data", "context"]._flatten("all"))
@@ -320,7 +320,7 @@ def scalar_parameter(group: object, context: int) -> Tensor:
 
 
 def unequal_lengths(group: object) -> tuple[int, bool]:
-    """Sharded parameters, and other T on other workers, of which one would go in two passes."""
+    """Sharded parameters, and other T on other ranks, of which one would go in two passes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
     for part in (*model, model):
@@ -331,11 +331,11 @@ def unequal_lengths(group: object) -> tuple[int, bool]:
         engine.backward(model(x).mean((1, 2)))
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.releases, all(use.way == "two_pass" for use in engine.plan())
+    return optimizer.releases, all(use.grad_sample_mode == "ghost" for use in engine.plan())
 
 
 def one_sided(group: object) -> str:
-    """What one worker alone gets wrong."""
+    """What one rank alone gets wrong."""
     return said_by(lambda: make(mlp(nn.BatchNorm1d(4)) if rank() else mlp()))
 
 
@@ -375,14 +375,14 @@ def wrappers(group: object) -> dict[str, str]:
     by_itself = DistributedDataParallel(
         context_parallel(TwoHeads(), mesh_of(2)), process_group=mesh_of(2).get_group("data")
     )
-    said["one data worker"] = said_by(
+    said["one data rank"] = said_by(
         lambda: make(by_itself, 2, data=torch.zeros(30, 4, 8)) and "made"
     )
     return said
 
 
 def rows_of_a_context(group: object) -> float:
-    """Sharded parameters that the workers of a context drew each by itself are made equal."""
+    """Sharded parameters that the ranks of a context drew each by itself are made equal."""
     torch.manual_seed(rank())
     model = LongContextLM(10, 16, 1, 2, max_seq_len=8)
     context_parallel(model, mesh_of(2))

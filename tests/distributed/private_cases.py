@@ -1,4 +1,4 @@
-"""What each worker runs for test_private_training.py, and what one process runs to compare."""
+"""What each rank runs for test_private_training.py, and what one process runs to compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _meshes: dict[int, DeviceMesh] = {}
 
 
 def mesh_of(context: int) -> DeviceMesh:
-    """All workers, `context` of them sharing each sample."""
+    """All ranks, `context` of them sharing each sample."""
     if context not in _meshes:
         shape = (dist.get_world_size() // context, context)
         _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
@@ -81,7 +81,7 @@ def train(
     mode: str = "ring",
     sharding: str = "contiguous",
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     physical_batch_size: int | None = None,
     max_batch_size: int | None = None,
     sampling: str = "poisson",
@@ -109,7 +109,7 @@ def train(
         noise_multiplier=sigma,
         max_grad_norm=0.5,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
         clip_function=clip_function,
         physical_batch_size=physical_batch_size,
         max_batch_size=max_batch_size,
@@ -135,7 +135,7 @@ def train(
         "parameters": whole(plain),
         "epsilon": engine.get_epsilon(1e-5),
         "sizes": sizes,
-        "ways": sorted({use.way for use in engine.plan()}),
+        "modes": sorted({use.grad_sample_mode for use in engine.plan()}),
     }
 
 
@@ -144,13 +144,13 @@ def clipped_sums(
     *,
     context: int,
     clipping: str = "flat",
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
     drop: int | None = None,
     broken: bool = False,
     bound: float = 1.0,
     scale: float = 1.0,
 ) -> np.ndarray:
-    """The clipped sum of a fixed batch without noise, over all workers.
+    """The clipped sum of a fixed batch without noise, over all ranks.
 
     Args:
         drop: leaves one sample out.
@@ -169,7 +169,7 @@ def clipped_sums(
         noise_multiplier=0.0,
         max_grad_norm=bound,
         clipping=clipping,
-        way=way,
+        grad_sample_mode=grad_sample_mode,
     )
     if broken:
         break_norms()
@@ -192,9 +192,9 @@ _held: list[Any] = []
 
 
 def break_norms() -> None:
-    """Norms from each worker's own part: its squares are added, never its gradients."""
+    """Norms from each rank's own part: its squares are added, never its gradients."""
     from dpflash.clipping import context_gate
-    from dpflash.distributed import collectives as workers
+    from dpflash.distributed import collectives
 
     _held.append(context_gate.ContextGate._share)
     parts: dict[int, Tensor] = {}
@@ -210,7 +210,7 @@ def break_norms() -> None:
         for (gate, _), grad in parts.items():
             if gate == id(self):
                 squares += grad.flatten(1).double().square().sum(1)
-        return workers.all_reduce_(squares, self._group, "norms")
+        return collectives.all_reduce_(squares, self._group, "norms")
 
     _held.append(context_gate.ContextGate.finish_norms)
     context_gate.ContextGate._share = share
@@ -266,7 +266,7 @@ def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> d
 
 
 def refusals(group: object = None) -> dict[str, str]:
-    """What is refused where two workers are, and how it is said."""
+    """What is refused where two ranks are, and how it is said."""
     said = {}
 
     def attempt(name: str, action: Any) -> None:
@@ -326,7 +326,7 @@ def refusals(group: object = None) -> dict[str, str]:
         lambda: make(
             dpflash.PrivacyEngine(mesh=context),
             context_parallel(build(), context),
-            way="book_keeping",
+            grad_sample_mode="book_keeping",
         ),
     )
     attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))
@@ -339,7 +339,7 @@ def refusals(group: object = None) -> dict[str, str]:
 
 
 def differing_draws(group: object = None) -> str:
-    """A worker that is at another draw than the other one."""
+    """A rank that is at another draw than the other one."""
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
     model = build()
     model, optimizer, loader = engine.make_private(
@@ -360,7 +360,7 @@ def differing_draws(group: object = None) -> str:
 
 
 def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -> Any:
-    """The draws of one pass, and the parts of them that this worker gets."""
+    """The draws of one pass, and the parts of them that this rank gets."""
     engine = dpflash.PrivacyEngine(seed=7, mesh=mesh_of(1))
     model = nn.Linear(1, 1)
     samples = torch.arange(50.0).unsqueeze(1)
@@ -383,7 +383,7 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
 
 
 def uneven_losses(group: object = None) -> str:
-    """NaN in one worker's tokens: the sample is dropped on all of them."""
+    """NaN in one rank's tokens: the sample is dropped on all of them."""
     model = context_parallel(build(), mesh_of(2))
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(2))
     model, optimizer, _ = engine.make_private(
@@ -445,7 +445,7 @@ def after_detach(group: object = None) -> dict[str, float]:
 
 
 def signalled(group: object = None) -> str:
-    """BatchMemoryManager's call beside other workers."""
+    """BatchMemoryManager's call beside other ranks."""
     model = build()
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
     _, optimizer, _ = engine.make_private(
@@ -463,7 +463,7 @@ def signalled(group: object = None) -> str:
 
 
 def ledger_of(group: object = None, *, path: str) -> dict[str, Any]:
-    """Steps with a ledger that the first worker keeps, and an engine that begins behind them."""
+    """Steps with a ledger that the first rank keeps, and an engine that begins behind them."""
     first = train(context=1, ledger=path, steps=3)
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
     return {
@@ -474,7 +474,7 @@ def ledger_of(group: object = None, *, path: str) -> dict[str, Any]:
 
 
 def failing_ledger(group: object = None, *, path: str) -> str:
-    """A ledger that another process writes to in mid-training: no worker releases."""
+    """A ledger that another process writes to in mid-training: no rank releases."""
     model = build()
     before = whole(model)
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
@@ -529,7 +529,7 @@ def odd_start(group: object = None) -> dict[str, Any]:
 
 
 def unequal_start(group: object = None) -> np.ndarray:
-    """Workers that built different models have the first one's after make_private."""
+    """Ranks that built different models have the first one's after make_private."""
     torch.manual_seed(100 + dist.get_rank())
     model = LongContextLM(VOCAB, 32, 1, 2, max_seq_len=TOKENS)
     dpflash.PrivacyEngine(mesh=mesh_of(1)).make_private(
@@ -572,7 +572,7 @@ BREAKS = {
     "forward": lambda module, inputs, output: output - output.detach().mean(0),
     "order": lambda module, inputs, output: output.flip(0),
     "backward": lambda module, inputs, output: _Coupled.apply(output),
-    "two_pass": lambda module, inputs, output: _Restless.apply(output),
+    "ghost": lambda module, inputs, output: _Restless.apply(output),
     "buffer": lambda module, inputs, output: module.kept.add_(1.0) and None,
 }
 
@@ -587,7 +587,7 @@ def proven(
     steps: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Some steps of a model that may be broken on the second worker; what is refused, if so."""
+    """Some steps of a model that may be broken on the second rank; what is refused, if so."""
     mesh = mesh_of(context)
     plain = made = build()
     plain.blocks[0].register_buffer("kept", torch.ones(1))

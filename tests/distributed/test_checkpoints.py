@@ -1,4 +1,4 @@
-"""Checkpoints of several workers go on with any number of them, and never repeat noise."""
+"""Checkpoints of several ranks go on with any number of them, and never repeat noise."""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,7 @@ def expected(cases):
 
 @pytest.fixture(scope="module")
 def saved(cases, of_size, tmp_path_factory):
-    """A folder of checkpoints of two workers, of one process, and of runs without a step."""
+    """A folder of checkpoints of two ranks, of one process, and of runs without a step."""
     folder = tmp_path_factory.mktemp("checkpoints")
     of_size(2).run(CASES, "write", 2, folder=str(folder), names=WRITERS, after=SAVED)
     cases.write(None, folder=str(folder), names=["alone-adamw", "alone-momentum"], after=SAVED)
@@ -70,7 +70,7 @@ def check_equal(found, wanted, name):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_run_goes_on_with_another_number_of_workers(size, saved, of_size, expected):
+def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expected):
     names = [*WRITERS, "alone-adamw", "alone-momentum"]
     told = of_size(size).run(
         CASES,
@@ -107,7 +107,7 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
-def test_workers_that_share_samples_save_and_go_on(wrapper, cases, of_size, expected, tmp_path):
+def test_ranks_that_share_samples_save_and_go_on(wrapper, cases, of_size, expected, tmp_path):
     name = f"{wrapper}-adamw"
     folder = {"folder": str(tmp_path), "names": [name], "kind": "lm"}
     of_size(4).run(CASES, "write", 4, context=2, after=SAVED, **folder)
@@ -142,7 +142,7 @@ def test_lost_steps_stay_counted_and_their_noise_is_not_repeated(wrapper, of_siz
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
-def test_without_ledger_and_seed_all_workers_leave_the_noise_together(wrapper, of_size, tmp_path):
+def test_without_ledger_and_seed_all_ranks_leave_the_noise_together(wrapper, of_size, tmp_path):
     told = of_size(2).run(CASES, "leave_noise", 2, folder=str(tmp_path), wrapper=wrapper)
     for rank in told:
         assert rank["resumed"]["branch"]
@@ -153,7 +153,7 @@ def test_without_ledger_and_seed_all_workers_leave_the_noise_together(wrapper, o
             assert apart(lost, grad) > 0.5
 
 
-def test_a_failure_on_one_worker_is_raised_on_all_and_keeps_the_checkpoint(of_size, tmp_path):
+def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_checkpoint(of_size, tmp_path):
     for rank, told in enumerate(
         of_size(2).run(CASES, "survive_failures", 2, folder=str(tmp_path))
     ):
@@ -172,7 +172,7 @@ def test_a_failure_on_one_worker_is_raised_on_all_and_keeps_the_checkpoint(of_si
             assert looked["names"] == ["current", looked["pointer"]]
 
 
-def test_what_does_not_fit_is_refused_on_all_workers(of_size, tmp_path):
+def test_what_does_not_fit_is_refused_on_all_ranks(of_size, tmp_path):
     wanted = {
         "no pointer": ("no pointer", "no checkpoint was"),
         "odd pointer": ("odd pointer", "damaged"),
@@ -217,7 +217,7 @@ def test_a_process_by_itself_does_not_write_over_a_folder(cases, saved):
 @pytest.mark.parametrize(
     "size, at, victim", [(2, "data", 1), (1, "data", 0), (1, "engine", 0), (1, "pointer", 0)]
 )
-def test_a_worker_that_dies_in_a_save_leaves_the_checkpoint_before_it(
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_it(
     size, at, victim, new_world, cases, expected, tmp_path
 ):
     path = tmp_path / "fsdp-adamw"
@@ -225,6 +225,6 @@ def test_a_worker_that_dies_in_a_save_leaves_the_checkpoint_before_it(
         CASES, "die_saving", size, folder=str(path), wrapper="fsdp", at=at, victim=victim
     )
     assert answers.pop(victim).kind == "Died"
-    assert set(answers) <= {"WorkerError"}
+    assert set(answers) <= {"RankError"}
     run = cases.Run("alone").load(path).train(STEPS)
     check_equal(run.told(), expected("adamw"), at)

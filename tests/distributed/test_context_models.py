@@ -1,4 +1,4 @@
-"""Models and modules whose tokens lie on several workers are those of one process."""
+"""Models and modules whose tokens lie on several ranks are those of one process."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ REFUSED = {
     "padding": "key_padding_mask with context_parallel",
     "mask": "attn_mask with context_parallel",
     "mask of one": "attn_mask with context_parallel",
-    "samples": "samples differs between workers",
+    "samples": "samples differs between ranks",
     "shards": "shard_sequence",
     "too long": "max_seq_len=7",
 }
 
 
-def test_what_would_be_wrong_is_refused_by_name_on_all_workers(pair: Any) -> None:
+def test_what_would_be_wrong_is_refused_by_name_on_all_ranks(pair: Any) -> None:
     for said in pair.run(CASES, "refusals", 2):
         assert set(said) == set(REFUSED)
         for name, expected in REFUSED.items():

@@ -1,4 +1,4 @@
-"""Private training by several workers is that of one process: sums, norms, noise and steps."""
+"""Private training by several ranks is that of one process: sums, norms, noise and steps."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def _single(**options: Any) -> dict[str, Any]:
 
 # Clipping, and how flat clipping gets its norms.
 CLIPPINGS = [
-    pytest.param({"clipping": "flat", "way": "stored"}, id="flat-stored"),
-    pytest.param({"clipping": "flat", "way": "two_pass"}, id="flat-two_pass"),
+    pytest.param({"clipping": "flat", "grad_sample_mode": "instantiate"}, id="flat-stored"),
+    pytest.param({"clipping": "flat", "grad_sample_mode": "ghost"}, id="flat-ghost"),
     pytest.param({"clipping": "flat", "clip_function": "automatic"}, id="flat-automatic"),
     pytest.param({"clipping": "per_layer"}, id="per_layer"),
     pytest.param({"clipping": "per_block"}, id="per_block"),
 ]
-# Workers, those that share a sample, and the wrapper.
+# Ranks, those that share a sample, and the wrapper.
 MESHES = [
     pytest.param(2, 1, "plain", id="data2"),
     pytest.param(2, 1, "ddp", id="ddp2"),
@@ -95,16 +95,16 @@ MESHES = [
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize(("workers", "context", "wrapper"), MESHES)
-def test_workers_get_the_parameters_of_one_process(
-    started: _Started, workers: int, context: int, wrapper: str, clipping: dict[str, str]
+@pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
+def test_ranks_get_the_parameters_of_one_process(
+    started: _Started, ranks: int, context: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
     one_batch = {"physical_batch_size": cases.SAMPLES, "max_batch_size": cases.SAMPLES}
     options = {**clipping, **one_batch, "steps": 3}
-    together = started.run(workers, "train", context=context, wrapper=wrapper, **options)
+    together = started.run(ranks, "train", context=context, wrapper=wrapper, **options)
     # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
-    if context > 1 and "way" in clipping:
-        options = {**options, "way": "stored"}
+    if context > 1 and "grad_sample_mode" in clipping:
+        options = {**options, "grad_sample_mode": "instantiate"}
     alone = _single(**options)
     for one in together:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
@@ -174,8 +174,8 @@ def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
-def test_empty_batches_of_a_worker_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
-    # Of about one sample a draw, one of three workers gets it, or none does.
+def test_empty_batches_of_a_rank_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
+    # Of about one sample a draw, one of three ranks gets it, or none does.
     options = {"batch_size": 1, "steps": 8}
     together = started.run(3, "train", context=1, wrapper=wrapper, **options)
     alone = _single(**options)
@@ -195,7 +195,7 @@ def test_batches_of_fixed_size_are_dealt_out_too(started: _Started) -> None:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
-def test_the_workers_shares_of_a_draw_are_the_draw(started: _Started) -> None:
+def test_the_ranks_shares_of_a_draw_are_the_draw(started: _Started) -> None:
     together = started.run(4, "shares", batch_size=7, physical_batch_size=2)
     draws = together[0][0]
     for own_draws, parts in together:
@@ -209,7 +209,7 @@ def test_the_workers_shares_of_a_draw_are_the_draw(started: _Started) -> None:
     assert len({len(drawn) for drawn in draws}) > 1
 
 
-# Invariants across workers (DESIGN 4.3)
+# Invariants across ranks (DESIGN 4.3)
 
 SENSITIVITY = [
     pytest.param(2, 2, id="context2"),
@@ -219,15 +219,15 @@ SENSITIVITY = [
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
-@pytest.mark.parametrize(("workers", "context"), SENSITIVITY[:2])
+@pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
 def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
-    started: _Started, workers: int, context: int, clipping: dict[str, str]
+    started: _Started, ranks: int, context: int, clipping: dict[str, str]
 ) -> None:
     bound = 0.25
     options = {"context": context, "bound": bound, "scale": 1e4, **clipping}
-    full = started.run(workers, "clipped_sums", **options)[0].astype(np.float64)
+    full = started.run(ranks, "clipped_sums", **options)[0].astype(np.float64)
     for drop in range(4):
-        less = started.run(workers, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
+        less = started.run(ranks, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
         moved = float(np.linalg.norm(full - less))
         # Not below either: every gradient is far above the bound, so a norm that is too great
         # would show.
@@ -236,27 +236,33 @@ def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
             assert moved >= bound * (1 - 1e-4)
 
 
-@pytest.mark.parametrize(("workers", "context"), SENSITIVITY[:2])
+@pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
 def test_adding_the_squares_of_partial_norms_breaks_the_bound(
-    started: _Started, workers: int, context: int
+    started: _Started, ranks: int, context: int
 ) -> None:
     """A test of the test above: it must see what goes wrong where parts are normed."""
     bound = 0.25
-    options = {"context": context, "bound": bound, "scale": 1e4, "way": "stored", "broken": True}
-    full = started.run(workers, "clipped_sums", **options)[0].astype(np.float64)
+    options = {
+        "context": context,
+        "bound": bound,
+        "scale": 1e4,
+        "grad_sample_mode": "instantiate",
+        "broken": True,
+    }
+    full = started.run(ranks, "clipped_sums", **options)[0].astype(np.float64)
     moved = []
     for drop in range(4):
-        less = started.run(workers, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
+        less = started.run(ranks, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
         moved.append(float(np.linalg.norm(full - less)))
     assert max(moved) > bound * 1.01
 
 
-def test_invariant_6_a_sample_with_nan_on_one_worker_counts_nowhere(started: _Started) -> None:
+def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started: _Started) -> None:
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
 
 @pytest.mark.parametrize(
-    ("workers", "context", "wrapper"),
+    ("ranks", "context", "wrapper"),
     [
         pytest.param(2, 1, "plain", id="data2"),
         pytest.param(2, 1, "ddp", id="ddp2"),
@@ -266,28 +272,28 @@ def test_invariant_6_a_sample_with_nan_on_one_worker_counts_nowhere(started: _St
         pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
     ],
 )
-def test_invariant_4_noise_is_added_once_whatever_the_workers(
-    started: _Started, workers: int, context: int, wrapper: str
+def test_invariant_4_noise_is_added_once_whatever_the_ranks(
+    started: _Started, ranks: int, context: int, wrapper: str
 ) -> None:
     alone = cases.noise_of(context=0)["noise"]
-    together = started.run(workers, "noise_of", context=context, wrapper=wrapper)
+    together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
     assert abs(float(alone.std()) - 1.0) < 0.02
     for one in together:
         np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
-    ("workers", "context", "wrapper"),
+    ("ranks", "context", "wrapper"),
     [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
 )
-def test_a_worker_draws_the_noise_of_its_own_rows_only(
-    started: _Started, workers: int, context: int, wrapper: str
+def test_a_rank_draws_the_noise_of_its_own_rows_only(
+    started: _Started, ranks: int, context: int, wrapper: str
 ) -> None:
-    together = started.run(workers, "noise_of", context=context, wrapper=wrapper)
+    together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
     assert sum(one["drawn"] for one in together) == together[0]["noise"].size
 
 
-def test_invariant_10_the_first_worker_keeps_the_ledger_and_all_know_it(
+def test_invariant_10_the_first_rank_keeps_the_ledger_and_all_know_it(
     started: _Started, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "ledger.jsonl")
@@ -297,38 +303,36 @@ def test_invariant_10_the_first_worker_keeps_the_ledger_and_all_know_it(
     assert len(Path(path).read_bytes().splitlines()) == 3
 
 
-def test_invariant_10_no_worker_releases_where_the_ledger_fails(
+def test_invariant_10_no_rank_releases_where_the_ledger_fails(
     started: _Started, tmp_path: Path
 ) -> None:
     first, second = started.run(2, "failing_ledger", path=str(tmp_path / "ledger.jsonl"))
     assert first.startswith("True ledger")
-    assert second.startswith("True the payment of a release failed on the first worker")
+    assert second.startswith("True the payment of a release failed on rank 0")
 
 
 EXACT = [
-    {"clipping": "flat", "way": "stored"},
+    {"clipping": "flat", "grad_sample_mode": "instantiate"},
     {"clipping": "per_layer"},
     {"clipping": "per_block"},
 ]
-# Workers (0: one process without a mesh), their wrapper, and clipping.
+# Ranks (0: one process without a mesh), their wrapper, and clipping.
 EXACT_MESHES = [
-    *((workers, "plain", clipping) for workers in (0, 2, 4) for clipping in EXACT),
+    *((ranks, "plain", clipping) for ranks in (0, 2, 4) for clipping in EXACT),
     (4, "ddp", EXACT[0]),
     (2, "fsdp", EXACT[0]),
     (4, "fsdp", EXACT[1]),
 ]
 
 
-def assert_same_bits(
-    started: _Started, workers: int, wrapper: str, options: dict[str, Any]
-) -> None:
-    """Any workers and microbatches release what one process does of the whole batch."""
+def assert_same_bits(started: _Started, ranks: int, wrapper: str, options: dict[str, Any]) -> None:
+    """Any ranks and microbatches release what one process does of the whole batch."""
     once = exact_cases.released(**options)
     for size in (None, 5, 2):
         arguments = {"physical_batch_size": size, "wrapper": wrapper, **options}
-        if workers:
+        if ranks:
             file = exact_cases.__file__
-            found = started(workers).run(file, "released", workers, workers=workers, **arguments)
+            found = started(ranks).run(file, "released", ranks, ranks=ranks, **arguments)
         else:
             found = [exact_cases.released(**arguments)]
         for one in found:
@@ -336,27 +340,27 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("workers", "wrapper", "clipping"),
+    ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,
     ids=[f"{count}-{wrapper}-{kind['clipping']}" for count, wrapper, kind in EXACT_MESHES],
 )
-def test_a_release_has_the_same_bits_for_any_workers_and_microbatches(
-    started: _Started, workers: int, wrapper: str, clipping: dict[str, str]
+def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
+    started: _Started, ranks: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
     """Of samples whose gradients have the same bits everywhere, as `exact_cases.Sum` has them."""
-    assert_same_bits(started, workers, wrapper, clipping)
+    assert_same_bits(started, ranks, wrapper, clipping)
 
 
-@pytest.mark.parametrize(("workers", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
-def test_sums_of_integers_have_the_same_bits_for_any_workers_and_microbatches(
-    started: _Started, workers: int, wrapper: str
+@pytest.mark.parametrize(("ranks", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
+def test_sums_of_integers_have_the_same_bits_for_any_ranks_and_microbatches(
+    started: _Started, ranks: int, wrapper: str
 ) -> None:
     """A test of the test above: without clipping and noise any sum of these samples is exact."""
     options = {"sigma": 0.0, "bound": 2.0**20, "clipping": "per_layer"}
-    assert_same_bits(started, workers, wrapper, options)
+    assert_same_bits(started, ranks, wrapper, options)
 
 
-def test_workers_start_from_the_first_ones_parameters(started: _Started) -> None:
+def test_ranks_start_from_the_first_ones_parameters(started: _Started) -> None:
     first, second = started.run(2, "unequal_start")
     np.testing.assert_array_equal(first, second)
 
@@ -378,33 +382,33 @@ def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
 ) -> None:
     for one in started.run(2, "after_detach"):
         assert one["error"] < 1e-6
-        # A mean over workers in place of their sum would halve it.
+        # A mean over ranks in place of their sum would halve it.
         assert one["moved"] > 1.5e-3
 
 
 # Refusals
 
 REFUSED = {
-    "mesh of one": "mesh holds 1 of 2 workers|no dimension names",
+    "mesh of one": "mesh holds 1 of 2 ranks|no dimension names",
     "mesh names": "dimensions ('dp',)",
     "no mesh": "mesh=str",
-    "seed": "seed differs between workers (worker 0 has 0, worker 1 has 1)",
-    "accountant": "accountant differs between workers",
+    "seed": "seed differs between ranks (rank 0 has 0, rank 1 has 1)",
+    "accountant": "accountant differs between ranks",
     "shuffled": "sampling='shuffled'",
-    "noise": "noise_multiplier differs between workers (worker 0 has 1.0, worker 1 has 2.0)",
-    "clipping": "clipping differs between workers",
-    "model": "parameters differs between workers",
-    "not context parallel": "the mesh has a context of 2 workers",
+    "noise": "noise_multiplier differs between ranks (rank 0 has 1.0, rank 1 has 2.0)",
+    "clipping": "clipping differs between ranks",
+    "model": "parameters differs between ranks",
+    "not context parallel": "the mesh has a context of 2 ranks",
     "engine without context": "the engine's mesh has no such dimension",
     "no engine mesh": "the engine's mesh has no such dimension",
-    "book_keeping": "way='book_keeping'",
+    "book_keeping": "grad_sample_mode='book_keeping'",
     "ddp without mesh": "PrivacyEngine(mesh=",
     "fsdp without mesh": "PrivacyEngine(mesh=",
     "ledger": "ledger",
 }
 
 
-def test_what_workers_cannot_do_together_is_refused_by_name_on_all(started: _Started) -> None:
+def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started: _Started) -> None:
     for said in started.run(2, "refusals"):
         assert set(said) == set(REFUSED)
         for name, expected in REFUSED.items():
@@ -412,25 +416,25 @@ def test_what_workers_cannot_do_together_is_refused_by_name_on_all(started: _Sta
             assert "Error" in said[name]
 
 
-def test_workers_at_different_draws_are_refused(started: _Started) -> None:
+def test_ranks_at_different_draws_are_refused(started: _Started) -> None:
     for failure in started.gather(2, "differing_draws"):
-        assert "draw differs between workers (worker 0 has 0, worker 1 has 1)" in failure.message
+        assert "draw differs between ranks (rank 0 has 0, rank 1 has 1)" in failure.message
 
 
-def test_batch_memory_manager_beside_other_workers_is_refused(started: _Started) -> None:
+def test_batch_memory_manager_beside_other_ranks_is_refused(started: _Started) -> None:
     for said in started.run(2, "signalled"):
         assert "physical_batch_size" in said
 
 
 TOGETHER = [
     pytest.param({"context": 1, "wrapper": "ddp"}, id="ddp"),
-    pytest.param({"context": 1, "wrapper": "fsdp", "way": "two_pass"}, id="fsdp-two_pass"),
+    pytest.param({"context": 1, "wrapper": "fsdp", "grad_sample_mode": "ghost"}, id="fsdp-ghost"),
     pytest.param({"context": 2, "clipping": "per_layer"}, id="context-per_layer"),
 ]
 
 
 @pytest.mark.parametrize("options", TOGETHER)
-def test_workers_prove_a_model_together_and_it_changes_no_bit(
+def test_ranks_prove_a_model_together_and_it_changes_no_bit(
     started: _Started, options: dict[str, Any]
 ) -> None:
     found = started.run(2, "proven", steps=6, **options)
@@ -440,16 +444,16 @@ def test_workers_prove_a_model_together_and_it_changes_no_bit(
         np.testing.assert_array_equal(one["parameters"], other["parameters"])
 
 
-# Something is wrong on the second of two workers alone.
+# Something is wrong on the second of two ranks alone.
 APART = [
     pytest.param("forward", "changed for a sample as other", {"context": 1, "wrapper": "fsdp"}),
     pytest.param("backward", "layer 'blocks.0.", {"context": 1, "wrapper": "fsdp"}),
     pytest.param("order", "changed for a sample as other", {"context": 2}),
     pytest.param("backward", "layer 'blocks.0.", {"context": 2, "clipping": "per_layer"}),
     pytest.param(
-        "two_pass",
-        "in the second backward of way='two_pass'",
-        {"context": 2, "way": "two_pass", "verify": False},
+        "ghost",
+        "in the second backward of grad_sample_mode='ghost'",
+        {"context": 2, "grad_sample_mode": "ghost", "verify": False},
     ),
     pytest.param(
         "buffer", "'blocks.0.kept' changed", {"context": 1, "wrapper": "fsdp", "verify": False}
@@ -458,9 +462,9 @@ APART = [
 
 
 @pytest.mark.parametrize(("breaks", "said", "options"), APART)
-def test_what_one_worker_refuses_all_refuse_whose_gradients_meet(
+def test_what_one_rank_refuses_all_refuse_whose_gradients_meet(
     started: _Started, breaks: str, said: str, options: dict[str, Any]
 ) -> None:
     for found in started.run(2, "proven", breaks=breaks, **options):
         assert found["refused"] is not None and said in found["refused"]
-        assert "WorkerError" not in found["refused"]
+        assert "RankError" not in found["refused"]

@@ -1,4 +1,4 @@
-"""What the workers of test_train_workers.py do; each function is called on every rank."""
+"""What the ranks of test_train_ranks.py do; each function is called on every rank."""
 
 import warnings
 
@@ -11,10 +11,10 @@ from dpflash.train.ranks import Team
 from dpflash.train.run import Interrupted, TrainingRun
 
 
-class Met(Launch):
-    """A launch whose workers have met already."""
+class Connected(Launch):
+    """A launch whose process group exists already."""
 
-    def meet(self, config):
+    def connect(self, config):
         self.parallel.check(config)
         context = self.parallel.context_parallel
         shape = (dist.get_world_size() // context, context)
@@ -23,8 +23,8 @@ class Met(Launch):
 
 
 def train(group, out, parallel, config=None, stop_at=None, told=0):
-    """A job of a config, or the one in `out`; the worker `told` is told to stop after a step."""
-    launch = Met(Parallelism(**parallel))
+    """A job of a config, or the one in `out`; the rank `told` is told to stop after a step."""
+    launch = Connected(Parallelism(**parallel))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if config is None:
@@ -52,10 +52,10 @@ def train(group, out, parallel, config=None, stop_at=None, told=0):
 
 
 def refused(group, out, parallel, config):
-    """The error of a start on this worker; `config` has one entry for each of them."""
+    """The error of a start on this rank; `config` has one entry for each of them."""
     try:
         TrainingRun.start(
-            TrainingConfig(**config[dist.get_rank()]), out, Met(Parallelism(**parallel))
+            TrainingConfig(**config[dist.get_rank()]), out, Connected(Parallelism(**parallel))
         )
     except ValueError as error:
         return str(error)

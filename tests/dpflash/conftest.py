@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import sampling
+from dpflash.sampling import loader
 
 
 class Oracle:
@@ -112,7 +112,7 @@ def one_batch_a_draw(monkeypatch):
     def slots(num_samples, sample_rate, *, ranks=1, at_most=None, cap=None):
         return at_most or -(-num_samples // ranks)
 
-    monkeypatch.setattr(sampling, "slots_of_draws", slots)
+    monkeypatch.setattr(loader, "slots_of_draws", slots)
 
 
 @pytest.fixture

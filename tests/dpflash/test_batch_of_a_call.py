@@ -77,7 +77,7 @@ every_before = pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 every_kind = pytest.mark.parametrize(
     "kind",
     [
-        *({"way": way} for way in ("stored", "book_keeping", "two_pass")),
+        *({"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")),
         {"clipping": "per_layer"},
         {"loss_reduction": "sum"},
         {"optimize": "none"},

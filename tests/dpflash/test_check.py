@@ -429,7 +429,7 @@ def test_dropout_that_cannot_be_taken_out_is_named_with_the_way_to_switch_it_off
     batch = torch.randn(B, 4, WIDTH), vectors()[1]
     lstm = Sequences(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True))
     (random_,) = (p for p in check(lstm, batch).problems if p.kind == "random")
-    assert "switch dropout off" in random_.remedy and "model.eval()" in random_.remedy
+    assert "disable dropout" in random_.remedy and "model.eval()" in random_.remedy
     assert "layer may drop inside" in random_.remedy
     assert not found(check(lstm.eval(), batch), "random")
     (random_,) = (p for p in check(around(Noisy()), vectors()).problems)
@@ -464,7 +464,7 @@ def test_losses_that_are_not_one_number_per_sample_are_refused(loss):
 def test_a_loss_of_another_model_is_told_apart():
     other = around(nn.ReLU())
     report = check(around(nn.ReLU()), vectors(), lambda m, b: per_sample(other, b))
-    assert "calls no module of the model" in report.problems[0].message
+    assert "does not call the model" in report.problems[0].message
 
 
 def test_a_loss_that_raises_is_reported_with_its_error():
@@ -683,7 +683,7 @@ def test_an_empty_batch_may_have_a_scalar_that_is_no_number():
 
 def test_a_scalar_is_refused_without_a_declaration_and_losses_with_one():
     undeclared = check(around(nn.ReLU()), vectors(), mean_of_samples).problems[0]
-    assert "a scalar, in which samples cannot be told apart" in undeclared.message
+    assert "a scalar, which does not separate samples" in undeclared.message
     assert "loss_reduction='mean'" in undeclared.remedy
     declared = check(around(nn.ReLU()), vectors(), loss_reduction="mean").problems[0]
     assert declared.kind == "loss"
@@ -818,7 +818,7 @@ def test_regression_on_a_dict_has_no_problem():
 def test_a_single_tensor_is_a_batch():
     report = check(language_model(), documents()[0], lambda m, b: per_sample(m, (b, b)))
     assert report.problems == []
-    assert any("other targets" in entry for entry in report.not_checked)
+    assert any("ignored targets" in entry for entry in report.not_checked)
 
 
 HUGGING_FACE = {
@@ -969,7 +969,7 @@ def test_only_the_check_can_switch_a_boundarys_noise_off():
         for path in package.rglob("*.py")
         if "without_noise" in path.read_text(encoding="utf-8")
     }
-    assert users == {"boundary.py", "check/run.py"}
+    assert users == {"attn/boundary.py", "check/run.py"}
     assert not hasattr(dpflash, "without_noise")
     assert "removes the release's privacy" in boundary.without_noise.__doc__
 
@@ -989,7 +989,7 @@ BATCHES = {
     "one-sample": (vectors(1), "holds 1 sample"),
     "empty": (vectors(0), "holds 0 sample"),
     "no-tensor": ([1, 2], "holds no tensor"),
-    "unequal": ((torch.zeros(3, 2), torch.zeros(2)), "the batch first in each"),
+    "unequal": ((torch.zeros(3, 2), torch.zeros(2)), "the batch as the first dimension of each"),
 }
 
 

@@ -113,7 +113,7 @@ def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, 
     assert report_of(capsys, ledger, "--epsilon", repr(spent / 2))["remaining_steps"] == 0
     assert main(["budget", str(ledger), *RDP, "--epsilon", repr(limit)]) == 0
     shown = capsys.readouterr().out.splitlines()[-1].split()
-    assert shown == ["remaining", "passes", "7"]
+    assert shown == ["remaining", "epochs", "7"]
 
 
 def test_fixed_size_runs_have_their_sample_rate_and_relation(tmp_path, capsys):
@@ -265,7 +265,7 @@ def test_without_matplotlib_the_plot_is_refused_with_the_way_out(
         (["--accountant", "none"], "accountant='none'"),
         (["--format", "html"], "format='html'"),
         (["--format", "latex", "--json"], "format='latex': --json prints no table"),
-        (["--plot", "p.pdf"], "plot='p.pdf': expected the name of a PNG"),
+        (["--plot", "p.pdf"], "plot='p.pdf': expected a PNG file"),
         (["--plot", "no/such/p.png"], "plot='no/such/p.png': there is no directory"),
         (["--plot", "p.png", "--accountant", "prv"], "plot='p.png': accountant='prv'"),
     ],

@@ -137,7 +137,7 @@ def test_healthy_machine_has_no_warnings(report: dict) -> None:
     [
         ("torch", {"version": "2.8.1"}, "torch 2.8.1 is too old: dpflash needs 2.9 or newer"),
         ("torch", {"version": "1.13.0a0+git12"}, "too old"),
-        ("torch", {"built_for": "CUDA 13.0"}, "sees no device"),
+        ("torch", {"built_for": "CUDA 13.0"}, "finds no device"),
         ("torch", {"threads": 9}, "9 threads on 4 usable cores: set OMP_NUM_THREADS=4"),
         ("cryptography", {"chacha20": False}, "no secure noise"),
     ],

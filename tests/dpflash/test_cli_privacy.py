@@ -408,19 +408,22 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ([*NOISY, *RUN, *SHUFFLED], "sample_rate=0.01: the shuffled sampler does not use it"),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "3", *SHUFFLED],
-            "steps=3: the shuffled sampler does not use it; pass the number of passes",
+            "steps=3: the shuffled sampler does not use it; pass the number of epochs",
         ),
         ([*NOISY, *RUN, *FIXED], "sample_rate=0.01: the fixed_size sampler does not use it"),
         ([*NOISY, *RUN, "--max-batch-size", "9"], "max_batch_size=9: the poisson sampler does"),
         ([*NOISY, *RUN, "--batch-size", "9"], "sample_rate=0.01, batch_size=9: expected one"),
-        ([*NOISY, *RUN, "--num-samples", "9"], "sample_rate=0.01, num_samples=9: the rate says"),
+        (
+            [*NOISY, *RUN, "--num-samples", "9"],
+            "sample_rate=0.01, num_samples=9: the sample rate suffices",
+        ),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "5", "--batch-size", "9"],
             "num_samples=None: the poisson sampler needs it with --batch-size",
         ),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "5", "--num-samples", "9"],
-            "num_samples=9: without --batch-size it tells no sample rate",
+            "num_samples=9: --num-samples needs --batch-size",
         ),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "5", "--batch-size", "9", "--num-samples", "8"],
@@ -452,19 +455,19 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ),
         (
             [*TARGET, *EVERY],
-            "noise_multiplier=1.0, steps=1000, sample_rate=0.01: expected exactly one of them",
+            "noise_multiplier=1.0, steps=1000, sample_rate=0.01: expected all but one of them",
         ),
         (
             [*TARGET, "--steps", "10"],
-            "noise_multiplier=None, steps=10, sample_rate=None: expected exactly one of them",
+            "noise_multiplier=None, steps=10, sample_rate=None: expected all but one of them",
         ),
         (
             [*TARGET, *SHUFFLED],
-            "noise_multiplier=None, epochs=None: expected exactly one of them",
+            "noise_multiplier=None, epochs=None: expected all but one of them",
         ),
         (
             [*TARGET, *SHUFFLED, "--epochs", "2", "--noise-multiplier", "3"],
-            "noise_multiplier=3.0, epochs=2: expected exactly one of them",
+            "noise_multiplier=3.0, epochs=2: expected all but one of them",
         ),
         (
             [*TARGET, "--sample-rate", "1", "--noise-multiplier", "0.1"],
@@ -472,14 +475,14 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ),
         (
             [*TARGET, *SHUFFLED, "--noise-multiplier", "0.1"],
-            "target_epsilon=3.0: not even one pass over the data fits into it",
+            "target_epsilon=3.0: not even one epoch fits into it",
         ),
     ],
 )
 def test_a_bad_argument_is_one_line_with_its_name_value_and_way_out(words, message, capsys):
     found = refusal_of(capsys, *words)
     assert found.startswith(message)
-    way_out = ("pass ", "leave ", "use ", "raise ", "look for ")
+    way_out = ("pass ", "drop ", "use ", "raise ", "look for ")
     assert any(word in found for word in way_out)
 
 
@@ -555,7 +558,7 @@ def test_only_one_curve_is_drawn_for_rdp_and_passes_are_called_so(figures, tmp_p
     words = [*NOISY, "--delta", "1e-5", *SHUFFLED, "--epochs", "5", "--accountant", "rdp"]
     assert main([*words, "--plot", picture]) == 0
     left, _ = figures[0].axes
-    assert list(lines_of(left)) == ["rdp"] and left.get_xlabel() == "pass over the data"
+    assert list(lines_of(left)) == ["rdp"] and left.get_xlabel() == "epoch"
     assert lines_of(left)["rdp"].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -616,8 +619,8 @@ def test_the_grid_of_steps_begins_at_zero_rises_and_ends_at_the_run(count):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("p.pdf", "expected the name of a PNG; pass"),
-        ("p", "expected the name of a PNG; pass"),
+        ("p.pdf", "expected a PNG file; pass"),
+        ("p", "expected a PNG file; pass"),
         ("none/p.png", "there is no directory"),
         ("folder.png", "it is a directory; pass"),
     ],

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import stat
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from dpflash import PrivacyEngine
+import dpflash
+from dpflash import PerformanceConfig, PrivacyConfig, PrivacyEngine
 from dpflash.accounting import PoissonGaussian, RDPAccountant
+from dpflash.checkpoint import state as checkpoint
+from dpflash.config import UNSET
 from dpflash.grad_rules.convert import check_model
 from dpflash.privacy.ledger import Ledger
+from dpflash.train.config import TrainingConfig, current_names
 
 DATA = TensorDataset(torch.randn(16, 3))
 
@@ -85,7 +90,8 @@ def refused():
         ("poisson_sampling", 0),
         ("clipping", np.array(["flat", "flat"])),
         ("clipping", "per_sample"),
-        ("way", "ghost"),
+        ("grad_sample_mode", "no_op"),
+        ("grad_sample_mode", "hook"),
         ("loss_reduction", "none"),
         ("physical_batch_size", 0),
         ("physical_batch_size", 2.5),
@@ -105,8 +111,14 @@ def test_a_value_outside_of_its_range_is_named(name, value, refused):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"clipping": "per_layer", "way": "stored"}, ["way='stored'", "way='auto'"]),
-        ({"way": "two_pass", "loss_reduction": "mean"}, ["way='two_pass'", "loss_reduction=None"]),
+        (
+            {"clipping": "per_layer", "grad_sample_mode": "instantiate"},
+            ["grad_sample_mode='instantiate'", "grad_sample_mode='auto'"],
+        ),
+        (
+            {"grad_sample_mode": "ghost", "loss_reduction": "mean"},
+            ["grad_sample_mode='ghost'", "loss_reduction=None"],
+        ),
         (
             {"physical_batch_size": 2, "poisson_sampling": False},
             ["physical_batch_size=2", "smaller batch_size"],
@@ -306,7 +318,7 @@ def test_add_param_group_is_refused(private):
         ("max_grad_nrom", 1.0, "did you mean 'max_grad_norm'"),
         ("poisson", True, "did you mean 'poisson_sampling'"),
         ("cliping", "flat", "did you mean 'clipping'"),
-        ("grad_sample_mode", "ghost", "clipping="),
+        ("way", "stored", "grad_sample_mode="),
         ("criterion", None, "dpflash.losses"),
         ("batch_first", True, "first dimension"),
         ("noise_generator", None, "PrivacyEngine(seed=...)"),
@@ -438,9 +450,9 @@ def test_losses_that_are_no_tensor_are_refused(losses, private):
         engine.backward(losses)
 
 
-@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
-def test_a_number_of_losses_other_than_the_batch_is_refused(way, private):
-    engine, model, optimizer, _ = private(nn.Linear(3, 2), way=way)
+@pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
+def test_a_number_of_losses_other_than_the_batch_is_refused(mode, private):
+    engine, model, optimizer, _ = private(nn.Linear(3, 2), grad_sample_mode=mode)
     for losses in (model(torch.randn(4, 3))[:3].sum(1), model(torch.randn(4, 3)).flatten()):
         with pytest.raises(ValueError, match=f"losses has {len(losses)} entries .* batch of 4"):
             engine.backward(losses)
@@ -679,3 +691,71 @@ def test_a_grad_scaler_is_refused_by_its_name_and_its_scale(fused, dtype):
         scaler.step(optimizer)
     assert optimizer.releases == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_opacus_names_of_modes_are_taken_for_their_counterparts():
+    modes = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
+    for theirs, ours in {**modes, "ghost_fsdp": "ghost", "ghost": "ghost"}.items():
+        assert PerformanceConfig(grad_sample_mode=theirs).grad_sample_mode == ours
+
+
+def test_configurations_do_what_their_fields_as_keywords_do(private):
+    def made(**options):
+        engine, model, optimizer, loader = private(nn.Linear(3, 2), **options)
+        return optimizer.max_grad_norm, optimizer.noise_multiplier, loader.slots, engine.sampler
+
+    fields = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "sampling": "fixed_size"}
+    privacy = PrivacyConfig(**fields)
+    performance = PerformanceConfig(physical_batch_size=2)
+    plain = made(**fields, physical_batch_size=2)
+    unset = {"max_grad_norm": UNSET, "noise_multiplier": UNSET}
+    assert made(**unset, privacy=privacy, performance=performance) == plain
+    with pytest.raises(ValueError, match="max_grad_norm=1.0 with privacy="):
+        made(max_grad_norm=1.0, noise_multiplier=UNSET, privacy=privacy)
+    with pytest.raises(ValueError, match="optimize='none' with performance="):
+        made(**fields, performance=performance, optimize="none")
+    with pytest.raises(ValueError, match="expected a dpflash.PrivacyConfig"):
+        made(**unset, privacy=0.5)
+    with pytest.raises(FrozenInstanceError):
+        privacy.max_grad_norm = 2.0
+
+
+def test_a_configuration_with_noise_conflicts_with_a_target_epsilon():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="conflicts with target_epsilon"):
+        dpflash.PrivacyEngine().make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.ones(16, 3)), batch_size=4),
+            target_epsilon=3.0,
+            target_delta=1e-3,
+            epochs=1,
+            privacy=PrivacyConfig(max_grad_norm=1.0, noise_multiplier=1.0),
+        )
+
+
+def test_noise_is_required_where_no_target_epsilon_chooses_it(private):
+    with pytest.raises(ValueError, match="noise_multiplier is missing.*make_private_with_epsilon"):
+        private(nn.Linear(3, 2), noise_multiplier=UNSET)
+
+
+def test_a_checkpoint_of_an_earlier_version_keeps_that_batches_were_foreign(private, tmp_path):
+    def made():
+        return private(nn.Linear(3, 2), torch.ones(16, 3), noise_multiplier=1.0, seed=None)
+
+    engine, *_ = made()
+    engine.save_checkpoint(tmp_path / "state")
+    state = checkpoint.read(tmp_path / "state")
+    assert not state["spending"].pop("has_foreign_batches")
+    checkpoint.write(tmp_path / "state", {**state, "unamplified": True})
+    resumed, *_ = made()
+    resumed.load_checkpoint(tmp_path / "state")
+    assert "not from its loader" in resumed.sampler
+
+
+def test_a_training_job_of_an_earlier_version_keeps_its_mode():
+    assert current_names({"way": "two_pass", "seed": 1}) == {
+        "grad_sample_mode": "ghost",
+        "seed": 1,
+    }
+    assert TrainingConfig(**current_names({"way": "auto"})).grad_sample_mode == "auto"

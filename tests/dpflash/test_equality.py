@@ -1,4 +1,4 @@
-"""Without noise, every way of clipping gives what a loop over single samples gives."""
+"""Without noise, every mode of clipping gives what a loop over single samples gives."""
 
 import copy
 import math
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 needs_opacus = pytest.mark.skipif(opacus is None, reason="needs Opacus")
 needs_transformers = pytest.mark.skipif(transformers is None, reason="needs transformers")
 
-WAYS = ("stored", "book_keeping", "two_pass")
-KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}]
-every_way = pytest.mark.parametrize("way", WAYS)
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
+KINDS = [{"grad_sample_mode": mode} for mode in GRAD_SAMPLE_MODES] + [{"clipping": "per_layer"}]
+every_way = pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
 every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 # Factors are rounded down by 2^-22 and kept in fp32. Measured: 2.4e-7.
 EXACT = 1e-6
@@ -158,7 +158,7 @@ def test_the_clipped_sum_is_that_of_a_float64_loop(build, kind, agree, next_toke
 @every_model
 @every_way
 def test_the_clipped_sum_is_that_of_opacus(
-    build, way, oracle, private, sums, distance, next_token_loss
+    build, mode, oracle, private, sums, distance, next_token_loss
 ):
     torch.manual_seed(0)
     model = build().double()
@@ -187,7 +187,7 @@ def test_the_clipped_sum_is_that_of_opacus(
         for n, p in theirs.named_parameters()
         if p.requires_grad
     }
-    engine, model, _, _ = private(model, max_grad_norm=bound, way=way)
+    engine, model, _, _ = private(model, max_grad_norm=bound, grad_sample_mode=mode)
     engine.backward(loss(model, batch))
     assert distance(sums(engine, model), expected) <= EXACT
 
@@ -420,22 +420,26 @@ def test_physical_batches_add_up_to_one_big_batch(kind, private, distance, next_
     torch.manual_seed(0)
     plain = language_model().double()
     found = []
-    for physical in (None, 3):
+    parts = []
+    for options in ({"one_part": True}, {"physical_batch_size": 3}):
         engine, model, optimizer, loader = private(
             copy.deepcopy(plain),
             tokens(24),
             batch_size=12,
             max_grad_norm=0.2,
-            physical_batch_size=physical,
+            **options,
             **kind,
         )
+        parts.append(0)
         for (batch,) in loader:
             optimizer.zero_grad()
             engine.backward(next_token_loss(model, batch))
             optimizer.step()
+            parts[-1] += 1
             if optimizer.releases == 1:
                 break
         found.append({n: p.grad for n, p in model.named_parameters()})
+    assert parts[0] == 1 and parts[1] > 3
     assert distance(found[1], found[0]) <= 1e-12
 
 
@@ -551,7 +555,7 @@ def test_a_step_with_a_declared_reduction_is_that_of_opacus(reduction, private, 
 
 
 @every_way
-def test_an_input_gradient_taken_before_leaves_nothing_in_the_clipped_sum(way, agree):
+def test_an_input_gradient_taken_before_leaves_nothing_in_the_clipped_sum(mode, agree):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
 
@@ -561,4 +565,4 @@ def test_an_input_gradient_taken_before_leaves_nothing_in_the_clipped_sum(way, a
         torch.autograd.grad(losses.sum(), x, retain_graph=True)
         return losses
 
-    agree(model, loss, torch.randn(5, 3, 4), way=way)
+    agree(model, loss, torch.randn(5, 3, 4), grad_sample_mode=mode)

@@ -9,14 +9,22 @@ import torch
 from torch import nn
 
 from dpflash import step as step_module
-from dpflash.clipping.deferred import KeptUses
+from dpflash.clipping.deferred import DeferredGradients
 from dpflash.clipping.groups import per_block_groups, per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
 from dpflash.step import BatchNoise
 
-EXACT = [{"way": "stored"}, {"clipping": "per_layer", "exact": True}, {"clipping": "per_block"}]
-ROUNDED = [{"way": "book_keeping"}, {"way": "two_pass"}, {"way": "stored", "exact": False}]
+EXACT = [
+    {"grad_sample_mode": "instantiate"},
+    {"clipping": "per_layer", "exact": True},
+    {"clipping": "per_block"},
+]
+ROUNDED = [
+    {"grad_sample_mode": "book_keeping"},
+    {"grad_sample_mode": "ghost"},
+    {"grad_sample_mode": "instantiate", "exact": False},
+]
 
 
 def names(kinds):
@@ -164,7 +172,7 @@ def test_rounded_sums_are_named(kind, private):
 def test_exact_sums_are_named_in_the_plan(private):
     engine, made, _, _ = private(model(), data(), exact=True)
     engine.backward(losses_of(made, data()[:4]))
-    assert all(use.exact and use.way == "stored" for use in engine.plan())
+    assert all(use.exact and use.grad_sample_mode == "instantiate" for use in engine.plan())
     assert "exact" in str(engine.plan()) and "rounded" not in str(engine.plan())
 
 
@@ -173,12 +181,12 @@ def test_exact_sums_are_named_in_the_plan(private):
     [
         ({"exact": "yes"}, "exact='yes'"),
         ({"exact": 1}, "exact=1"),
-        ({"exact": True, "way": "book_keeping"}, "way='book_keeping'"),
+        ({"exact": True, "grad_sample_mode": "book_keeping"}, "grad_sample_mode='book_keeping'"),
         ({"exact": True, "max_grad_norm": math.inf}, "max_grad_norm=inf"),
         ({"noise_multiplier": 2.0**14}, "noise_multiplier=16384"),
         ({"batch_size": 3_000_000}, "batch_size"),
     ],
-    ids=["yes", "one", "way", "inf", "noise", "batch"],
+    ids=["yes", "one", "grad_sample_mode", "inf", "noise", "batch"],
 )
 def test_what_cannot_be_exact_is_refused(options, message, private):
     big = torch.zeros(3_000_000, 1) if "batch_size" in options else data()
@@ -189,7 +197,7 @@ def test_what_cannot_be_exact_is_refused(options, message, private):
 def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
     """`.grad` gets the whole sum anew in each microbatch, unless something else is in it."""
     engine, made, optimizer, loader = private(
-        model(), data(), batch_size=6, physical_batch_size=2, way="stored"
+        model(), data(), batch_size=6, physical_batch_size=2, grad_sample_mode="instantiate"
     )
     for number, (x,) in enumerate(loader):
         losses = losses_of(made, x)
@@ -234,7 +242,9 @@ def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
 
 def test_a_batch_of_ones_own_whose_sum_would_be_rounded_is_refused(private, monkeypatch):
     """Of a bound just below 2 a batch of 2^22 such samples leaves what float64 holds exactly."""
-    engine, made, _, _ = private(nn.Linear(1, 1), torch.zeros(16, 1), way="stored")
+    engine, made, _, _ = private(
+        nn.Linear(1, 1), torch.zeros(16, 1), grad_sample_mode="instantiate"
+    )
     monkeypatch.setattr(step_module, "exact_slots", lambda grid, bound: 5)
     engine.backward(made(torch.ones(5, 1)).flatten())
     assert engine._step.sums
@@ -281,7 +291,7 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 64, 8, generator=generator)
     dy = torch.randn(3, 64, 8, generator=generator)
-    kept = KeptUses(8, linear=[(x, dy)])
+    kept = DeferredGradients(8, linear=[(x, dy)])
     other = -kept.dense() * (1 - 2.0**-8)
     exact = torch.einsum("bto,bti->boi", dy.double(), x.double()) + other.double()
     norms, bounds = exact.flatten(1).norm(dim=1), kept.squared_norm(other).sqrt()
@@ -291,7 +301,11 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
 
 
 def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
-    for kind in ({"clipping": "per_block"}, {"way": "two_pass"}, {"clipping": "per_layer"}):
+    for kind in (
+        {"clipping": "per_block"},
+        {"grad_sample_mode": "ghost"},
+        {"clipping": "per_layer"},
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 4)).bfloat16()
         engine, model, optimizer, loader = private(

@@ -2,7 +2,7 @@
 
 Sums before noise are float64 multiples of the public grid, so both sides of the inequality are
 integers. A batch without a sample has the same slots, one of them empty. What has its sums in
-floating point ("book_keeping", "two_pass") gets the tolerance of its rounding, and nothing else.
+floating point ("book_keeping", "ghost") gets the tolerance of its rounding, and nothing else.
 
 `DPFLASH_FULL=1` runs 1,000 cases instead of 25. A case is a model, dtype, clipping, bound, batch
 with huge, zero and non-finite losses, and a cut into 1 to 3 microbatches; each sample is left out
@@ -34,12 +34,12 @@ settings = hypothesis.settings(
 )
 pytestmark = pytest.mark.filterwarnings("ignore:.*NaN or Inf:UserWarning")
 
-ROUNDED_WAYS = ("book_keeping", "two_pass")
+ROUNDED_MODES = ("book_keeping", "ghost")
 KINDS = (
-    {"way": "stored"},
+    {"grad_sample_mode": "instantiate"},
     {"clipping": "per_layer"},
     {"clipping": "per_block"},
-    *({"way": way} for way in ROUNDED_WAYS),
+    *({"grad_sample_mode": mode} for mode in ROUNDED_MODES),
 )
 # A float32 sum of up to 6 samples, whose parts round by 2^-24 each.
 ROUNDED_SLACK = 2.0**-18
@@ -95,7 +95,7 @@ class Case:
 
     Attributes:
         model, dtype: of `LANGUAGE_MODELS` or `OTHER_MODELS`, and of `DTYPES`.
-        kind: clipping, and way.
+        kind: clipping, and mode.
         bound: max_grad_norm.
         scales: what each sample's loss is multiplied by.
         cuts: where the batch is cut into microbatches.
@@ -114,7 +114,7 @@ class Case:
 
     @property
     def slack(self) -> float:
-        return ROUNDED_SLACK if self.kind.get("way") in ROUNDED_WAYS else 0.0
+        return ROUNDED_SLACK if self.kind.get("grad_sample_mode") in ROUNDED_MODES else 0.0
 
     @property
     def microbatches(self) -> list:
@@ -181,7 +181,7 @@ def run_of(private, tiny_lm):
 
 
 def exact_private(private, model, case):
-    """A private run whose release is exact wherever the way of clipping can be."""
+    """A private run whose release is exact wherever the mode of clipping can be."""
     exact = "auto" if case.slack else True
     options = {"max_grad_norm": case.bound, "exact": exact, "verify_first_batch": False}
     return private(model, **options, **case.kind)

@@ -1,4 +1,4 @@
-"""What `engine.plan` tells of the ways to clip."""
+"""What `engine.plan` tells of the modes to clip."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def planned(private, model, tokens=40, **options):
 
 
 def test_figures_are_those_of_the_cost_model(private):
-    first, second = planned(private, Model(), way="book_keeping")
+    first, second = planned(private, Model(), grad_sample_mode="book_keeping")
     expected = cost([LinearShape(3, 40, 24, 24)], "book_keeping", CPU_RULE)
     assert (first.flops, first.moved_bytes, first.memory_bytes, first.seconds) == (
         expected.flops,
@@ -45,37 +45,41 @@ def test_the_plan_names_its_ceilings(private):
 
 
 @pytest.mark.parametrize(
-    ("options", "way", "why"),
+    ("options", "mode", "why"),
     [
-        ({}, "stored", "book_keeping takes 2."),
-        ({"tokens": 2}, "book_keeping", "stored takes"),
-        ({"way": "stored"}, "stored", "way='stored' was asked for"),
-        ({"memory_budget": 1}, "two_pass", "memory budget is too small"),
-        ({"memory_budget": 1, "loss_reduction": "sum"}, "stored", "book_keeping takes"),
+        ({}, "instantiate", "book_keeping takes 2."),
+        ({"tokens": 2}, "book_keeping", "instantiate takes"),
+        (
+            {"grad_sample_mode": "instantiate"},
+            "instantiate",
+            "you asked for it",
+        ),
+        ({"memory_budget": 1}, "ghost", "memory budget is too small"),
+        ({"memory_budget": 1, "loss_reduction": "sum"}, "instantiate", "book_keeping takes"),
         ({"clipping": "per_block"}, "tiles", "clipped as they are made"),
-        ({"clipping": "per_layer"}, "stored", "book_keeping takes"),
+        ({"clipping": "per_layer"}, "instantiate", "book_keeping takes"),
     ],
     ids=str,
 )
-def test_the_reason_is_told_in_words(options, way, why, private):
+def test_the_reason_is_told_in_words(options, mode, why, private):
     for use in planned(private, Model(), **options):
-        assert use.way == way
+        assert use.grad_sample_mode == mode
         assert use.why.startswith(why)
 
 
 def test_what_the_budget_costs_is_told(private):
     found = planned(private, Model(width=128), tokens=55, memory_budget=1, loss_reduction="sum")
     for use in found:
-        assert use.way == "book_keeping"
-        assert use.why.startswith("memory budget; stored is 1.")
+        assert use.grad_sample_mode == "book_keeping"
+        assert use.why.startswith("memory budget; instantiate is 1.")
 
 
 def test_the_table_is_aligned_and_narrow(private):
     long = "encoder_layers_with_a_long_name_that_goes_on_and_on_and_on_and_on"
-    text = str(planned(private, Model(("first", long)), way="book_keeping"))
+    text = str(planned(private, Model(("first", long)), grad_sample_mode="book_keeping"))
     header, *rows = text.splitlines()
     assert max(map(len, text.splitlines())) <= 110
-    for column in ("way", "+MFLOP", "+MiB", "kept MiB", "time", "why"):
+    for column in ("mode", "+MFLOP", "+MiB", "kept MiB", "time", "why"):
         start = header.index(f"  {column}") + 2
         for row in rows[:2]:
             assert row[start - 1] == " " != row[start]

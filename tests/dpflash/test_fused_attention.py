@@ -1,4 +1,4 @@
-"""Self-attention as one node of autograd gives what its parts give, for every way of clipping."""
+"""Self-attention as one node of autograd gives what its parts give, for every mode of clipping."""
 
 import copy
 import pickle
@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from dpflash.nn import MultiheadAttention
 from dpflash.patterns import Adaptive, Dilated, SlidingWindow
 
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
 every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 WINDOW = SlidingWindow(window=3, causal=True)
 CASES = {

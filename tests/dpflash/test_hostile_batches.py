@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash import PrivacyEngine
 
-WAYS = ("stored", "book_keeping", "two_pass")
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
 
 
 def data(n=24, width=3):
@@ -41,14 +41,17 @@ def cancelling(tokens, size=2.0**12, width=16):
     return x
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sample_whose_tokens_cancel_is_clipped_alike_by_every_way(private, way):
+@pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
+def test_a_sample_whose_tokens_cancel_is_clipped_alike_by_every_way(private, mode):
     torch.manual_seed(0)
     x = torch.cat([cancelling(8), torch.randn(2, 8, 16)])
     found = []
-    for chosen in ("stored", way):
+    for chosen in ("instantiate", mode):
         engine, model, _, _ = private(
-            copy.deepcopy(linear(16, 16)), batch_size=3, max_grad_norm=1e-3, way=chosen
+            copy.deepcopy(linear(16, 16)),
+            batch_size=3,
+            max_grad_norm=1e-3,
+            grad_sample_mode=chosen,
         )
         found.append(released(engine, model, x))
     assert float((found[0] - found[1]).norm()) <= 1e-5 * 1e-3
@@ -65,14 +68,16 @@ class Weighted(nn.Module):
         return (self.layer(x) * dy).sum((1, 2))
 
 
-def weighted_sum(private, x, dy, way):
-    engine, model, _, _ = private(Weighted(x.shape[2], dy.shape[2]), batch_size=2, way=way)
+def weighted_sum(private, x, dy, mode):
+    engine, model, _, _ = private(
+        Weighted(x.shape[2], dy.shape[2]), batch_size=2, grad_sample_mode=mode
+    )
     engine.backward(model(x, dy))
     return engine._step.sums[model.layer.weight].double()
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_padding_by_a_longer_mate_changes_no_contribution(private, way):
+@pytest.mark.parametrize("mode", ["auto", *GRAD_SAMPLE_MODES])
+def test_padding_by_a_longer_mate_changes_no_contribution(private, mode):
     """With a mate that makes the batch long, so that another way may be chosen."""
     torch.manual_seed(0)
     x, dy = torch.zeros(2, 512, 256), torch.zeros(2, 512, 256)
@@ -80,26 +85,28 @@ def test_padding_by_a_longer_mate_changes_no_contribution(private, way):
     x[0, 1] = -x[0, 0]
     x[0, 2, 0], dy[0, 2, 0] = 1, 2
     x[1, 0, 0], dy[1, 0, 0] = 1, 2
-    alone = weighted_sum(private, x[:1, :3], dy[:1, :3], way)
-    together = weighted_sum(private, x, dy, way)
+    alone = weighted_sum(private, x[:1, :3], dy[:1, :3], mode)
+    together = weighted_sum(private, x, dy, mode)
     assert float((together - alone).norm()) <= 1 + 2.0**-20
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_a_mate_of_gradient_zero_changes_nothing(private, way):
+@pytest.mark.parametrize("mode", ["auto", *GRAD_SAMPLE_MODES])
+def test_a_mate_of_gradient_zero_changes_nothing(private, mode):
     """Not even the rounding of samples whose tokens cancel, here of whole numbers and to 0."""
     torch.manual_seed(0)
     x, dy = torch.randint(-(2**12), 2**12, (512, 64, 8)), torch.randint(-9, 10, (512, 64, 8))
     x[:, 32:], dy[:, 32:] = -x[:, :32], dy[:, :32]
     x, dy = x.float(), dy.float()
-    alone = weighted_sum(private, x, dy, way)
+    alone = weighted_sum(private, x, dy, mode)
     mate, its_dy = torch.zeros(1, 64, 8), torch.randn(1, 64, 8)
-    together = weighted_sum(private, torch.cat([mate, x]), torch.cat([its_dy, dy]), way)
+    together = weighted_sum(private, torch.cat([mate, x]), torch.cat([its_dy, dy]), mode)
     assert float((together - alone).norm()) <= 1e-3
 
 
 @pytest.mark.parametrize("bound", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("kind", [{"way": w} for w in WAYS] + [{"clipping": "per_layer"}])
+@pytest.mark.parametrize(
+    "kind", [{"grad_sample_mode": w} for w in GRAD_SAMPLE_MODES] + [{"clipping": "per_layer"}]
+)
 def test_operands_near_the_end_of_fp32_are_clipped_to_the_bound(private, kind, bound):
     engine, model, _, _ = private(linear(), batch_size=1, max_grad_norm=bound, **kind)
     model.bias.requires_grad_(False)

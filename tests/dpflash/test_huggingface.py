@@ -434,11 +434,11 @@ def test_a_compiled_model_refuses_packed_documents_instead_of_mixing_them():
         compiled(tokens(1), position_ids=PACKED, use_cache=False)
 
 
-@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
+@pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=lambda build: build.__name__)
 def test_private_training_sums_the_clipped_gradients_of_sdpa(
-    build, side, way, private, sums, distance, oracle
+    build, side, mode, private, sums, distance, oracle
 ):
     mask, ids = padding(side), tokens()
 
@@ -451,7 +451,9 @@ def test_private_training_sums_the_clipped_gradients_of_sdpa(
     found = []
     for attention in ("sdpa", NAME):
         engine, model, _, _ = private(
-            model_of(build, attention), max_grad_norm=(norms[0] + norms[1]) / 2, way=way
+            model_of(build, attention),
+            max_grad_norm=(norms[0] + norms[1]) / 2,
+            grad_sample_mode=mode,
         )
         engine.backward(loss(model, ids, mask))
         found.append(sums(engine, model))

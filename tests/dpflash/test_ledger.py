@@ -483,7 +483,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import dpflash
-from dpflash import ledger, step
+from dpflash import step
+from dpflash.privacy import ledger
 
 point, folder = sys.argv[1:]
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpflash import PrivacyEngine
 from dpflash.sampling import PadTo
+from dpflash.sampling.lengths import Lengths
 
 
 class Documents(Dataset):
@@ -53,7 +54,7 @@ def made(collate, **options):
         data_loader=DataLoader(Documents(), batch_size=5, collate_fn=collate),
         noise_multiplier=0.0,
         max_grad_norm=1.0,
-        way="stored",
+        grad_sample_mode="instantiate",
         **options,
     )
 
@@ -105,6 +106,13 @@ def test_other_shapes_than_the_declared_ones_are_refused_by_name():
         norms_of(*run)
     with pytest.raises(ValueError, match="public_length=0"):
         made(longest, public_length=0)
+
+
+def test_a_later_batch_of_other_shapes_is_refused_by_its_place():
+    lengths = Lengths(9)
+    lengths.observe({"tokens": torch.zeros(2, 9), "labels": torch.zeros(2, 9)})
+    with pytest.raises(ValueError, match=r"batch\['labels'\] had other shapes in two batches"):
+        lengths.observe({"tokens": torch.zeros(4, 9), "labels": torch.zeros(4, 8)})
 
 
 Pair = namedtuple("Pair", "tokens label")

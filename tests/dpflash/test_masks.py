@@ -75,7 +75,7 @@ def test_two_calls_two_batches_and_two_ranks_have_masks_of_their_own(draw, priva
         if len(model.masks) == 5:
             break
     engine, other, *_ = private(Dropping(draw), seed=5)
-    monkeypatch.setattr(type(engine._workers), "data_rank", 1)
+    monkeypatch.setattr(type(engine._ranks), "data_rank", 1)
     other(torch.ones(6, 8))
     found = [m[0] for m in (*masks, *model.masks, *other.masks)]
     assert len({tuple(m.tolist()) for m in found}) == len(found) == 9
@@ -122,12 +122,12 @@ class Inside(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("way", ["stored", "book_keeping", "two_pass"])
+@pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "around"])
-def test_a_recomputed_forward_has_the_masks_that_it_had(outside, way, private):
+def test_a_recomputed_forward_has_the_masks_that_it_had(outside, mode, private):
     engine, model, *_ = private(
         Dropping() if outside else Inside(),
-        way=way,
+        grad_sample_mode=mode,
         noise_multiplier=1.0,
         verify_first_batch=False,  # its forward draws masks, too
     )

@@ -11,10 +11,10 @@ from dpflash import PrivacyEngine
 from dpflash import step as step_module
 from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
 
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
 every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 
 
@@ -70,7 +70,9 @@ def small():
 def test_noise_that_a_gpu_left_undecided_is_there_when_a_gate_is_done(
     private, kernels_of_a_gpu, kind, dtype
 ):
-    options = {"clipping": "per_layer"} if kind == "per_layer" else {"way": "book_keeping"}
+    options = (
+        {"clipping": "per_layer"} if kind == "per_layer" else {"grad_sample_mode": "book_keeping"}
+    )
     found = []
     for undecided in (False, True):
         if undecided:
@@ -102,7 +104,11 @@ def test_a_draw_of_several_batches_is_settled_in_the_sum_that_is_released(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, way="stored", physical_batch_size=2
+        small(),
+        data(),
+        noise_multiplier=2.0,
+        grad_sample_mode="instantiate",
+        physical_batch_size=2,
     )
     batches = 0
     for (x,) in loader:
@@ -123,7 +129,7 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
     real = engine._step.settled
@@ -148,7 +154,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
     """Its noise would stand in the first of several batches, and exact sums would follow it."""
     engine, model, optimizer, loader = private(
         build(), data(), noise_multiplier=2.0, physical_batch_size=8, loss_reduction="sum",
-        way="stored",
+        grad_sample_mode="instantiate",
     )  # fmt: skip
 
     def fails(*_, **__):
@@ -175,7 +181,7 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
 ):
     kernels_of_a_gpu()
     engine, model, optimizer, loader = private(
-        small(), data(), noise_multiplier=2.0, one_part=True, way="book_keeping",
+        small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Sixteen ways in which Opacus 1.6 loses privacy, data or a run, and the same situation here.
+"""Sixteen modes in which Opacus 1.6 loses privacy, data or a run, and the same situation here.
 
 A test test_mNN_opacus_... shows what Opacus does, so that the claim stays honest; the others hold
 for dpflash. What belongs to another library or to several processes is said in a docstring.
@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.accounting import ShuffledGaussian, create_accountant, epochs_to_steps
-from dpflash.clipping.planner import WAYS
-from dpflash.engine import CLIPPINGS
+from dpflash.clipping.planner import GRAD_SAMPLE_MODES
+from dpflash.config import CLIPPINGS
 from dpflash.sampling import PoissonBatchSampler
 
 try:
@@ -34,12 +34,12 @@ except ImportError:
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 needs_opacus = pytest.mark.skipif(opacus is None, reason="needs Opacus")
 
-# The flat ways, and the other clippings with the one way that they have.
-COMBINATIONS = [("flat", way) for way in ("auto", *WAYS)] + [
+# The flat modes, and the other clippings with the one mode that they have.
+COMBINATIONS = [("flat", mode) for mode in ("auto", *GRAD_SAMPLE_MODES)] + [
     (clipping, "auto") for clipping in CLIPPINGS if clipping != "flat"
 ]
 every_combination = pytest.mark.parametrize(
-    ("clipping", "way"), COMBINATIONS, ids=lambda value: value
+    ("clipping", "mode"), COMBINATIONS, ids=lambda value: value
 )
 
 
@@ -244,16 +244,18 @@ def test_m02_opacus_adaptive_clipping_lets_one_outlier_through():
 
 @every_combination
 def test_m02_a_scalar_loss_is_refused_and_an_outlier_moves_the_sum_by_at_most_the_bound(
-    clipping, way
+    clipping, mode
 ):
     torch.manual_seed(0)
     x, y = samples()
     x[0] *= 1e4
     plain = nn.Linear(4, 3)
-    engine, model, _, _ = make(copy.deepcopy(plain), x, y, clipping=clipping, way=way)
+    engine, model, _, _ = make(
+        copy.deepcopy(plain), x, y, clipping=clipping, grad_sample_mode=mode
+    )
     with pytest.raises(ValueError, match=r"shape \(\).*one loss per sample"):
         engine.backward(F.cross_entropy(model(x), y))
-    options = {"clipping": clipping, "way": way, "bound": 2.0}
+    options = {"clipping": clipping, "grad_sample_mode": mode, "bound": 2.0}
     with_outlier = private_sum(plain, x, y, **options)
     without = private_sum(plain, x[1:], y[1:], **options)
     assert 1.0 < (with_outlier - without).norm() <= 2.0 * (1 + 1e-5)
@@ -282,15 +284,15 @@ def test_m03_opacus_ghost_drops_the_first_of_two_backwards():
 
 
 @every_combination
-def test_m03_the_sum_of_physical_batches_is_that_of_the_logical_batch(clipping, way):
+def test_m03_the_sum_of_physical_batches_is_that_of_the_logical_batch(clipping, mode):
     x, y = samples(40)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
     def go(**options):
         engine, model, optimizer, loader = make(
-            copy.deepcopy(plain), x, y, batch_size=20, bound=0.5, clipping=clipping, way=way,
-            **options,
+            copy.deepcopy(plain), x, y, batch_size=20, bound=0.5, clipping=clipping,
+            grad_sample_mode=mode, **options,
         )  # fmt: skip
         sums, parts = [], 0
         for inputs, targets in loader:
@@ -529,13 +531,13 @@ def test_m07_opacus_fails_under_non_reentrant_checkpointing(mode, error):
 
 
 @every_combination
-def test_m07_non_reentrant_checkpointing_does_not_change_the_clipped_sum(clipping, way):
+def test_m07_non_reentrant_checkpointing_does_not_change_the_clipped_sum(clipping, mode):
     torch.manual_seed(0)
     x, y = samples()
     plain = Checkpointed()
     direct = Checkpointed(active=False)
     direct.load_state_dict(plain.state_dict())
-    options = {"clipping": clipping, "way": way, "bound": 0.7}
+    options = {"clipping": clipping, "grad_sample_mode": mode, "bound": 0.7}
     released = private_sum(plain, x, y, **options)
     assert_sums_equal(released, private_sum(direct, x, y, **options))
     if clipping == "flat":
@@ -589,14 +591,16 @@ def test_m09_opacus_ghost_refuses_tied_weights():
         criterion(model(tokens).flatten(0, 1), tokens.flatten(), shape=(8, 5)).backward()
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_m09_flat_clipping_of_tied_weights_equals_a_loop_over_the_samples(way):
+@pytest.mark.parametrize("mode", ["auto", *GRAD_SAMPLE_MODES])
+def test_m09_flat_clipping_of_tied_weights_equals_a_loop_over_the_samples(mode):
     torch.manual_seed(0)
     tokens = sequences()
     plain = TinyLM(tied=True)
     expected, norms = clipped_loop(plain, tokens, tokens.roll(1, 1), 0.8)
     assert norms.min() < 3 and norms.max() > 0.8
-    assert_sums_equal(private_sum(plain, tokens, tokens.roll(1, 1), bound=0.8, way=way), expected)
+    assert_sums_equal(
+        private_sum(plain, tokens, tokens.roll(1, 1), bound=0.8, grad_sample_mode=mode), expected
+    )
 
 
 # M10: checkpoints
@@ -687,7 +691,7 @@ def test_m11_opacus_exceeds_the_bound_in_bf16_models(mode):
 
 
 @every_combination
-def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, way):
+def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, mode):
     """Measured on the fp32 sum to which the noise is added: that is the released quantity.
 
     .grad is that sum rounded to the parameter's bf16 after the noise, so without noise it would
@@ -695,7 +699,7 @@ def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, way):
     """
     torch.manual_seed(0)
     engine, model, optimizer, _ = make(
-        bf16_model(), *bf16_sample(0), bound=0.1, clipping=clipping, way=way
+        bf16_model(), *bf16_sample(0), bound=0.1, clipping=clipping, grad_sample_mode=mode
     )
     worst = 0.0
     for trial in range(200):
@@ -712,11 +716,11 @@ def test_m11_no_sample_of_a_bf16_model_exceeds_the_bound(clipping, way):
 
 
 @every_combination
-def test_m11_no_sample_exceeds_the_bound_under_bf16_autocast_of_fp32_parameters(clipping, way):
+def test_m11_no_sample_exceeds_the_bound_under_bf16_autocast_of_fp32_parameters(clipping, mode):
     torch.manual_seed(0)
     x, y = bf16_sample(0)
     engine, model, optimizer, _ = make(
-        bf16_model().float(), x.float(), y, bound=0.1, clipping=clipping, way=way
+        bf16_model().float(), x.float(), y, bound=0.1, clipping=clipping, grad_sample_mode=mode
     )
     worst = 0.0
     for trial in range(100):
@@ -747,13 +751,13 @@ def test_m12_opacus_releases_nan_for_one_nan_sample_and_still_reports_epsilon():
 
 @every_combination
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_m12_a_nan_or_inf_sample_contributes_nothing_and_is_reported(clipping, way, value):
+def test_m12_a_nan_or_inf_sample_contributes_nothing_and_is_reported(clipping, mode, value):
     torch.manual_seed(0)
     x, y = samples()
     x[3] = value
     others = [i for i in range(16) if i != 3]
     plain = nn.Linear(4, 3)
-    options = {"clipping": clipping, "way": way, "bound": 0.5}
+    options = {"clipping": clipping, "grad_sample_mode": mode, "bound": 0.5}
     with pytest.warns(UserWarning, match=r"1 sample\(s\).*contributed zero"):
         released = private_sum(plain, x, y, **options)
     assert_sums_equal(released, private_sum(plain, x[others], y[others], **options))
@@ -786,12 +790,12 @@ def test_m13_opacus_modes_ew_and_adaptive_fail_on_an_empty_batch(mode):
 
 @every_combination
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_m13_an_empty_batch_releases_noise_alone_on_every_parameter(clipping, way, tied):
+def test_m13_an_empty_batch_releases_noise_alone_on_every_parameter(clipping, mode, tied):
     torch.manual_seed(0)
     tokens = sequences(32)
     engine, model, optimizer, _ = make(
         TinyLM(tied=tied), tokens, tokens, noise=2.0, bound=3.0, batch_size=8,
-        clipping=clipping, way=way, seed=1,
+        clipping=clipping, grad_sample_mode=mode, seed=1,
     )  # fmt: skip
     empty = tokens[:0]
     with warnings.catch_warnings():
@@ -821,11 +825,13 @@ def test_m14_opacus_accepts_a_mode_in_one_registry_that_another_lacks():
 
 
 @every_combination
-def test_m14_every_clipping_and_way_that_is_accepted_works(clipping, way):
+def test_m14_every_clipping_and_way_that_is_accepted_works(clipping, mode):
     torch.manual_seed(0)
     tokens = sequences()
     plain = TinyLM()
-    released = private_sum(plain, tokens, tokens, clipping=clipping, way=way, bound=0.7)
+    released = private_sum(
+        plain, tokens, tokens, clipping=clipping, grad_sample_mode=mode, bound=0.7
+    )
     expected, norms = clipped_loop(plain, tokens, tokens, 0.7)
     if clipping == "flat":
         assert_sums_equal(released, expected)
@@ -839,12 +845,15 @@ def test_m14_every_clipping_and_way_that_is_accepted_works(clipping, way):
         ("clipping='per_tensor'", {"clipping": "per_tensor"}),
         ("clipping='adaptive'", {"clipping": "adaptive"}),
         ("clipping='Flat'", {"clipping": "Flat"}),
-        ("way='ghost'", {"way": "ghost"}),
-        ("way='hooks'", {"way": "hooks"}),
-        ("way='ghost_tp'", {"clipping": "per_layer", "way": "ghost_tp"}),
-        ("way='two_pass'", {"clipping": "per_layer", "way": "two_pass"}),
-        ("way='stored'", {"clipping": "per_layer", "way": "stored"}),
-        ("way='two_pass'", {"way": "two_pass", "loss_reduction": "mean"}),
+        ("grad_sample_mode='no_op'", {"grad_sample_mode": "no_op"}),
+        ("grad_sample_mode='stored'", {"grad_sample_mode": "stored"}),
+        ("grad_sample_mode='ghost_tp'", {"clipping": "per_layer", "grad_sample_mode": "ghost_tp"}),
+        ("grad_sample_mode='ghost'", {"clipping": "per_layer", "grad_sample_mode": "ghost"}),
+        (
+            "grad_sample_mode='instantiate'",
+            {"clipping": "per_layer", "grad_sample_mode": "instantiate"},
+        ),
+        ("grad_sample_mode='ghost'", {"grad_sample_mode": "ghost", "loss_reduction": "mean"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -858,10 +867,10 @@ def test_m14_every_other_clipping_or_way_is_refused_by_name_and_changes_nothing(
     make(model, x, y)
 
 
-def test_m14_opacus_mode_argument_is_refused_with_what_to_use_instead():
+def test_m14_opacus_criterion_is_refused_with_the_triple_that_comes_back():
     x, y = samples()
-    with pytest.raises(TypeError, match="grad_sample_mode.*clipping= and way="):
-        make(nn.Linear(4, 3), x, y, grad_sample_mode="ghost_tp")
+    with pytest.raises(TypeError, match=r"returns \(module, optimizer, data_loader\)"):
+        make(nn.Linear(4, 3), x, y, grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss())
 
 
 # M15: layers, calls, histories
@@ -953,12 +962,12 @@ def test_m15_opacus_sampler_makes_fewer_steps_than_declared():
     ],
     ids=["linear-4d", "layernorm-without-bias", "unused-parameter", "padding-idx"],
 )
-def test_m15_ordinary_layers_are_clipped_as_in_a_loop_over_the_samples(model, x, clipping, way):
+def test_m15_ordinary_layers_are_clipped_as_in_a_loop_over_the_samples(model, x, clipping, mode):
     y = torch.zeros(len(x))
     _, norms = clipped_loop(model, x, y, 1.0, mean_square)
     bound = norms.median().item()
     expected, _ = clipped_loop(model, x, y, bound, mean_square)
-    options = {"loss": mean_square, "clipping": clipping, "way": way, "bound": bound}
+    options = {"loss": mean_square, "clipping": clipping, "grad_sample_mode": mode, "bound": bound}
     released = private_sum(model, x, y, **options)
     if clipping == "per_block" and len(list(model.parameters())) > 1:
         # Each parameter is a group of its own; tests/dpflash/test_per_block.py has the loop.
@@ -981,12 +990,12 @@ def test_m15_an_unused_parameter_gets_noise_and_no_gradient():
 
 
 @every_combination
-def test_m15_layers_called_by_keyword_are_clipped_like_others(clipping, way):
+def test_m15_layers_called_by_keyword_are_clipped_like_others(clipping, mode):
     torch.manual_seed(0)
     tokens = sequences(6, rows=5)
     plain = ByKeyword()
     engine, model, optimizer, _ = make(
-        copy.deepcopy(plain), tokens, tokens, bound=0.2, clipping=clipping, way=way
+        copy.deepcopy(plain), tokens, tokens, bound=0.2, clipping=clipping, grad_sample_mode=mode
     )
     engine.backward(mean_square(model(tokens=tokens), None))
     released = release(optimizer)
@@ -1037,13 +1046,18 @@ def dominated_by(use):
 @every_combination
 @pytest.mark.parametrize("use", ["embedding", "head", "neither"])
 def test_m16_a_sample_of_tied_weights_never_exceeds_the_bound_whichever_use_dominates(
-    use, clipping, way
+    use, clipping, mode
 ):
     """fastDP (not a dependency) keeps the norm of the last use alone: 3.8 C measured there."""
     plain, tokens, targets = dominated_by(use)
     bound = 0.5
     engine, model, optimizer, _ = make(
-        copy.deepcopy(plain), tokens[:1], targets[:1], bound=bound, clipping=clipping, way=way
+        copy.deepcopy(plain),
+        tokens[:1],
+        targets[:1],
+        bound=bound,
+        clipping=clipping,
+        grad_sample_mode=mode,
     )
     for i in range(len(tokens)):
         losses = dpflash.losses.cross_entropy(model(tokens[i : i + 1]), targets[i : i + 1])
@@ -1112,12 +1126,12 @@ def test_m19_opacus_lets_one_sample_move_the_sum_by_several_bounds_through_a_tok
 
 
 @every_combination
-def test_m19_removing_one_sample_of_any_length_moves_the_sum_by_at_most_the_bound(clipping, way):
+def test_m19_removing_one_sample_of_any_length_moves_the_sum_by_at_most_the_bound(clipping, mode):
     tokens, targets = coupled_batch()
     torch.manual_seed(0)
     plain = TwoLayer()
     engine, model, optimizer, _ = make(
-        plain, tokens, targets, bound=1.0, clipping=clipping, way=way
+        plain, tokens, targets, bound=1.0, clipping=clipping, grad_sample_mode=mode
     )
 
     def clipped(keep):

@@ -21,15 +21,18 @@ import dpflash
 from dpflash.cli import main
 from dpflash.clipping import planner
 from dpflash.clipping.planner import LEVELS
-from dpflash.distributed.mesh import Workers
+from dpflash.distributed.mesh import Ranks
 from dpflash.grad_rules import PrivateModule
 from dpflash.nn import LongContextLM
 from dpflash.optimize import levels as optimization
 from dpflash.optimize import wrapper as leveled
 from dpflash.train.config import TrainingConfig
 
-WAYS = ["stored", "book_keeping", "two_pass"]
-KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}, {"clipping": "per_block"}]
+GRAD_SAMPLE_MODES = ["instantiate", "book_keeping", "ghost"]
+KINDS = [{"grad_sample_mode": mode} for mode in GRAD_SAMPLE_MODES] + [
+    {"clipping": "per_layer"},
+    {"clipping": "per_block"},
+]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -84,17 +87,19 @@ def test_an_unknown_level_is_refused_by_its_value(private, tiny_lm):
     assert not any(isinstance(m, PrivateModule) for m in model.modules())
 
 
-@pytest.mark.parametrize("way", ["book_keeping", "two_pass"])
-def test_level_none_refuses_a_way_that_stores_nothing(way, private, tiny_lm):
-    with pytest.raises(ValueError, match=rf"way='{way}' with optimize='none'.*'conservative'"):
-        private(tiny_lm(), optimize="none", way=way)
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_level_none_refuses_a_way_that_stores_nothing(mode, private, tiny_lm):
+    with pytest.raises(
+        ValueError, match=rf"grad_sample_mode='{mode}' with optimize='none'.*'conservative'"
+    ):
+        private(tiny_lm(), optimize="none", grad_sample_mode=mode)
 
 
 @pytest.mark.parametrize("method", ["make_private", "make_private_with_epsilon"])
 def test_the_level_is_by_keyword_and_conservative_by_default(method):
     argument = inspect.signature(getattr(dpflash.PrivacyEngine, method)).parameters["optimize"]
     assert argument.kind == inspect.Parameter.KEYWORD_ONLY
-    assert argument.default == "conservative"
+    assert dpflash.PerformanceConfig().optimize == "conservative"
 
 
 @every_level
@@ -116,13 +121,13 @@ def test_make_private_with_epsilon_hands_the_level_on(level, tiny_lm, quick):
 
 def test_workers_agree_on_the_level(private, tiny_lm, monkeypatch):
     told = {}
-    agree = Workers.agree
+    agree = Ranks.agree
 
     def heard(self, what, same, *args, **kwargs):
         told.setdefault(what, same)
         return agree(self, what, same, *args, **kwargs)
 
-    monkeypatch.setattr(Workers, "agree", heard)
+    monkeypatch.setattr(Ranks, "agree", heard)
     private(tiny_lm(), optimize="balanced")
     assert told["make_private"]["optimize"] == "balanced"
 
@@ -134,7 +139,10 @@ def test_the_default_changes_nothing(private, tiny_lm, next_token_loss):
     torch.manual_seed(0)
     plain = tiny_lm()
     runs = []
-    for options in ({}, {"optimize": "conservative", "clipping": "flat", "way": "auto"}):
+    for options in (
+        {},
+        {"optimize": "conservative", "clipping": "flat", "grad_sample_mode": "auto"},
+    ):
         engine, model, optimizer, loader = private(
             copy.deepcopy(plain), tokens(32), noise_multiplier=0.5, **options
         )
@@ -148,13 +156,13 @@ def test_the_default_changes_nothing(private, tiny_lm, next_token_loss):
 
 
 def test_level_none_stores_where_the_planner_would_not(private):
-    ways = {}
+    modes = {}
     for level in ("none", "conservative"):
         torch.manual_seed(0)
         engine, model, *_ = private(nn.Linear(300, 300), optimize=level)
         model(torch.randn(4, 1, 300))
-        ways[level] = {use.way for use in engine.plan()}
-    assert ways == {"none": {"stored"}, "conservative": {"book_keeping"}}
+        modes[level] = {use.grad_sample_mode for use in engine.plan()}
+    assert modes == {"none": {"instantiate"}, "conservative": {"book_keeping"}}
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
@@ -451,8 +459,8 @@ def test_detach_gives_the_model_back_as_it_was(level, root, private, quick):
 
 
 @pytest.mark.parametrize("root", ROOTS)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "copy"])
-def test_copies_and_pickles_are_of_the_plain_model(way, root, private):
+@pytest.mark.parametrize("mode", ["deepcopy", "pickle", "copy"])
+def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
     torch.manual_seed(0)
     plain = ROOTS[root]()
     kind, x = type(plain), torch.randn(3, 4)
@@ -462,9 +470,9 @@ def test_copies_and_pickles_are_of_the_plain_model(way, root, private):
         "deepcopy": copy.deepcopy,
         "pickle": lambda m: pickle.loads(pickle.dumps(m)),
         "copy": copy.copy,
-    }[way](model)
+    }[mode](model)
     assert type(made) is kind and list(made.state_dict()) == list(model.state_dict())
-    if way != "copy":
+    if mode != "copy":
         assert not any(isinstance(m, PrivateModule) for m in made.modules())
         assert same(made(x), expected)
     engine.detach(model)
@@ -606,8 +614,8 @@ def test_evaluation_is_not_compiled(private, tiny_lm, quick):
         ({}, "per_layer"),
         ({"clipping": "flat"}, "flat"),
         ({"clipping": "per_block"}, "per_block"),
-        ({"way": "stored"}, "flat"),
-        ({"way": "two_pass"}, "flat"),
+        ({"grad_sample_mode": "instantiate"}, "flat"),
+        ({"grad_sample_mode": "ghost"}, "flat"),
     ],
     ids=lambda asked: str(asked),
 )
@@ -633,8 +641,8 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, m
     def line(model=None, **options):
         return left_out(private(model or tiny_lm(), optimize="aggressive", **options)[0])
 
-    assert "way='two_pass'" in line(way="two_pass")
-    assert "way='book_keeping'" in line(way="book_keeping")
+    assert "grad_sample_mode='ghost'" in line(grad_sample_mode="ghost")
+    assert "grad_sample_mode='book_keeping'" in line(grad_sample_mode="book_keeping")
     assert "memory_budget=1000" in line(memory_budget=1000)
     compiled = tiny_lm()
     compiled.mix.compile(backend="eager")
@@ -721,9 +729,9 @@ def test_a_compiled_model_has_no_plan_and_says_what_to_do(
     next_token_loss(model, tokens())
     with pytest.raises(ValueError, match=message):
         engine.plan()
-    engine, model, *_ = private(tiny_lm(), optimize="aggressive", way="book_keeping")
+    engine, model, *_ = private(tiny_lm(), optimize="aggressive", grad_sample_mode="book_keeping")
     next_token_loss(model, tokens())
-    assert {use.way for use in engine.plan()} == {"book_keeping"}
+    assert {use.grad_sample_mode for use in engine.plan()} == {"book_keeping"}
 
 
 class WeightsFirst(nn.Module):
@@ -907,7 +915,7 @@ def test_the_config_of_a_job_knows_the_levels():
     assert TrainingConfig().optimize == "conservative" and TrainingConfig().clipping == "flat"
     assert TrainingConfig(optimize="aggressive").clipping == "per_layer"
     assert TrainingConfig(optimize="aggressive", clipping="flat").clipping == "flat"
-    assert TrainingConfig(optimize="aggressive", way="stored").clipping == "flat"
+    assert TrainingConfig(optimize="aggressive", grad_sample_mode="instantiate").clipping == "flat"
     with pytest.raises(ValueError, match=r"optimize='fast': expected one of 'none'"):
         TrainingConfig(optimize="fast")
 

@@ -165,21 +165,24 @@ def test_clip_functions_do_what_their_formula_says(
 
 
 def test_plan_explains_each_matrix_in_words_and_figures(private):
-    for kind, way in (({"way": "stored"}, "stored"), ({"clipping": "per_block"}, "tiles")):
+    for kind, mode in (
+        ({"grad_sample_mode": "instantiate"}, "instantiate"),
+        ({"clipping": "per_block"}, "tiles"),
+    ):
         engine, model, *_ = private(Model(), **kind)
         with pytest.raises(ValueError, match="before the private model has run"):
             engine.plan()
         model(torch.randint(13, (3, 5)))
         uses = {use.parameter: use for use in engine.plan()}
-        assert uses["wide.weight"].way == way
+        assert uses["wide.weight"].grad_sample_mode == mode
         assert "wide.weight" in str(engine.plan())
 
 
 def test_per_block_refuses_what_it_cannot_do(private):
     with pytest.raises(ValueError, match="clip_function='automatic'"):
         private(Model(), clipping="per_block", clip_function="automatic")
-    with pytest.raises(ValueError, match="way='stored'"):
-        private(Model(), clipping="per_block", way="stored")
+    with pytest.raises(ValueError, match="grad_sample_mode='instantiate'"):
+        private(Model(), clipping="per_block", grad_sample_mode="instantiate")
     with pytest.raises(ValueError, match="clip_function='soft'"):
         private(Model(), clip_function="soft")
     with pytest.raises(ValueError, match="before make_private"):

@@ -1,4 +1,4 @@
-"""What the ways to clip cost, and which of them the planner takes."""
+"""What the modes to clip cost, and which of them the planner takes."""
 
 import itertools
 from dataclasses import replace
@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from dpflash import kernels
 from dpflash.clipping.device_speed import CPU_RULE, Ceilings
-from dpflash.clipping.planner import WAYS, EmbeddingShape, HeadShape, LinearShape, Work, cost, plan
+from dpflash.clipping.planner import (
+    GRAD_SAMPLE_MODES,
+    EmbeddingShape,
+    HeadShape,
+    LinearShape,
+    Work,
+    cost,
+    plan,
+)
 
 HUGE = 1 << 60
 GPU = Ceilings(
@@ -31,16 +39,16 @@ sizes = st.tuples(*[st.integers(1, 3000)] * 4)
 devices = st.sampled_from([CPU_RULE, GPU, COMPUTE_BOUND, STARVED])
 
 
-def choose(shape, ceilings, *, memory_budget=HUGE, two_pass_allowed=True):
-    (way,) = plan(
+def choose(shape, ceilings, *, memory_budget=HUGE, ghost_allowed=True):
+    (mode,) = plan(
         [[shape]],
-        way="auto",
+        mode="auto",
         memory_budget=memory_budget,
         batch_size=shape.batch,
-        two_pass_allowed=two_pass_allowed,
+        ghost_allowed=ghost_allowed,
         ceilings=ceilings,
-    ).ways
-    return way
+    ).modes
+    return mode
 
 
 def test_a_kernel_takes_as_long_as_the_slower_of_products_and_memory():
@@ -56,41 +64,41 @@ def test_rates_of_dtypes_that_were_not_measured_follow_from_float32():
 
 
 def test_long_contexts_are_stored_where_products_are_the_limit():
-    assert choose(LinearShape(4, 4096, 512, 512), COMPUTE_BOUND) == "stored"
+    assert choose(LinearShape(4, 4096, 512, 512), COMPUTE_BOUND) == "instantiate"
 
 
 def test_short_contexts_are_book_kept_where_memory_is_the_limit():
     assert choose(LinearShape(32, 8, 4096, 4096), STARVED) == "book_keeping"
 
 
-@pytest.mark.parametrize(("allowed", "way"), [(True, "two_pass"), (False, "book_keeping")])
-def test_a_tiny_budget_takes_two_passes_where_it_may_else_what_keeps_less(allowed, way):
+@pytest.mark.parametrize(("allowed", "mode"), [(True, "ghost"), (False, "book_keeping")])
+def test_a_tiny_budget_takes_two_passes_where_it_may_else_what_keeps_less(allowed, mode):
     shape = LinearShape(4, 16, 512, 512)
-    assert choose(shape, GPU, memory_budget=1, two_pass_allowed=allowed) == way
+    assert choose(shape, GPU, memory_budget=1, ghost_allowed=allowed) == mode
 
 
 @pytest.mark.parametrize("sizes", BENCHMARK, ids=str)
 def test_the_benchmarks_layers_are_stored_on_a_cpu(sizes):
-    assert choose(LinearShape(*sizes), CPU_RULE) == "stored"
+    assert choose(LinearShape(*sizes), CPU_RULE) == "instantiate"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "way"),
+    ("sizes", "mode"),
     [
         # Measured on one thread of a Xeon: book_keeping over stored is 0.41, 0.41, 2.1 and 2.2.
         ((16, 8, 512, 512), "book_keeping"),
         ((16, 64, 1024, 1024), "book_keeping"),
-        ((16, 32, 64, 1024), "stored"),
-        ((4, 2048, 256, 768), "stored"),
+        ((16, 32, 64, 1024), "instantiate"),
+        ((4, 2048, 256, 768), "instantiate"),
     ],
     ids=str,
 )
-def test_the_cpu_rule_takes_what_was_measured_to_be_faster(sizes, way):
-    assert choose(LinearShape(*sizes), CPU_RULE) == way
+def test_the_cpu_rule_takes_what_was_measured_to_be_faster(sizes, mode):
+    assert choose(LinearShape(*sizes), CPU_RULE) == mode
 
 
 def test_stored_costs_no_product_and_three_passes_over_the_gradients():
-    found = cost([LinearShape(4, 100, 30, 20)], "stored", GPU)
+    found = cost([LinearShape(4, 100, 30, 20)], "instantiate", GPU)
     assert (found.flops, found.moved, found.kept) == (0, 3 * 4 * 30 * 20 * 4, 4 * 30 * 20 * 4)
 
 
@@ -107,7 +115,7 @@ def test_book_keeping_costs_the_norm_and_two_more_readings():
 
 def test_two_passes_cost_one_product_more_than_book_keeping_and_keep_nothing():
     shape = LinearShape(4, 100, 30, 20)
-    once, twice = (cost([shape], way, GPU) for way in ("book_keeping", "two_pass"))
+    once, twice = (cost([shape], mode, GPU) for mode in ("book_keeping", "ghost"))
     assert twice.flops - once.flops == 2 * 4 * 100 * 30 * 20
     assert twice.kept == 0
     assert twice.seconds > once.seconds
@@ -116,15 +124,15 @@ def test_two_passes_cost_one_product_more_than_book_keeping_and_keep_nothing():
 def test_a_head_makes_its_logits_anew():
     shape = HeadShape(2, 50, 8, 1000)
     product = 2 * 2 * 50 * 8 * 1000
-    assert cost([shape], "stored", CPU_RULE).flops == 0
+    assert cost([shape], "instantiate", CPU_RULE).flops == 0
     assert cost([shape], "book_keeping", CPU_RULE).flops == 3 * product
-    assert cost([shape], "two_pass", CPU_RULE).flops == 5 * product
+    assert cost([shape], "ghost", CPU_RULE).flops == 5 * product
     assert shape.book_keeping_bytes == 2 * 50 * 8 * 4
 
 
 def test_a_large_table_is_book_kept_and_a_small_one_stored():
     assert choose(EmbeddingShape(4, 1024, 768, 50257), CPU_RULE) == "book_keeping"
-    assert choose(EmbeddingShape(4, 2048, 256, 256), CPU_RULE) == "stored"
+    assert choose(EmbeddingShape(4, 2048, 256, 256), CPU_RULE) == "instantiate"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 12, 13, 40, 41, 200], ids="T{}".format)
@@ -153,11 +161,19 @@ def test_the_norm_form_is_the_one_that_the_kernels_take(tokens, gpu, monkeypatch
     assert form == (taken[0] if taken else "tile") or (tokens == 1 and not gpu)
 
 
-@given(kinds, sizes, dtypes, devices, st.sampled_from(WAYS), st.integers(0, 3), st.integers(1, 9))
-def test_costs_grow_with_every_size(kind, sizes, dtype, ceilings, way, which, more):
+@given(
+    kinds,
+    sizes,
+    dtypes,
+    devices,
+    st.sampled_from(GRAD_SAMPLE_MODES),
+    st.integers(0, 3),
+    st.integers(1, 9),
+)
+def test_costs_grow_with_every_size(kind, sizes, dtype, ceilings, mode, which, more):
     larger = list(sizes)
     larger[which] += more
-    few, many = (cost([kind(*s, dtype)], way, ceilings) for s in (sizes, larger))
+    few, many = (cost([kind(*s, dtype)], mode, ceilings) for s in (sizes, larger))
     assert few.flops <= many.flops
     assert few.moved <= many.moved
     assert few.kept <= many.kept
@@ -166,8 +182,8 @@ def test_costs_grow_with_every_size(kind, sizes, dtype, ceilings, way, which, mo
 
 @given(kinds, sizes, dtypes, devices)
 def test_no_way_costs_less_than_a_plain_backward(kind, sizes, dtype, ceilings):
-    for way in WAYS:
-        found = cost([kind(*sizes, dtype)], way, ceilings)
+    for mode in GRAD_SAMPLE_MODES:
+        found = cost([kind(*sizes, dtype)], mode, ceilings)
         assert min(found.flops, found.moved, found.kept) >= 0 < found.seconds
 
 
@@ -184,29 +200,29 @@ def test_the_plan_is_the_cheapest_of_all_or_what_its_rule_says(
     shapes = [[kind(batch, *sizes)] for kind, sizes in uses]
     found = plan(
         shapes,
-        way="auto",
+        mode="auto",
         memory_budget=budget,
         batch_size=batch,
-        two_pass_allowed=allowed,
+        ghost_allowed=allowed,
         ceilings=ceilings,
     )
 
-    def total(ways, field):
-        pairs = zip(shapes, ways, strict=True)
-        return sum(getattr(cost(s, way, ceilings), field) for s, way in pairs)
+    def total(modes, field):
+        pairs = zip(shapes, modes, strict=True)
+        return sum(getattr(cost(s, mode, ceilings), field) for s, mode in pairs)
 
-    every = list(itertools.product(WAYS[:2], repeat=len(shapes)))
-    cheapest = min(total(ways, "seconds") for ways in every)
-    if total(found.ways, "kept") <= budget and not found.two_pass:
-        least = min(total(ways, "kept") for ways in every)
-        best = total(found.ways, "seconds") <= cheapest * (1 + 1e-12)
-        assert best or (not allowed and total(found.ways, "kept") == least)
+    every = list(itertools.product(GRAD_SAMPLE_MODES[:2], repeat=len(shapes)))
+    cheapest = min(total(modes, "seconds") for modes in every)
+    if total(found.modes, "kept") <= budget and not found.is_ghost:
+        least = min(total(modes, "kept") for modes in every)
+        best = total(found.modes, "seconds") <= cheapest * (1 + 1e-12)
+        assert best or (not allowed and total(found.modes, "kept") == least)
     elif allowed:
-        assert set(found.ways) == {"two_pass"}
-        fitting = [ways for ways in every if total(ways, "kept") <= budget]
-        assert all(total(ways, "seconds") >= cheapest * (1 - 1e-12) for ways in fitting)
+        assert set(found.modes) == {"ghost"}
+        fitting = [modes for modes in every if total(modes, "kept") <= budget]
+        assert all(total(modes, "seconds") >= cheapest * (1 - 1e-12) for modes in fitting)
     else:
-        assert total(found.ways, "kept") == min(total(ways, "kept") for ways in every)
+        assert total(found.modes, "kept") == min(total(modes, "kept") for modes in every)
 
 
 @given(
@@ -221,12 +237,12 @@ def test_the_way_does_not_depend_on_the_number_of_samples(uses, ceilings, batch,
     found = {
         plan(
             [[replace(shape, batch=size) for shape in shapes]],
-            way="auto",
+            mode="auto",
             memory_budget=budget,
             batch_size=32,
-            two_pass_allowed=allowed,
+            ghost_allowed=allowed,
             ceilings=ceilings,
-        ).ways
+        ).modes
         for size in (1, batch)
     }
     assert len(found) == 1
@@ -234,12 +250,12 @@ def test_the_way_does_not_depend_on_the_number_of_samples(uses, ceilings, batch,
 
 @given(sizes, devices)
 def test_two_passes_are_never_chosen_for_their_time(sizes, ceilings):
-    assert choose(LinearShape(*sizes), ceilings) != "two_pass"
+    assert choose(LinearShape(*sizes), ceilings) != "ghost"
 
 
 def test_uses_of_one_parameter_share_its_stored_gradient():
     shape = LinearShape(2, 64, 32, 32)
-    once, twice = (cost([shape] * n, "stored", CPU_RULE) for n in (1, 2))
+    once, twice = (cost([shape] * n, "instantiate", CPU_RULE) for n in (1, 2))
     assert once.kept == twice.kept
     assert twice.moved > once.moved
 
@@ -260,14 +276,19 @@ def test_uses_of_one_kind_are_normed_as_one_longer_sequence():
 
 
 def test_a_way_that_was_asked_for_is_taken():
-    for way in WAYS:
+    for mode in GRAD_SAMPLE_MODES:
         uses = [[LinearShape(1, 1, 1, 1)]] * 2
-        asked = plan(uses, way=way, memory_budget=1, batch_size=1, two_pass_allowed=False)
-        assert asked.ways == (way, way)
+        asked = plan(uses, mode=mode, memory_budget=1, batch_size=1, ghost_allowed=False)
+        assert asked.modes == (mode, mode)
 
 
 def test_plans_carry_the_ceilings_that_chose():
     shape = LinearShape(16, 96, 512, 512)
-    options = {"way": "auto", "memory_budget": HUGE, "batch_size": 16, "two_pass_allowed": True}
+    options = {
+        "mode": "auto",
+        "memory_budget": HUGE,
+        "batch_size": 16,
+        "ghost_allowed": True,
+    }
     found = plan([[shape]], **options, ceilings=GPU)
     assert found.ceilings is GPU and found == plan([[shape]], **options, ceilings=GPU)

@@ -13,7 +13,7 @@ from dpflash.grad_rules import PrivateModule
 BOUND = 0.7
 # 64 samples are added in float32.
 SLACK = 1e-4
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": "per_layer"}, {"clipping": "per_block"}]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 

@@ -14,7 +14,9 @@ PATTERNS = {
     "block-sparse": BlockSparse(block_size=4, random_blocks=1, causal=True),
     "adaptive": Adaptive(block_size=16, keep=2, causal=True),
 }
-KINDS = [{"way": w} for w in ("stored", "book_keeping", "two_pass")] + [{"clipping": "per_layer"}]
+KINDS = [{"grad_sample_mode": w} for w in ("instantiate", "book_keeping", "ghost")] + [
+    {"clipping": "per_layer"}
+]
 
 
 class Model(nn.Module):
@@ -52,6 +54,6 @@ def test_clipped_sums_through_patterns_sinks_and_slopes_equal_the_loop(
     expected = exact.clipped_sum(bound, kind.get("clipping", "flat"))
     # Norms of these two have what a product of 37 tokens rounds added to them: 39 * 2^-24 times
     # the sizes of its terms, a few times the norm.
-    rounded = kind.get("way") in ("book_keeping", "two_pass")
+    rounded = kind.get("grad_sample_mode") in ("book_keeping", "ghost")
     assert distance(sums(engine, model), expected) <= (2e-5 if rounded else 2e-6)
     assert {"attention.sinks.weight", "attention.alibi_slopes.weight"} <= expected.keys()

@@ -19,9 +19,9 @@ from dpflash.verification import digests, proof
 from dpflash.verification import forward_rows as rehearsal
 
 KINDS = {
-    "stored": {"way": "stored"},
-    "book_keeping": {"way": "book_keeping"},
-    "two_pass": {"way": "two_pass"},
+    "instantiate": {"grad_sample_mode": "instantiate"},
+    "book_keeping": {"grad_sample_mode": "book_keeping"},
+    "ghost": {"grad_sample_mode": "ghost"},
     "per_layer": {"clipping": "per_layer"},
     "per_block": {"clipping": "per_block"},
     "scalar": {"loss_reduction": "sum"},
@@ -163,15 +163,38 @@ def test_what_only_a_backward_mixes_is_refused_by_the_first_layer_that_sees_it(
     assert engine.verified == "pending"
 
 
-@pytest.mark.parametrize("way", ["stored", "two_pass"])
+class _TensorScale(torch.autograd.Function):
+    """The identity, whose backward divides by the greatest entry of the batch's gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.abs().max()
+
+
+def test_a_scale_that_one_sample_sets_is_refused_whatever_weights_were_drawn(private):
+    """The sample of the greatest loss has weight 0, or half of all proofs would not see it."""
+    for loudest in range(6):
+        torch.manual_seed(loudest)
+        engine, model, *_ = private(Between(None, _TensorScale.apply))
+        losses = losses_of(model, data())
+        losses = torch.where(torch.arange(BATCH) == loudest, 1e3 * losses, losses)
+        with pytest.raises(RuntimeError, match="of layer 'b' for a sample changed"):
+            engine.backward(losses)
+
+
+@pytest.mark.parametrize("mode", ["instantiate", "ghost"])
 @pytest.mark.parametrize(
     "couple",
     [lambda x: x - x.mean(), lambda x: x.flip(0), lambda x: x / x.sum(), lambda x: x.cumsum(0)],
     ids=["mean", "order", "share", "cumulative"],
 )
-def test_losses_that_depend_on_several_samples_are_refused(couple, way, private):
+def test_losses_that_depend_on_several_samples_are_refused(couple, mode, private):
     torch.manual_seed(0)
-    engine, model, *_ = private(Between(), way=way)
+    engine, model, *_ = private(Between(), grad_sample_mode=mode)
     with pytest.raises(RuntimeError, match="layer 'c' got a gradient .*losses depend on several"):
         engine.backward(couple(losses_of(model, data())))
     assert_nothing_is_left(engine, model)
@@ -329,7 +352,7 @@ def trained(private, make, kind, *, verify, steps=2, model=None, **options):
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
-    "kind", [KINDS[k] for k in ("stored", "two_pass", "per_layer", "scalar")], ids=str
+    "kind", [KINDS[k] for k in ("instantiate", "ghost", "per_layer", "scalar")], ids=str
 )
 def test_a_proof_changes_no_bit_of_training_and_draws_from_no_generator(make, kind, private):
     engine, found, states = trained(private, make, kind, verify=True)
@@ -428,10 +451,10 @@ class Counted(nn.Module):
         return counted
 
 
-@pytest.mark.parametrize(("way", "passes"), [("stored", 1), ("two_pass", 2)])
-def test_a_batch_is_enough_and_costs_one_forward_and_one_backward(way, passes, private):
+@pytest.mark.parametrize(("mode", "passes"), [("instantiate", 1), ("ghost", 2)])
+def test_a_batch_is_enough_and_costs_one_forward_and_one_backward(mode, passes, private):
     torch.manual_seed(0)
-    engine, model, optimizer, _ = private(Counted(Between()), way=way)
+    engine, model, optimizer, _ = private(Counted(Between()), grad_sample_mode=mode)
     for step in range(4):
         backward(engine, model, data(16, seed=step))
         optimizer.zero_grad()
@@ -721,9 +744,9 @@ def test_what_a_model_keeps_for_its_losses_is_that_of_the_first_forward(private)
             self.named["h"] = h
             return self.c(torch.tanh(self.b(self.hidden)))
 
-    for way in ("stored", "two_pass"):
+    for mode in ("instantiate", "ghost"):
         torch.manual_seed(0)
-        engine, model, optimizer, _ = private(Keeping(), way=way)
+        engine, model, optimizer, _ = private(Keeping(), grad_sample_mode=mode)
         losses = losses_of(model, data())
         assert (model.calls, len(model.list), list(model.named)) == (1, 1, ["h"])
         engine.backward(

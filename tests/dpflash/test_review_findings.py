@@ -1,4 +1,4 @@
-"""Ways around the guarantees that a review found, each refused or paid for."""
+"""Modes around the guarantees that a review found, each refused or paid for."""
 
 import os
 import resource

@@ -20,7 +20,7 @@ from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader
 from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
 
 KEY = bytes(range(32))
-KINDS = [{"way": way} for way in ("stored", "book_keeping", "two_pass")]
+KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
 KINDS += [{"loss_reduction": r} for r in ("sum", "mean")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
@@ -470,7 +470,9 @@ def test_a_samples_gradient_has_the_same_bits_in_every_draw(dtype, private):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU("tanh"), nn.LayerNorm(64), nn.Linear(64, 16))
     data = torch.randn(20, 64)
-    engine, model, optimizer, loader = private(model, data, batch_size=5, lr=0.0, way="stored")
+    engine, model, optimizer, loader = private(
+        model, data, batch_size=5, lr=0.0, grad_sample_mode="instantiate"
+    )
     norms, sizes = {}, set()
     for _ in range(6):
         for (x,) in loader:

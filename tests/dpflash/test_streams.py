@@ -5,9 +5,10 @@ import math
 import numpy as np
 import scipy.stats
 
+from dpflash.distributed.mesh import Ranks
 from dpflash.kernels.noise import keystream
 from dpflash.privacy import keys as streams
-from dpflash.privacy.keys import derive_key, master_key, uniform_words
+from dpflash.privacy.keys import RunKeys, derive_key, master_key, uniform_words
 
 KEY = bytes(range(32))
 
@@ -18,6 +19,16 @@ def test_purposes_do_not_share_words():
         for index in (0, 1, 2, 2**32, 2**40):
             seen |= set(uniform_words(key, index=index, count=64).tolist())
     assert len(seen) == 3 * 5 * 64
+
+
+def test_the_keys_of_a_run_are_all_different():
+    """Noise under the key of the draws would be known to whoever knows who was drawn."""
+    for seed in (None, 0):
+        keys = RunKeys(seed, Ranks())
+        found = [keys.master, keys.noise, keys.sampling]
+        keys.begin_model()
+        found += [keys.master, keys.noise, keys.sampling]
+        assert len(set(found)) == 6
 
 
 def test_keys_come_from_the_operating_system_and_from_a_seed_only_on_demand():

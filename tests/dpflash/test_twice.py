@@ -1,4 +1,4 @@
-"""What way="two_pass" sums in its second backward is what its first one normed, or nothing."""
+"""Ghost clipping sums in its second backward what its first one normed, or nothing."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ BOUND = 1.0
 
 
 class Random(nn.Module):
-    """A block that another of the ways to be random, or to keep state, stands around."""
+    """A block that another of the modes to be random, or to keep state, stands around."""
 
     def __init__(self, kind):
         super().__init__()
@@ -59,8 +59,8 @@ class _RandomBackward(torch.autograd.Function):
 
 
 FINDINGS = ["python's random", "no random state", "random backward", "hook with state"]
-# `memory_budget=1` is what makes the planner choose this way.
-CHOICES = {"asked for": {"way": "two_pass"}, "planned": {"memory_budget": 1}}
+# `memory_budget=1` is what makes the planner choose this mode.
+CHOICES = {"asked for": {"grad_sample_mode": "ghost"}, "planned": {"memory_budget": 1}}
 every_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
@@ -92,7 +92,7 @@ def test_two_backwards_that_differ_release_nothing(kind, verify, choice, private
             assert norm(sums(engine, model)) <= BOUND * (1 + 1e-6)
             optimizer.zero_grad()
             model.calls = 0
-    assert "second backward of way='two_pass'" in str(refused.value) or verify
+    assert "second backward of grad_sample_mode='ghost'" in str(refused.value) or verify
     assert engine._step.sums == {}
     assert all(p.grad is None for p in model.parameters())
 
@@ -105,13 +105,13 @@ def test_after_a_difference_the_planner_takes_another_way(kind, private, sums):
         Random(kind), max_grad_norm=BOUND, verify_first_batch=False, memory_budget=1
     )
     model(data())
-    assert {use.way for use in engine.plan()} == {"two_pass"}
+    assert {use.grad_sample_mode for use in engine.plan()} == {"ghost"}
     with pytest.raises(twice.BackwardsDiffer):
         for seed in range(6):
             engine.backward(losses_of(model, data(seed=seed)))
             optimizer.zero_grad()
     model(data())
-    assert "two_pass" not in {use.way for use in engine.plan()}
+    assert "ghost" not in {use.grad_sample_mode for use in engine.plan()}
     for seed in range(6):
         model.calls = 0
         engine.backward(losses_of(model, data(1, seed)))
@@ -125,7 +125,7 @@ def test_the_noise_of_a_last_microbatch_does_not_leave_where_backwards_differ(ki
     random.seed(0)
     model = Random(kind)
     engine, model, optimizer, loader = private(
-        model, data(60), batch_size=20, way="two_pass", noise_multiplier=1.0, lr=1.0
+        model, data(60), batch_size=20, grad_sample_mode="ghost", noise_multiplier=1.0, lr=1.0
     )
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="nothing was released"):
@@ -201,7 +201,7 @@ def test_every_kind_of_use_is_compared(factor, deterministic, private, monkeypat
         return grad * (factor if len(passes) % 2 == 0 else 1.0)
 
     torch.manual_seed(0)
-    engine, model, *_ = private(Norms(scaled), way="two_pass", verify_first_batch=False)
+    engine, model, *_ = private(Norms(scaled), grad_sample_mode="ghost", verify_first_batch=False)
     tokens = torch.randint(0, 9, (5, 7))
     losses = model(tokens).square().sum((1, 2))
     if factor == 1.0 or (factor == 0.5 and not deterministic):
@@ -226,7 +226,9 @@ def test_on_a_device_that_rounds_anew_each_sample_is_clipped_by_the_greatest_nor
 
     for seed in range(3):
         torch.manual_seed(seed)
-        engine, model, *_ = private(Norms(rounded), way="two_pass", verify_first_batch=False)
+        engine, model, *_ = private(
+            Norms(rounded), grad_sample_mode="ghost", verify_first_batch=False
+        )
         engine.backward(1e3 * model(torch.randint(0, 9, (1, 7))).square().sum((1, 2)))
         assert 0.999 <= norm(sums(engine, model)) <= 1.0
 
@@ -234,13 +236,13 @@ def test_on_a_device_that_rounds_anew_each_sample_is_clipped_by_the_greatest_nor
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_language_model_trains_in_two_equal_backwards(chunked, private, sums, distance):
     found = []
-    for way in ("stored", "two_pass"):
+    for mode in ("instantiate", "ghost"):
         torch.manual_seed(0)
         plain = LongContextLM(
             11, 8, 1, 2, max_seq_len=6, dropout=0.2, chunked_loss=chunked,
             activation_checkpointing=True,
         )  # fmt: skip
-        engine, model, *_ = private(plain, way=way, verify_first_batch=False)
+        engine, model, *_ = private(plain, grad_sample_mode=mode, verify_first_batch=False)
         tokens = torch.randint(0, 11, (6, 7))
         engine.backward(model(tokens[:, :-1], tokens[:, 1:]))
         found.append(sums(engine, model))
@@ -252,7 +254,7 @@ def test_targets_and_sums_that_a_chunked_head_makes_its_gradient_from_are_compar
     torch.manual_seed(0)
     engine, model, *_ = private(
         LongContextLM(11, 8, 1, 2, max_seq_len=6, chunked_loss=True, tie_embeddings=False),
-        way="two_pass",
+        grad_sample_mode="ghost",
         verify_first_batch=False,
     )
     tokens = torch.randint(0, 11, (6, 7))
@@ -274,10 +276,10 @@ def test_targets_and_sums_that_a_chunked_head_makes_its_gradient_from_are_compar
 def test_the_proof_of_the_first_batch_does_not_hide_a_difference(private):
     """With the random state that it restores a random backward repeats itself, else not."""
     torch.manual_seed(0)
-    engine, model, *_ = private(Random("random backward"), way="two_pass")
+    engine, model, *_ = private(Random("random backward"), grad_sample_mode="ghost")
     with pytest.raises(twice.BackwardsDiffer):
         engine.backward(losses_of(model, data(20)))
-    engine, model, *_ = private(Random("random backward"), way="stored")
+    engine, model, *_ = private(Random("random backward"), grad_sample_mode="instantiate")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.backward(losses_of(model, data(20)))

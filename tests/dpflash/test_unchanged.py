@@ -14,7 +14,7 @@ from dpflash.verification import unchanged
 
 
 class Keeping(nn.Module):
-    """Keeps something of each batch in one of several ways."""
+    """Keeps something of each batch in one of several modes."""
 
     def __init__(self, how=None, width=5):
         super().__init__()

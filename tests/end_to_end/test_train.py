@@ -90,7 +90,7 @@ def test_a_run_leaves_what_its_summary_names(
     (data / "twin.txt").write_bytes((data / "poem-7.txt").read_bytes())
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "; left out: 1 the same as another" in shown
+    assert "; left out: 1 duplicate" in shown
     names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
     assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
     assert all(str(out / name) in shown for name in names)
@@ -117,15 +117,17 @@ def test_a_run_leaves_what_its_summary_names(
     assert not public["dataset_size_declared"] and not public["batches_without_slots"]
     assert public["dataset_size"] == report["num_documents"] and public["slots"] > 1
     assert public["lengths"].startswith("public, ")
-    assert f"{report['num_documents']} documents, taken as public" in shown
+    assert f"{report['num_documents']} documents, treated as public" in shown
     assert report["clipping"] == "per_layer" and report["seeded"] is False
-    assert report["workers"]["data"] == report["workers"]["context"] == 1
+    assert report["ranks"]["data"] == report["ranks"]["context"] == 1
     assert [entry["step"] for entry in report["history"]] == list(range(1, STEPS + 1))
     assert len(report["history_nonprivate"]) == STEPS
     assert report["bits_per_byte_nonprivate"] < report["bits_per_byte_before"]
     assert report["tokens_per_second"] > 0 and report["peak_memory_mb"] > 0
     private = report["not_covered_by_epsilon"]
     assert {"history.loss", "bits_per_byte_nonprivate", "clip_fraction"} <= private.keys()
+    # Both tell how many documents were drawn.
+    assert {"tokens_per_second", "peak_memory_mb"} <= private.keys()
     assert len((out / "ledger.jsonl").read_text().splitlines()) == STEPS
 
 
@@ -429,7 +431,8 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(
     assert "noise_multiplier=2" in refused([*resume, "--noise-multiplier", "2"])
     assert "baseline=False" in refused([*resume, "--no-baseline"])
     assert "drop --out" in refused([*resume, "--out", str(tmp_path / "other")])
-    assert "no checkpoint.pt there" in refused(["train", "--resume", str(tmp_path / "none")])
+    missing = ["train", "--resume", str(tmp_path / "none")]
+    assert "the folder has no checkpoint.pt" in refused(missing)
     document = data / "poem-3.txt"
     text = document.read_text()
     document.write_text(text + "x")

@@ -13,11 +13,11 @@ from dpflash.grad_rules import linear_cross_entropy as rule
 from dpflash.nn import LinearCrossEntropy, LongContextLM
 from dpflash.verification import digests
 
-WAYS = ("stored", "book_keeping", "two_pass")
-KINDS = [{"way": way} for way in WAYS] + [{"clipping": "per_layer"}]
-every_way = pytest.mark.parametrize("way", WAYS)
+GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
+KINDS = [{"grad_sample_mode": mode} for mode in GRAD_SAMPLE_MODES] + [{"clipping": "per_layer"}]
+every_way = pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
 every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("way", k.get("clipping")) for k in KINDS]
+    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 # Factors are rounded down by 2^-22 and kept in fp32.
 EXACT, FP32 = 1e-6, 3e-6
@@ -388,7 +388,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight():
 
 @pytest.fixture
 def small_digests(monkeypatch):
-    """Digests of rows, which two_pass compares, take memory of a fixed size: here little."""
+    """Digests of rows, which ghost compares, take memory of a fixed size: here little."""
     monkeypatch.setattr(digests, "_WORDS", 64)
     monkeypatch.setattr(digests, "_AT_ONCE", {"cpu": 512})
     monkeypatch.setattr(digests, "_tables", {})
@@ -405,13 +405,13 @@ def test_private_training_never_holds_the_logits_of_a_batch(kind, tied, private)
     engine, model, _, _ = private(model, verify_first_batch=False, **kind)
     with Largest() as largest:
         engine.backward(model(inputs, targets))
-    dense = kind.get("way") == "stored" or "clipping" in kind
+    dense = kind.get("grad_sample_mode") == "instantiate" or "clipping" in kind
     # [B, V, E] gradients, or a chunk; the logits would be 3 * 64 * 320.
     assert largest.elements <= (3 * 320 * 4 if dense else 8 * 320)
 
 
 @pytest.mark.usefixtures("small_digests")
-@pytest.mark.parametrize("loss_reduction", [None, "sum"], ids=["two_pass", "book_keeping"])
+@pytest.mark.parametrize("loss_reduction", [None, "sum"], ids=["ghost", "book_keeping"])
 def test_the_planner_keeps_no_per_sample_gradient_where_memory_is_short(loss_reduction, private):
     inputs, targets = batch(4, 16, 320, 4, torch.float32)
     largest = {}
@@ -464,8 +464,10 @@ def test_an_infinite_bound_gives_the_ordinary_gradient(kind, private, sums, dist
 def test_a_private_head_under_autocast_agrees_with_an_eager_one_in_bf16(private, sums, distance):
     x, targets = batch(4, dtype=torch.float32)
     found = []
-    for way in WAYS:
-        engine, model, _, _ = private(make_head(dtype=torch.float32), max_grad_norm=0.2, way=way)
+    for mode in GRAD_SAMPLE_MODES:
+        engine, model, _, _ = private(
+            make_head(dtype=torch.float32), max_grad_norm=0.2, grad_sample_mode=mode
+        )
         with torch.autocast("cpu", torch.bfloat16):
             losses = model(x, targets)
         engine.backward(losses)

@@ -1,4 +1,4 @@
-"""What workers do wrong or differently is refused, on all of them, or harmless; never released."""
+"""What ranks do wrong or differently is refused, on all of them, or harmless; never released."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_a_batch_that_is_not_the_loaders_is_not_released(pair: Any, context: int
 
 
 @pytest.mark.parametrize("context", [1, 2])
-def test_workers_must_have_one_data_set(pair: Any, context: int) -> None:
+def test_ranks_must_have_one_data_set(pair: Any, context: int) -> None:
     for said in pair.run(CASES, "data_of_its_own", 2, context=context):
-        assert said.startswith("ValueError: data_loader.dataset holds other entries")
+        assert said.startswith("ValueError: data_loader.dataset differs between ranks")
 
 
 def test_entries_that_vary_are_taken(pair: Any) -> None:
@@ -65,15 +65,15 @@ def test_a_release_has_one_bound_and_what_was_clipped_to_another_is_dropped(
 ) -> None:
     first, second = pair.run(CASES, "a_bound_of_its_own", 2, when=when)
     for one in (first, second):
-        assert "max_grad_norm differs between workers" in one["said"][0]
+        assert "max_grad_norm differs between ranks" in one["said"][0]
         assert one["said"][1] == "did it: None"
         assert one["norm"] < 10  # of noise and parameters; the bound of 100 would show
     assert first["sum"] == second["sum"]
 
 
-def test_workers_of_a_context_take_the_same_parts(pair: Any) -> None:
+def test_ranks_of_a_context_take_the_same_parts(pair: Any) -> None:
     for said in pair.run(CASES, "parts_of_its_own", 2):
-        assert "(draw, part) of the batch differs between workers" in said
+        assert "(draw, part) of the batch differs between ranks" in said
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
@@ -84,7 +84,7 @@ def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
-def test_a_layer_that_counts_on_one_worker_only_trains_on_it_or_is_refused(
+def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
     pair: Any, clipping: str
 ) -> None:
     plain = pair.run(CASES, "heads_of_its_own", 2, kind="plain", clipping=clipping)
@@ -93,13 +93,13 @@ def test_a_layer_that_counts_on_one_worker_only_trains_on_it_or_is_refused(
             assert said == "did it: None"
             np.testing.assert_allclose(parameters, plain[0][1], rtol=0, atol=1e-6)
         else:  # gates of other layers ran at a time
-            assert "RuntimeError: workers had gradients of different parameters" in said
+            assert "had gradients of different parameters" in said
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
-def test_workers_of_a_context_have_as_many_samples(world: Any, kind: str) -> None:
+def test_ranks_of_a_context_have_as_many_samples(world: Any, kind: str) -> None:
     for said in world.run(CASES, "samples_of_its_own", 4, kind=kind):
-        assert "number of samples differs between workers (worker 0 has 3, worker 1 has 4)" in said
+        assert "number of samples differs between ranks (rank 0 has 3, rank 1 has 4)" in said
 
 
 def test_a_parameter_without_dimensions_over_a_context(pair: Any) -> None:
@@ -108,27 +108,27 @@ def test_a_parameter_without_dimensions_over_a_context(pair: Any) -> None:
         np.testing.assert_allclose(parameters, wanted, rtol=0, atol=2e-6)
 
 
-def test_workers_with_sharded_parameters_go_in_as_many_passes(pair: Any) -> None:
+def test_ranks_with_sharded_parameters_go_in_as_many_passes(pair: Any) -> None:
     assert pair.run(CASES, "unequal_lengths", 2) == [(5, True), (5, False)]
 
 
-def test_what_one_worker_gets_wrong_is_told_to_all(pair: Any) -> None:
+def test_what_one_rank_gets_wrong_is_told_to_all(pair: Any) -> None:
     first, second = pair.run(CASES, "one_sided", 2)
-    assert first.startswith("WorkerError: make_private failed on worker 1: ValueError: module '1'")
+    assert first.startswith("RankError: make_private failed on rank 1: ValueError: module '1'")
     assert second.startswith("ValueError: module '1' is BatchNorm1d")
 
 
-def test_parameters_frozen_on_one_worker_are_refused(pair: Any) -> None:
+def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
     for said in pair.run(CASES, "frozen_on_one", 2):
-        assert "trained parameters differs between workers" in said
+        assert "trained parameters differs between ranks" in said
 
 
 def test_wrappers_with_something_of_their_own(pair: Any) -> None:
     for said in pair.run(CASES, "wrappers", 2):
-        assert "communication hook of its own" in said["hook"]
+        assert "its own communication hook" in said["hook"]
         assert said["plain step"] == "did it: None"
-        assert "tensor parallelism has no rule" in said["tensor parallel"]
-        assert said["one data worker"] == "did it: made"
+        assert "does not support tensor parallelism" in said["tensor parallel"]
+        assert said["one data rank"] == "did it: made"
 
 
 def test_sharded_models_over_a_context(new_world: Any) -> None:

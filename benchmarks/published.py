@@ -1,14 +1,169 @@
-"""The tables of others' reports with our rows beside theirs, for the page of results."""
+"""Figures that other projects published, row by row, beside the rows of ours that answer them.
+
+The figures are in `published.json`: theirs, measured on their machines. They are no baseline of
+ours: the code behind them does not compute what it says, or was never run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from .document import bullets, milliseconds, ratio
 from .output import markdown_table, shown
-from .reported import Answer, Figure, Report, Reported, ReportTable
 from .result_files import Files, Row
+
+_FILE = Path(__file__).with_name("published.json")
+
+
+class Figure(NamedTuple):
+    """One of their figures.
+
+    Attributes:
+        value: a number, or a word.
+        unit: of the number, or what the word is about.
+        spread: the standard deviation, where they tell one.
+    """
+
+    value: float | str
+    unit: str
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows of ours: those of a section which have these values.
+
+    Attributes:
+        suite: name of the suite, and of its JSON.
+        section: of the suite.
+        where: values that a row has, in its config or as a column.
+        needs: what it takes, where a machine may have no such row; else a full run has one.
+        options: of the command that measures it, `dpflash bench SUITE`.
+    """
+
+    suite: str
+    section: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    options: str = ""
+
+    @property
+    def command(self) -> str:
+        """What measures it; DIR is a folder of results."""
+        if self.suite == "scaling":
+            return " ".join(["dpflash bench scaling", *self.options.split(), "--out DIR"])
+        return f"dpflash bench {self.suite} --threads 1 --out DIR"
+
+    def fits(self, config: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
+        """Whether a row of the suite is meant."""
+        values = {**columns, **config}
+        return values.get("section") == self.section and all(
+            key in values and plain(values[key]) == plain(value)
+            for key, value in self.where.items()
+        )
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A row of a report; exactly one of `answers`, `features` and `needs` says what stands beside.
+
+    Attributes:
+        named: what the row is about, with its configuration.
+        figures: theirs.
+        wrong: what is wrong with this row alone.
+        answers: rows of ours.
+        features: what of ours does it, where there is nothing to measure: names to import
+            ("dpflash.x.y") and commands ("dpflash bench ...").
+        needs: what it takes to answer, where this cannot be done here.
+    """
+
+    named: str
+    figures: Sequence[Figure] = ()
+    wrong: str = ""
+    answers: Sequence[Answer] = ()
+    features: Sequence[str] = ()
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table of a report.
+
+    Attributes:
+        id: under which users know it.
+        title: what it is about.
+        rows: its rows.
+        wrong: what is wrong with all of them.
+        honest: what ours measures in its place.
+    """
+
+    id: str
+    title: str
+    rows: Sequence[Reported]
+    wrong: Sequence[str] = ()
+    honest: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables of one document.
+
+    Attributes:
+        title: who reports, about what, on what.
+        tables: in their order.
+        id: what the ids of its tables begin with.
+        repository: OWNER/NAME on GitHub.
+        file: the document's path in it.
+        commit: at which it has these figures.
+        note: what else to know of all of its tables.
+    """
+
+    title: str
+    tables: Sequence[ReportTable]
+    id: str = ""
+    repository: str = ""
+    file: str = ""
+    commit: str = ""
+    note: str = ""
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: tuples are lists."""
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+def reported_rows(reports: Iterable[Report]) -> Iterator[tuple[ReportTable, Reported]]:
+    """Every row with its table."""
+    for report in reports:
+        for table in report.tables:
+            for row in table.rows:
+                yield table, row
+
+
+def read_reports(path: Path = _FILE) -> tuple[Report, ...]:
+    """The reports of a file."""
+    return tuple(map(_report, json.loads(path.read_text(encoding="utf-8"))))
+
+
+def _report(held: Mapping[str, Any]) -> Report:
+    return Report(**{**held, "tables": tuple(map(_report_table, held["tables"]))})
+
+
+def _report_table(held: Mapping[str, Any]) -> ReportTable:
+    return ReportTable(**{**held, "rows": tuple(map(_reported, held["rows"]))})
+
+
+def _reported(held: Mapping[str, Any]) -> Reported:
+    figures = tuple(Figure(*figure) for figure in held.get("figures", ()))
+    answers = tuple(Answer(**answer) for answer in held.get("answers", ()))
+    return Reported(**{**held, "figures": figures, "answers": answers})
+
 
 _OURS = ("ours", "ms", "peak MiB", "tokens/s", "right", "more")
 _WRONG = "what is wrong with theirs"
@@ -67,7 +222,7 @@ def answered(answer: Answer, files: Files) -> list[Row]:
     if file.is_complete and not rows and not answer.needs:
         raise ValueError(
             f"{file.path}: no row of section {answer.section!r} with {dict(answer.where)}; run "
-            f"`dpflash bench {answer.suite}` again, or mend the answer in dpflash/bench/reports.py"
+            f"`dpflash bench {answer.suite}` again, or mend the answer in {_FILE.name}"
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""`dpflash train` by several workers: one job, whoever shares it, whoever dies in it."""
+"""`dpflash train` by several ranks: one job, whoever shares it, whoever dies in it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
     "checkpoint_every": 4,
     "seed": 7,
 }
-# Of four workers.
+# Of four ranks.
 WAYS: dict[str, dict[str, Any]] = {
     "data": {},
     "sharded": {"shard_parameters": True},
@@ -114,20 +114,20 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_workers_train_what_one_process_trains(
-    way: str, world: Any, data: Path, whole: Path, tmp_path: Path
+@pytest.mark.parametrize("sharing", WAYS)
+def test_ranks_train_what_one_process_trains(
+    sharing: str, world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:
-    out, parallel = tmp_path / "out", WAYS[way]
+    out, parallel = tmp_path / "out", WAYS[sharing]
     done = world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=config(data))
     sharded = parallel.get("shard_parameters", False)
     assert_same_run(out, whole, baseline=not sharded)
     names = {"checkpoint", "ledger.jsonl", "model.pt", "report.json", "training.png"}
     assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
     report = report_of(out)
-    assert report["workers"]["data"] * report["workers"]["context"] == 4
+    assert report["ranks"]["data"] * report["ranks"]["context"] == 4
     assert (report["bits_per_byte_nonprivate"] is None) == sharded
-    assert any("left out" in note for note in report["notes"]) == sharded
+    assert any("run was skipped" in note for note in report["notes"]) == sharded
     # All of them know all of it, but what only one can measure.
     for other in done[1:]:
         assert other["state"] == done[0]["state"]
@@ -146,7 +146,7 @@ def test_workers_train_what_one_process_trains(
         ("sharded", "2x2 ring"),
     ],
 )
-def test_a_run_goes_on_with_other_workers(
+def test_a_run_goes_on_with_other_ranks(
     first: str | None, then: str | None, world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_other_workers(
     assert len(list(out.glob("checkpoint*"))) == 1
 
 
-def test_the_non_private_run_goes_on_with_other_workers(
+def test_the_non_private_run_goes_on_with_other_ranks(
     world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(
     assert [path.name for path in out.glob("checkpoint*")] == ["checkpoint.pt"]
 
 
-def test_max_epsilon_ends_all_workers_at_one_step(world: Any, data: Path, tmp_path: Path) -> None:
+def test_max_epsilon_ends_all_ranks_at_one_step(world: Any, data: Path, tmp_path: Path) -> None:
     plain = TrainingConfig(**config(data))
     accountant = RDPAccountant()
     accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), 4)]
@@ -235,7 +235,7 @@ def test_max_epsilon_ends_all_workers_at_one_step(world: Any, data: Path, tmp_pa
     assert done[0]["epsilon"] == pytest.approx(limit, rel=1e-12)
 
 
-def test_without_a_seed_workers_share_keys_that_no_other_run_has(
+def test_without_a_seed_ranks_share_keys_that_no_other_run_has(
     world: Any, data: Path, tmp_path: Path
 ) -> None:
     runs = []
@@ -260,7 +260,7 @@ def test_without_a_seed_workers_share_keys_that_no_other_run_has(
     assert not np.array_equal(a["parameters"][name], b["parameters"][name])
 
 
-def test_workers_with_other_documents_or_numbers_are_told_so(
+def test_ranks_with_other_documents_or_numbers_are_told_so(
     world: Any, data: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -285,18 +285,18 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "words", "named"),
+    ("ranks", "words", "named"),
     [
-        (4, ["--context-parallel", "3"], "context_parallel=3 with 4 worker(s)"),
+        (4, ["--context-parallel", "3"], "context_parallel=3 with 4 rank(s)"),
         (1, ["--context-parallel", "2"], "--nproc-per-node 2"),
-        (None, ["--context-parallel", "2"], "context_parallel=2 with 1 worker(s)"),
+        (None, ["--context-parallel", "2"], "context_parallel=2 with 1 rank(s)"),
         (4, ["--context-parallel", "4", "--seq-len", "3"], "context_parallel=4 with seq_len=3"),
         (2, ["--context-parallel", "0"], "context_parallel=0"),
         (2, ["--context-mode", "pigeon"], "context_mode='pigeon'"),
         (2, ["--sharding", "sideways"], "sharding='sideways'"),
-        (2, ["--worker-timeout", "0"], "worker_timeout=0"),
+        (2, ["--rank-timeout", "0"], "rank_timeout=0"),
         (2, ["--context-parallel", "2", "--shard-parameters"], "shard_parameters=True"),
-        (None, ["--shard-parameters"], "shard_parameters=True with 1 worker(s)"),
+        (None, ["--shard-parameters"], "shard_parameters=True with 1 rank(s)"),
         (
             2,
             ["--context-parallel", "2", "--context-mode", "ulysses", "--heads", "1"],
@@ -308,7 +308,7 @@ ENVIRONMENT = {
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_shared_is_refused_by_name(
-    workers: int | str | None,
+    ranks: int | str | None,
     words: list[str],
     named: str,
     data: Path,
@@ -318,8 +318,8 @@ def test_what_cannot_be_shared_is_refused_by_name(
 ) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    if workers is not None:
-        monkeypatch.setenv("WORLD_SIZE", str(workers))
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
         for name, value in ENVIRONMENT.items():
             monkeypatch.setenv(name, value)
     out = tmp_path / "out"
@@ -342,7 +342,7 @@ def test_an_environment_that_lacks_something_is_refused(
     assert "without LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in error and "torchrun" in error
 
 
-def test_what_only_another_worker_finds_wrong_is_told_by_it(
+def test_what_only_another_rank_finds_wrong_is_told_by_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -351,17 +351,17 @@ def test_what_only_another_worker_finds_wrong_is_told_by_it(
     waited: list[float] = []
     monkeypatch.setattr(command.time, "sleep", waited.append)
     assert main(["train", "--data", "nowhere"]) == 2
-    assert "dpflash: error: worker 1: " in capsys.readouterr().err
-    # The first worker had time to say the same, and torchrun to end this one.
+    assert "dpflash: error: rank 1: " in capsys.readouterr().err
+    # The first rank had time to say the same, and torchrun to end this one.
     assert waited and waited[0] >= 5
 
 
-def torchrun(workers: int, words: list[str]) -> subprocess.Popen[str]:
-    # Not by `torchrun`: its process would not be the one whose children are the workers.
+def torchrun(ranks: int, words: list[str]) -> subprocess.Popen[str]:
+    # Not by `torchrun`: its process would not be the one whose children are the ranks.
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node", str(workers), "-m", "dpflash", *words),
+            *("--nproc-per-node", str(ranks), "-m", "dpflash", *words),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -397,7 +397,7 @@ linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ne
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "words"),
+    ("ranks", "words"),
     [
         (2, ["--context-parallel", "2"]),
         (
@@ -410,11 +410,11 @@ linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ne
     ],
     ids=["2", "2x2"],
 )
-def test_torchrun_trains_what_one_process_trains_and_one_worker_prints(
-    workers: int, words: list[str], data: Path, whole: Path, tmp_path: Path
+def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
+    ranks: int, words: list[str], data: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = torchrun(workers, [*options(data, out), *words])
+    process = torchrun(ranks, [*options(data, out), *words])
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0, shown
     assert_same_run(out, whole, baseline="--shard-parameters" not in words)
@@ -423,9 +423,7 @@ def test_torchrun_trains_what_one_process_trains_and_one_worker_prints(
 
 
 @pytest.mark.slow
-def test_torchrun_shows_one_message_for_what_all_workers_refuse(
-    data: Path, tmp_path: Path
-) -> None:
+def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = torchrun(2, options(data, out, clipping="sideways"))
     shown, _ = process.communicate(timeout=120)
@@ -436,12 +434,12 @@ def test_torchrun_shows_one_message_for_what_all_workers_refuse(
 @pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
-def test_a_worker_that_dies_ends_the_others_and_its_step_counts_once(
+def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
     victim: int, every: int, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     words = options(data, out, steps=200, checkpoint_every=every)
-    words += ["--context-parallel", "2", "--no-baseline", "--worker-timeout", "20"]
+    words += ["--context-parallel", "2", "--no-baseline", "--rank-timeout", "20"]
     process = torchrun(2, words)
     after_releases(process, out / "ledger.jsonl", 5)
     begun = time.monotonic()
@@ -449,7 +447,7 @@ def test_a_worker_that_dies_ends_the_others_and_its_step_counts_once(
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - begun < 30
     errors = [line for line in shown.splitlines() if "dpflash: error:" in line]
-    assert len(errors) == 1 and f"dpflash: error: worker {1 - victim}: " in errors[0], shown
+    assert len(errors) == 1 and f"dpflash: error: rank {1 - victim}: " in errors[0], shown
     assert "/dpflash/" not in shown  # No traceback of ours.
     released = len((out / "ledger.jsonl").read_text().splitlines())
     assert 5 <= released < 200
@@ -471,7 +469,7 @@ def test_a_worker_that_dies_ends_the_others_and_its_step_counts_once(
 
 @pytest.mark.slow
 @linux_only
-def test_a_signal_to_one_worker_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [*options(data, out, steps=200, checkpoint_every=1000), "--no-baseline"]
     process = torchrun(2, words)

@@ -1,0 +1,361 @@
+"""PrivacyConfig and PerformanceConfig: what `make_private` is asked for, checked once.
+
+`make_private` takes either as `privacy=` and `performance=`, or their fields as keywords.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+from ._validate import noise_fits, one_of, positive, positive_int
+from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
+from .privacy.budget import PrivacyBudget
+from .sampling import SAMPLINGS, PublicSize
+
+CLIPPINGS = ("flat", "per_layer", "per_block")
+CLIP_FUNCTIONS = ("hard", "automatic")
+
+# Default of a keyword that belongs to one of the two configurations.
+UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
+
+# Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
+_MOST_NOISE = 2.0**14
+
+# Opacus' and earlier names of ways to get per-sample gradients.
+_SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
+_SAME_MODE |= {"ghost_fsdp": "ghost"}
+
+# Arguments of peers that have no counterpart here.
+_REFUSED = {
+    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
+    "criterion": (
+        "make_private returns (module, optimizer, data_loader) in every mode; compute one loss "
+        "per sample (dpflash.losses) and call engine.backward(losses)"
+    ),
+    "batch_first": "the batch is always the first dimension",
+    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
+    "wrap_model": "the model is never wrapped; it comes back as the same object",
+    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
+    "clip": "the bound of a sample's gradient is max_grad_norm=",
+    "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
+    "accountant": "PrivacyEngine(accountant=...) takes it",
+    "steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
+    "total_steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
+    "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
+}
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """What decides epsilon, and what one sample may change.
+
+    Args:
+        max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
+            1e-30 and 1e30.
+        noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
+            epsilon). None where `make_private_with_epsilon` chooses it.
+        clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
+            each with an equal part of C^2) or "per_block" (one for each 128 x 128 tile of a linear
+            layer's weight, and for each parameter elsewhere, C^2 shared by number of elements).
+            None for that of the optimization level: "flat", or "per_layer" where `optimize` is
+            "aggressive" and no grad_sample_mode is asked for.
+        clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
+        sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew)
+            or "shuffled" (the loader's own epochs). Epsilon is that of the sampler: a shuffled
+            epoch costs one Gaussian step, an upper bound without amplification.
+        max_batch_size: of a Poisson draw with more samples only this many are kept. What that
+            costs is accounted for; well above batch_size it is next to nothing. Where
+            physical_batch_size holds as many, every draw is one batch of so many rows.
+        dataset_size: the size of the dataset that may be known to everybody. Sample rate, steps
+            of an epoch and the divisor come from it alone; the number of entries, which is
+            private, may differ and is never compared with it. With max_batch_size it must not be
+            less, or draws are cut more often than accounted for. None takes the number of entries
+            for public, and the relation is "zero_out". Poisson sampling only.
+        sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
+        steps_per_epoch: logical batches of an epoch, with sample_rate.
+        public_length: length of all samples, dimension 1 of the batch's tensors. A batch of other
+            shapes than the first one is refused then; `dpflash.sampling.PadTo` pads to it, and
+            declares it by itself.
+        loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a scalar
+            that is that reduction over samples; None for engine.backward(losses). "mean" in full
+            float32 only: it is refused where parameters, autocast (that of a level too) or float32
+            products are rounded more. Not seen: convolutions that the model calls as functions, on
+            a GPU whose cudnn rounds them (its default; set
+            torch.backends.cudnn.conv.fp32_precision = "ieee").
+        budget: a limit on what everything released so far and from now on may spend; a step
+            beyond it raises `BudgetSpent` and releases nothing.
+        exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm) -
+            30), wherever per-sample gradients are at hand (grad_sample_mode "instantiate", tiles,
+            layers other than linear ones and tables), and never changes the mode. True takes
+            modes that are exact for all parameters; False sums in float32 everywhere. Noise is
+            exact in all three. `engine.plan()` and `engine.rounded_sums` show the outcome.
+        verify_first_batch: prove on the first batches that the model keeps its samples apart, see
+            `PrivacyEngine.make_private`. False leaves that out, and `engine.verified` says so.
+        allow_buffers: names of buffers and frozen parameters that the forward may change, because
+            you vouch that they hold nothing of the data (a counter of steps). All others are
+            compared, and a change is refused.
+
+    Raises:
+        ValueError: naming the argument, its value and the way out.
+    """
+
+    max_grad_norm: float
+    noise_multiplier: float | None = None
+    clipping: str | None = None
+    clip_function: str = "hard"
+    sampling: str = "poisson"
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    sample_rate: float | None = None
+    steps_per_epoch: int | None = None
+    public_length: int | None = None
+    loss_reduction: str | None = None
+    budget: PrivacyBudget | None = None
+    exact: bool | str = "auto"
+    verify_first_batch: bool = True
+    allow_buffers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_grad_norm, list | tuple):
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm!r}: expected one number; clipping='per_layer' "
+                "gives each layer an equal part of it"
+            )
+        noise = 0.0 if self.noise_multiplier is None else self.noise_multiplier
+        noise_fits(max_grad_norm=self.max_grad_norm, noise_multiplier=noise)
+        if noise >= _MOST_NOISE:
+            raise ValueError(
+                f"noise_multiplier={noise!r}: expected less than {_MOST_NOISE:g}, up to which "
+                "noise is exact in float64"
+            )
+        object.__setattr__(self, "max_grad_norm", float(self.max_grad_norm))
+        if self.noise_multiplier is not None:
+            object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+        names = self.allow_buffers
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"allow_buffers={names!r}: expected a list of names")
+        object.__setattr__(self, "allow_buffers", tuple(names))
+        one_of(clipping=(self.clipping, (None, *CLIPPINGS)))
+        one_of(clip_function=(self.clip_function, CLIP_FUNCTIONS))
+        one_of(sampling=(self.sampling, SAMPLINGS))
+        one_of(loss_reduction=(self.loss_reduction, (None, "mean", "sum")))
+        one_of(verify_first_batch=(self.verify_first_batch, (True, False)))
+        if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
+            raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
+        if self.exact is True and math.isinf(self.max_grad_norm):
+            raise ValueError("exact=True with max_grad_norm=inf, which has no grid; give a bound")
+        if self.budget is not None and not isinstance(self.budget, PrivacyBudget):
+            raise ValueError(
+                f"budget={self.budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
+            )
+        if self.max_batch_size is not None:
+            positive_int(max_batch_size=self.max_batch_size)
+            if self.sampling != "poisson":
+                raise ValueError(
+                    f"max_batch_size={self.max_batch_size} with sampling={self.sampling!r}, whose "
+                    "batches are never larger than batch_size; leave it out"
+                )
+        self._check_public_size()
+
+    def _check_public_size(self) -> None:
+        names = ("dataset_size", "sample_rate", "steps_per_epoch")
+        named = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None]
+        if not named:
+            return
+        if self.sampling != "poisson":
+            raise ValueError(
+                f"{named[0]} with sampling={self.sampling!r}, whose neighboring relation takes "
+                "the size of the dataset for public; leave it out, or use sampling='poisson'"
+            )
+        if (self.sample_rate is None) != (self.steps_per_epoch is None):
+            raise ValueError(
+                f"{named[0]}: sample_rate and steps_per_epoch come together; pass both"
+            )
+        if self.dataset_size is not None:
+            positive_int(dataset_size=self.dataset_size)
+            if self.sample_rate is not None:
+                raise ValueError(
+                    f"{', '.join(named)}: the size gives the rate; pass dataset_size, or "
+                    "sample_rate with steps_per_epoch"
+                )
+        if self.sample_rate is not None:
+            positive(sample_rate=self.sample_rate)
+            if self.sample_rate > 1:
+                raise ValueError(f"sample_rate={self.sample_rate!r}: expected a number in (0, 1]")
+            positive_int(steps_per_epoch=self.steps_per_epoch)
+
+    @property
+    def public_size(self) -> PublicSize | None:
+        """The public numbers declared in place of the dataset's own size; None for none."""
+        if self.dataset_size is None and self.sample_rate is None:
+            return None
+        return PublicSize(self.dataset_size, self.sample_rate, self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class PerformanceConfig:
+    """What decides time and memory; epsilon does not depend on it.
+
+    Args:
+        grad_sample_mode: how flat clipping gets its norms and sums. "instantiate" keeps each
+            layer's per-sample gradients; "book_keeping" keeps activations and output gradients;
+            "ghost" runs a second backward; "auto" has a planner choose for each layer. Opacus'
+            "hooks", "functorch" and "ew" mean "instantiate", its "ghost_fsdp" means "ghost".
+        physical_batch_size: upper bound of the rows of a microbatch on one rank. All microbatches
+            have one public number of rows, `loader.slots`, at most this one; without it as many
+            as leave about 10% of all rows empty on average. A draw takes as many of them as it
+            needs, and step() waits for the last.
+        memory_budget: bytes that stored gradients of physical_batch_size samples (None: of the
+            expected batch) may take; by default a quarter of the device's memory.
+        optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
+            "conservative" (a planner chooses the mode; nothing changes but rounding), "balanced"
+            (and the model's forward under bfloat16 autocast) or "aggressive" (and per_layer
+            clipping, and torch.compile). `engine.optimization` says what was changed and what was
+            left out; it never changes epsilon.
+
+    Raises:
+        ValueError: naming the argument, its value and the way out.
+    """
+
+    grad_sample_mode: str = "auto"
+    physical_batch_size: int | None = None
+    memory_budget: int | None = None
+    optimize: str = DEFAULT_LEVEL
+
+    def __post_init__(self) -> None:
+        mode = self.grad_sample_mode
+        if mode == "no_op":
+            raise ValueError(
+                "grad_sample_mode='no_op': gradients without clipping have no guarantee; use "
+                "'auto', or noise_multiplier=0 with max_grad_norm=float('inf') for ordinary ones"
+            )
+        object.__setattr__(self, "grad_sample_mode", _SAME_MODE.get(mode, mode))
+        one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
+        one_of(optimize=(self.optimize, LEVELS))
+        if self.physical_batch_size is not None:
+            positive_int(physical_batch_size=self.physical_batch_size)
+        if self.memory_budget is not None:
+            positive_int(memory_budget=self.memory_budget)
+        if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):
+            raise ValueError(
+                f"grad_sample_mode={self.grad_sample_mode!r} with optimize='none', where each "
+                "layer keeps its per-sample gradients ('instantiate'); leave "
+                "grad_sample_mode='auto', or pass optimize='conservative'"
+            )
+
+
+def resolved(
+    privacy: PrivacyConfig, performance: PerformanceConfig
+) -> tuple[PrivacyConfig, PerformanceConfig]:
+    """Both configurations, once it is known that they fit each other; clipping is filled in.
+
+    Raises:
+        ValueError: naming the arguments.
+    """
+    mode, clipping = performance.grad_sample_mode, privacy.clipping
+    clipping = clipping_for(performance.optimize, clipping, mode)
+    if privacy.noise_multiplier is None:
+        raise ValueError(
+            "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "
+            "chooses it for a target epsilon"
+        )
+    infinite = math.isinf(privacy.max_grad_norm)
+    if privacy.clip_function == "automatic" and (clipping == "per_block" or infinite):
+        raise ValueError(
+            f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
+            f"{privacy.max_grad_norm}: it needs a finite bound and flat or per_layer clipping; "
+            "pass clip_function='hard' here"
+        )
+    if clipping != "flat" and mode != "auto":
+        raise ValueError(
+            f"grad_sample_mode={mode!r} with clipping={clipping!r}: modes belong to "
+            "clipping='flat'; leave grad_sample_mode='auto' here"
+        )
+    if privacy.exact is True and mode not in ("auto", "instantiate"):
+        raise ValueError(
+            f"exact=True with grad_sample_mode={mode!r}, which never holds a sample's gradient "
+            "and rounds the sum; leave grad_sample_mode='auto', or exact='auto'"
+        )
+    if mode == "ghost" and privacy.loss_reduction is not None:
+        raise ValueError(
+            "grad_sample_mode='ghost' weights the losses of the samples, so it needs them one by "
+            "one; leave loss_reduction=None and call engine.backward(losses)"
+        )
+    if performance.physical_batch_size is not None and privacy.sampling == "shuffled":
+        raise ValueError(
+            f"physical_batch_size={performance.physical_batch_size} with sampling='shuffled' "
+            "(poisson_sampling=False): the loader's own batches are kept whole; give the loader a "
+            "smaller batch_size"
+        )
+    return replace(privacy, clipping=clipping), performance
+
+
+def configs_of(
+    method: Callable[..., Any],
+    privacy: PrivacyConfig | None,
+    performance: PerformanceConfig | None,
+    keywords: Mapping[str, Any],
+) -> tuple[PrivacyConfig, PerformanceConfig]:
+    """The configurations that a call has, as objects or as keywords.
+
+    Args:
+        method: that was called, for messages.
+        privacy, performance: as given; None for keywords.
+        keywords: all other keywords of the call, UNSET where not given; "unknown" holds those
+            that the method does not have.
+
+    Raises:
+        ValueError: a configuration and keywords of its fields are both given.
+        TypeError: for an unknown keyword, or no max_grad_norm.
+    """
+    if keywords["unknown"]:
+        refuse_keywords(keywords["unknown"], method)
+    given = {n: v for n, v in keywords.items() if v is not UNSET and n != "unknown"}
+    poisson_sampling = given.pop("poisson_sampling", True)
+    one_of(poisson_sampling=(poisson_sampling, (True, False)))
+    sampling = given.get("sampling")
+    if sampling is None:
+        given.pop("sampling", None)
+    if not poisson_sampling:
+        if sampling not in (None, "shuffled"):
+            raise ValueError(
+                f"sampling={sampling!r} with poisson_sampling=False, which asks for the loader's "
+                "own epochs; leave poisson_sampling out"
+            )
+        given["sampling"] = "shuffled"
+    built: list[Any] = []
+    for name, held, kind in (
+        ("privacy", privacy, PrivacyConfig),
+        ("performance", performance, PerformanceConfig),
+    ):
+        own = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+        if held is None:
+            if kind is PrivacyConfig and "max_grad_norm" not in own:
+                raise TypeError(f"{method.__name__} needs max_grad_norm=, or privacy=")
+            built.append(kind(**own))
+        elif not isinstance(held, kind):
+            raise ValueError(f"{name}={held!r}: expected a dpflash.{kind.__name__}")
+        elif own:
+            key, value = next(iter(own.items()))
+            raise ValueError(
+                f"{key}={value!r} with {name}=, which has it too: pass it in one of the two"
+            )
+        else:
+            built.append(held)
+    return built[0], built[1]
+
+
+def refuse_keywords(unknown: Mapping[str, Any], method: Callable[..., Any]) -> NoReturn:
+    """Raise for the first unknown keyword, with what was meant or what takes its place."""
+    name = next(iter(unknown))
+    if name in _REFUSED:
+        raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")
+    known = [p for p in inspect.signature(method).parameters if p != "unknown"]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")

@@ -1,0 +1,226 @@
+"""Tensor exchanges of context parallelism, and a count of the bytes they send.
+
+Tensors are moved as raw bytes and summed in their own dtype. P is the number of ranks. `phase` is
+"forward" or "backward", `what` is the name of the exchange in messages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dpflash.distributed import collectives
+from dpflash.distributed.collectives import as_bytes
+
+_connected: WeakSet[ProcessGroup] = WeakSet()
+
+
+@dataclass
+class TrafficCount:
+    """The bytes that this rank sent while `count_traffic` was active.
+
+    Attributes:
+        sends: (phase, name, bytes) of each exchange, in order; phase is "forward" or "backward".
+    """
+
+    sends: list[tuple[str, str, int]] = field(default_factory=list)
+
+    @property
+    def forward(self) -> int:
+        """Bytes sent in the forward."""
+        return sum(size for phase, _, size in self.sends if phase == "forward")
+
+    @property
+    def backward(self) -> int:
+        """Bytes sent in the backward."""
+        return sum(size for phase, _, size in self.sends if phase == "backward")
+
+
+_active: list[TrafficCount] = []
+
+
+@contextmanager
+def count_traffic() -> Iterator[TrafficCount]:
+    """Count the bytes that context parallelism passes to torch.distributed on this rank.
+
+    A pairwise send counts its bytes; an all-to-all the bytes that leave the rank; an all-gather
+    P - 1 times the rank's shard; a reduce-scatter P - 1 times one shard; an all-reduce
+    ``2 (P - 1) / P`` times its tensor. The few integers by which ranks compare their arguments
+    before a call are not counted.
+    """
+    count = TrafficCount()
+    _active.append(count)
+    try:
+        yield count
+    finally:
+        _active.remove(count)
+
+
+def _record(phase: str, what: str, size: int) -> None:
+    """Add a send to every active `TrafficCount`."""
+    if size:
+        for count in _active:
+            count.sends.append((phase, what, size))
+
+
+def all_reduced_bytes(size: int, world_size: int) -> int:
+    """The bytes that each rank sends in an all-reduce of `size` bytes."""
+    return 2 * (world_size - 1) * size // world_size
+
+
+@dataclass(frozen=True, eq=False)
+class PendingExchange:
+    """A send and a receive in flight. Holds references to both buffers until they are done."""
+
+    what: str
+    group: ProcessGroup
+    works: list[Any]
+    received: Sequence[Tensor] | None
+    sent: Sequence[Tensor] | None
+
+    def wait(self) -> Sequence[Tensor] | None:
+        """Block until both are done; returns the received tensors, None if none were expected."""
+        with collectives.exchanging(self.what, self.group):
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+def send_and_receive(
+    send: Sequence[Tensor] | None,
+    to: int,
+    received: Sequence[Tensor] | None,
+    source: int,
+    group: ProcessGroup,
+    what: str,
+    phase: str,
+) -> PendingExchange:
+    """Start sending to one rank and receiving from another.
+
+    Args:
+        send: contiguous tensors; None or empty tensors send nothing, and then the receiver must
+            expect nothing.
+        to: receiving rank in the group.
+        received: contiguous buffers to fill; None or empty tensors receive nothing.
+        source: sending rank in the group.
+        group: process group of both.
+        what: name of the exchange in messages.
+        phase: "forward" or "backward".
+    """
+    operations = []
+    for x in send or ():
+        if x.numel():
+            operations.append(dist.P2POp(dist.isend, as_bytes(x), group=group, group_peer=to))
+    for x in received or ():
+        if x.numel():
+            operations.append(dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=source))
+    if send is not None:
+        _record(phase, what, sum(x.nbytes for x in send))
+    works: list[Any] = []
+    if operations:
+        with collectives.exchanging(what, group):
+            works = dist.batch_isend_irecv(operations)
+    return PendingExchange(what, group, works, received, send)
+
+
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Open a group's connections once, which pairwise exchanges on GPUs require."""
+    if device.type == "cpu" or group in _connected:
+        return
+    collectives.all_reduce_(torch.zeros(1, device=device), group, "first exchange of a group")
+    _connected.add(group)
+
+
+def all_gather(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+    """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
+    _record(phase, what, (collectives.world_size(group) - 1) * x.nbytes)
+    flat = collectives.all_gather(as_bytes(x.contiguous()), group, what)
+    return (
+        flat.view(x.dtype).view(-1, *x.shape)
+        if x.numel()
+        else flat.new_empty((collectives.world_size(group), *x.shape), dtype=x.dtype)
+    )
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+    """``x[rank]`` summed over the ranks, for x `[P, ...]` of float32 or float64."""
+    if x.numel() == 0:
+        return torch.empty_like(x[0])
+    _record(phase, what, (collectives.world_size(group) - 1) * x[0].nbytes)
+    return collectives.reduce_scatter(x, group, what)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+    """The sum of x over the ranks, as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return total
+    _record(phase, what, all_reduced_bytes(x.nbytes, collectives.world_size(group)))
+    return collectives.all_reduce_(total, group, what)
+
+
+def all_to_all(
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: ProcessGroup,
+    what: str,
+    phase: str,
+) -> list[Tensor]:
+    """Send one tensor to each rank and return the tensor received from each.
+
+    Args:
+        tensors: the tensor for each rank, all of one dtype.
+        shapes: shape of the tensor received from each rank.
+        group: all of its ranks call this together.
+        what: name of the exchange in messages.
+        phase: "forward" or "backward".
+    """
+    dtype, own = tensors[0].dtype, collectives.rank_in(group)
+    _record(phase, what, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
+    send = torch.cat([as_bytes(x.contiguous()) for x in tensors])
+    sizes = [torch.Size(shape).numel() * tensors[0].element_size() for shape in shapes]
+    received = send.new_empty(sum(sizes))
+    with collectives.exchanging(what, group):
+        dist.all_to_all_single(received, send, sizes, [x.nbytes for x in tensors], group=group)
+    return [
+        flat.view(dtype).view(shape)
+        for flat, shape in zip(received.split(sizes), shapes, strict=True)
+    ]
+
+
+def differentiable_once(
+    backward: Callable[..., tuple[Any, ...]],
+) -> Callable[..., tuple[Any, ...]]:
+    """Decorates the backward of an autograd function: raises on double backward."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        return _RaiseOnBackward.apply(torch.empty(0, requires_grad=True), *results)
+
+    return wrapped
+
+
+class _RaiseOnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *results: Any) -> tuple[Any, ...]:
+        return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        raise RuntimeError(
+            "attention over several ranks does not support double backward. For gradient "
+            "penalties or Hessians use one rank and torch's own attention"
+        )

@@ -1,0 +1,280 @@
+"""Samplers draw logical batches and know what releasing one of them costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from dpflash.accounting import Event, FixedSizeGaussian, PoissonGaussian, TruncatedPoissonGaussian
+from dpflash.accounting.events import ADD_REMOVE
+
+from .._validate import positive_int
+from ..privacy.keys import uniform_words
+from .tracker import BatchTracker
+
+
+@dataclass(frozen=True)
+class PublicSize:
+    """Public numbers that determine rate, steps and divisor, in place of the dataset's own size.
+
+    Attributes:
+        dataset_size: the public size; the private size may differ.
+        sample_rate: probability of an entry in a draw; None for batch_size / dataset_size.
+        steps_per_epoch: logical batches of an epoch; None for ceil(dataset_size / batch_size).
+    """
+
+    dataset_size: int | None = None
+    sample_rate: float | None = None
+    steps_per_epoch: int | None = None
+
+    def of(self, batch_size: int) -> tuple[int, float, int]:
+        """(public size, sample rate, steps of an epoch) for an expected batch size.
+
+        Raises:
+            ValueError: the batch is larger than the dataset.
+        """
+        if self.dataset_size is None:
+            assert self.sample_rate is not None and self.steps_per_epoch is not None
+            size = round(Fraction(batch_size) / Fraction(self.sample_rate))
+            return size, self.sample_rate, self.steps_per_epoch
+        if batch_size > self.dataset_size:
+            raise ValueError(
+                f"dataset_size={self.dataset_size!r} below the loader's batch_size={batch_size}: "
+                "the sample rate would be above 1; pass a smaller batch_size"
+            )
+        steps = -(-self.dataset_size // batch_size)
+        return self.dataset_size, batch_size / self.dataset_size, steps
+
+
+class DrawSampler(ABC):
+    """Draws logical batches; each is a function of (key, number of the draw).
+
+    Iteration yields this rank's samples only, at most physical_batch_size at a time. It is for
+    loaders other than the private one, which adds padding rows (see `slots`).
+
+    Args:
+        num_samples: size of the dataset.
+        steps_per_epoch: logical batches of one epoch.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Attributes:
+        share: (number of this rank, number of ranks) that split each draw. All ranks yield the
+            same number of microbatches of a draw; some may be empty.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        positive_int(num_samples=num_samples, steps_per_epoch=steps_per_epoch)
+        if physical_batch_size is not None:
+            positive_int(physical_batch_size=physical_batch_size)
+        self.num_samples = num_samples
+        self.steps_per_epoch = steps_per_epoch
+        self.physical_batch_size = physical_batch_size
+        self.position = 0
+        self.share = (0, 1)
+        self.pass_remainder: int | None = None
+        self._tracker = BatchTracker()
+        self._key = key
+
+    def follow(self, tracker: BatchTracker, share: tuple[int, int]) -> None:
+        """Note epochs and draws with a tracker, and yield one rank's share of each draw."""
+        self._tracker = tracker
+        self.share = share
+
+    @abstractmethod
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> Event:
+        """Cost of releasing one logical batch with this noise."""
+
+    def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
+        """(number of the draw, its samples on all ranks) over one epoch."""
+        if not self._tracker.may_begin(True):
+            return
+        self._tracker.begin_epoch()
+        steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
+        self.pass_remainder = None
+        for step in range(steps):
+            if step and not self._tracker.may_begin(False):
+                return
+            draw = self.position
+            self.position += 1
+            drawn = self.draw(draw)
+            self._tracker.emitted.append(len(self._own(drawn)))
+            yield draw, drawn
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, drawn in self.logical_batches():
+            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
+            size = self.physical_batch_size or most
+            for start in range(0, most, size):
+                yield indices[start : start + size]
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def set_key(self, key: bytes) -> None:
+        self._key = key
+
+    def resume(self, position: int) -> None:
+        """Go on at a draw; the next epoch is the rest of the epoch that it belongs to."""
+        self.position = position
+        remainder = -position % self.steps_per_epoch
+        self.pass_remainder = remainder or None
+
+    def _own(self, drawn: list[int]) -> list[int]:
+        number, count = self.share
+        return drawn[number::count]
+
+    def _words(self, index: int) -> np.ndarray:
+        return uniform_words(self._key, index=index, count=self.num_samples)
+
+
+class PoissonBatchSampler(DrawSampler):
+    """Draws each sample with probability sample_rate, independently, for every logical batch.
+
+    Args:
+        num_samples: size of the dataset.
+        sample_rate: probability of each sample in each draw.
+        steps_per_epoch: logical batches of one epoch.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        max_batch_size: of a draw with more samples a uniform subset of this size is kept; None
+            for no truncation.
+        accounted_size: public size for which the probability of a truncation is accounted; at
+            least num_samples where that is private; None for num_samples.
+        relation: neighboring relation of its event.
+
+    Guarantees:
+        Inclusions are independent over samples and draws (64-bit thresholds, so that the
+        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        accounted_size: int | None = None,
+        relation: str = ADD_REMOVE,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
+        if max_batch_size is not None:
+            positive_int(max_batch_size=max_batch_size)
+        self.sample_rate = sample_rate
+        self.max_batch_size = max_batch_size
+        self.accounted_size = accounted_size or num_samples
+        self.relation = relation
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        cap = self.max_batch_size
+        if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
+            return list(range(self.num_samples))
+        words = self._words(index)
+        if self.sample_rate == 1:
+            included = np.arange(self.num_samples)
+        else:
+            included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
+        if cap is not None and len(included) > cap:
+            # Words below the threshold are uniform, so the smallest of them are a uniform subset.
+            included = included[_least(words[included], cap)]
+        return [int(i) for i in included]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """Cost of releasing one logical batch with this noise."""
+        if self.max_batch_size is None:
+            return PoissonGaussian(
+                relation=self.relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=self.sample_rate,
+            )
+        return TruncatedPoissonGaussian(
+            relation=self.relation,
+            noise_multiplier=noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_batch_size=self.max_batch_size,
+            num_samples=self.accounted_size,
+        )
+
+
+class FixedSizeBatchSampler(DrawSampler):
+    """Draws batch_size different samples for every logical batch; all sets are equally likely.
+
+    Args:
+        num_samples: size of the dataset.
+        batch_size: samples of a draw, at most num_samples.
+        steps_per_epoch: logical batches of one epoch.
+        key: 32 bytes; draw t is a function of (key, t).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Guarantees:
+        Draws are independent, and uniform except where two 64-bit words are equal, which has
+        probability below num_samples^2 / 2^65 in a draw.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        super().__init__(
+            num_samples,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        positive_int(batch_size=batch_size)
+        if batch_size > num_samples:
+            raise ValueError(
+                f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
+                "smaller batch"
+            )
+        self.batch_size = batch_size
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        return [int(i) for i in _least(self._words(index), self.batch_size)]
+
+    def event(self, noise_multiplier: float) -> Event:
+        """Cost of releasing one logical batch with this noise."""
+        return FixedSizeGaussian(
+            noise_multiplier=noise_multiplier,
+            batch_size=self.batch_size,
+            num_samples=self.num_samples,
+        )
+
+
+def _least(words: np.ndarray, count: int) -> np.ndarray:
+    """Positions of the `count` smallest words, ascending."""
+    if count >= len(words):
+        return np.arange(len(words))
+    return np.sort(np.argpartition(words, count - 1)[:count])

@@ -1,0 +1,395 @@
+"""The suites "scaling" and "ranks" at toy sizes; nothing here depends on how long calls take."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from dpflash.bench import output as results
+from dpflash.bench import ranks as ranks_suite
+from dpflash.bench import scaling, scaling_tasks
+from dpflash.bench.document import key_insights, markdown
+from dpflash.bench.isolated import Place, RankFailed, run_ranks
+from dpflash.bench.picture import draw
+from dpflash.bench.ranks import fill, sample_rows, training_row
+from dpflash.bench.scaling import Options, scaling_suite
+from dpflash.bench.scaling_model import ASSUMPTIONS, LINKS, Link, Load, load_of, step_times
+from dpflash.bench.scaling_tasks import PATTERNS, TrainingCase
+from dpflash.bench.schema import upgraded
+from dpflash.bench.suite import Request, Suite, run_suite, wrong_rows
+from dpflash.bench.suites import suite_named
+from dpflash.bench.timing import Effort
+from dpflash.cli import main
+from dpflash.clipping.device_speed import Ceilings
+from dpflash.distributed import edges_per_rank, sent_bytes
+from dpflash.patterns import Dense, Dilated, SlidingWindow
+
+CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
+REQUEST = Request(device="cpu", effort=Effort(1, 2), quick=True, has_progress=False)
+TINY = scaling.Sizes(
+    heads=4,
+    head_dim=16,
+    strong={"dilated": 1024},
+    weak={"dense causal": 65},
+    memory=(("dense causal", "zigzag", ("ring",), 512),),
+    reported=((2, 2048),),
+    checked_tokens=67,
+    training=CASE,
+    training_divisor=2,
+    modelled=(("weak", 1024), ("strong", 16384)),
+    modelled_ranks=(8, 16),
+)
+
+
+@pytest.fixture(autouse=True)
+def roofs(monkeypatch):
+    """Measuring them takes seconds."""
+    ceilings = Ceilings({"float32": 1e9}, 1e9)
+    monkeypatch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ceilings)
+
+
+@pytest.mark.slow
+def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
+    # One test, since it starts some thirty processes.
+    monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))
+    options = Options(ranks=(1, 2), sizes=TINY, flops=(1e14,), timeout=120.0)
+    found = run_suite(scaling_suite(options), REQUEST, tmp_path)
+    rows = found["rows"]
+    assert found["complete"] and wrong_rows(found) == []
+    assert len({row["name"] for row in rows}) == len(rows)
+    environment = found["environment"]
+    assert (environment["clock"], environment["threads"]) == ("wall", 1)
+    by_section = {section: [] for section in scaling.SECTIONS}
+    for row in rows:
+        assert set(results.COLUMNS) <= set(row)
+        by_section[row["section"]].append(row)
+    timed = [row for name in ("attention", "reported", "training") for row in by_section[name]]
+    for row in timed:
+        assert row["correct"] is True and row["error"] < 1e-4 and row["trials"] == 2
+        assert row["bytes_equal"] and row["bytes_counted"] == row["bytes_predicted"]
+        assert (row["ranks"] == 1) == (row["alone"] is None) and row["efficiency"] > 0
+    attention = by_section["attention"]
+    assert {row["config"]["mode"] for row in attention} == {"ring", "all_gather", "ulysses"}
+    weak = [row for row in attention if row["config"]["scaling"] == "weak" and row["ranks"] == 2]
+    assert {row["config"]["tokens"] for row in weak} == {130}
+    assert all(sum(map(sum, row["bytes_counted"])) > 0 for row in weak)
+    # Shards that hold whole segments need nothing of each other.
+    ring = [row["bytes_counted"] for row in by_section["reported"] if row["ranks"] == 2]
+    assert ring == [[[0, 0], [0, 0]]] * 2 and {r["config"]["batch"] for r in attention} == {1}
+    training = by_section["training"]
+    shapes = {(r["config"]["batch"], r["config"]["tokens"]) for r in training}
+    assert len(training) == 2 + 4 and shapes == {(4, 64), (4, 32)}
+    for row in training:
+        assert (sum(row["bytes_counted"]) > 0) == (row["ranks"] == 2)
+        assert sum(row["bytes_by_purpose"].values()) == row["bytes_counted"][0]
+    saved = {row["ranks"]: row["saved_mb"] for row in by_section["memory"]}
+    expected = (4 * 512 * 4 * 16 + 512 * 4) * 4 / 2**20  # q, k, v, o and lse, float32
+    assert saved == pytest.approx({1: expected, 2: expected / 2})
+    model = by_section["model"]
+    assert {row["ranks"] for row in model} == {8, 16}
+    assert all(row["median_ms"] is None and row["correct"] is None for row in model)
+    assert all(0 < row["efficiency"] <= row["efficiency_overlapped"] <= 1 for row in model)
+    given = [row["config"] for row in model if row["config"]["flops_source"].startswith("given")]
+    assert {(config["flops"], config["dtype"]) for config in given} == {(1e14, "bfloat16")}
+    assert {row["config"]["pattern"] for row in model if row["config"] not in given} == {"dilated"}
+    page = (tmp_path / "scaling.md").read_text()
+    assert all(assumption in page for assumption in ASSUMPTIONS) and "no measurement" in page
+
+
+def returned(seconds, alone=None, *, correct=True, error=1e-6, gain=1, **more):
+    """What a function returns for a row on one rank."""
+    found = {"error": error, "correct": correct}
+    if correct:
+        found |= {"seconds": seconds, "peak_memory_mb": 3.0, "tokens": 64 * gain}
+        found |= {"tokens_alone": 64, "counted": 5, "predicted": 5, "columns": {}}
+    return {**found, **({"alone_seconds": alone} if alone else {}), **more}
+
+
+def row_of(*ranks, **options):
+    row = results.row("a", {}, section="training", ranks=len(ranks))
+    fill(row, ranks, **options)
+    return row
+
+
+def test_efficiency_is_throughput_over_that_of_as_many_single_ranks():
+    row = row_of(returned([1.0, 2.0], [6.0, 6.0]), *[returned([2.0, 1.5])] * 3)
+    # The slowest rank counts: 2 and 2 seconds, beside 6 of one rank.
+    assert row["median_ms"] == 2000 and row["efficiency"] == 0.75 and row["speedup"] == 3.0
+    assert row["efficiency_ci95"] == [0.75, 0.75] and row["tokens_per_s"] == 32
+    # In weak scaling both ranks together have twice the tokens.
+    weak = row_of(returned([2.0, 2.0], [1.6, 1.6], gain=2), returned([2.0, 2.0], gain=2))
+    assert weak["efficiency"] == pytest.approx(0.8)
+    alone = row_of(returned([1.0, 1.0]))
+    assert alone["efficiency"] == 1.0 and alone.get("efficiency_ci95") is None
+
+
+def test_efficiency_of_work_counts_pairs_and_the_median_is_over_the_rounds():
+    edges = {"edges_per_rank": [528, 1552], "edges_alone": 528}
+    row = row_of(
+        returned([2.0, 1.0, 8.0], [4.0, 4.0, 4.0], gain=2, columns=edges),
+        returned([1.0, 3.0, 4.0], gain=2, columns=edges, counted=6),
+    )
+    # The slowest takes 2, 3 and 8 seconds: 3/4 of one rank alone, which had half of the tokens.
+    assert row["efficiency"] == pytest.approx(2 / 0.75 / 2)
+    assert row["work_efficiency"] == pytest.approx((528 + 1552) / 528 / 0.75 / 2)
+    assert row["balance"] == pytest.approx(1552 / 1040)
+    assert row["bytes_counted"] == [5, 6] and not row["bytes_equal"]
+
+
+def test_few_calls_have_a_range_and_no_interval():
+    row = row_of(returned([1.0, 2.0, 6.0], [4.0, 4.0, 4.0]), is_short=True)
+    assert row["range_ms"] == [1000, 6000] and row["median_ms"] == 2000 and row["trials"] == 3
+    assert row["ci95_ms"] is None and row.get("efficiency_ci95") is None and row["efficiency"]
+
+
+@pytest.mark.parametrize("error", [0.5, math.nan])
+def test_ranks_whose_sum_is_wrong_have_no_figures(error, tmp_path):
+    row = row_of(returned([1.0]), returned(None, correct=False, error=error))
+    assert row["correct"] is False and row["error"] == (0.5 if error == 0.5 else math.inf)
+    assert row["median_ms"] is None and "efficiency" not in row and "bytes_counted" not in row
+    row["config"] = {"scheme": "fsdp2", "scaling": "weak", "batch": 1, "tokens": 8}
+    found = {"environment": {"quick": True, "device": "CPU", "date": ""}, "rows": [row]}
+    found["complete"] = True
+    suite = scaling_suite(Options())
+    assert "| NO |" in markdown(suite, found)
+    results.write_picture(tmp_path / "x.png", draw(suite, found))
+
+
+def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
+    """Weights that grew made each step slower than the one before, by half in 7 steps."""
+    trained = []
+
+    def timed(steps, **_):
+        trained.append(steps["step"].__self__)
+        return {name: [1.0] for name in steps}
+
+    monkeypatch.setattr(scaling_tasks, "time_steps", timed)
+    monkeypatch.setattr(scaling_tasks, "_training_error", lambda place, case: 0.0)
+    monkeypatch.setattr(Place, "all_true", lambda self, value: value)
+    monkeypatch.setattr(Place, "barrier", lambda self: None)
+    torch.manual_seed(0)
+    place = Place(0, 1, torch.device("cpu"))
+    (figures,) = scaling_tasks.measure_training(place, CASE, CASE, Effort(1, 2))
+    assert figures["correct"] and figures["counted"] == 0
+    before = scaling_tasks.build_model(CASE).parameters()
+    moved = [
+        float((x - y).detach().abs().max())
+        for x, y in zip(before, trained[0].model.parameters(), strict=True)
+    ]
+    assert 0 < max(moved) < 0.1
+
+
+def test_the_ranks_suite_never_shares_cores(monkeypatch):
+    asked = []
+
+    def run(function, ranks, **given):
+        asked.append(ranks)
+        return [[returned([2.0, 2.0], [6.0, 6.0])]] * ranks
+
+    monkeypatch.setattr(ranks_suite, "usable_cores", lambda: 3)
+    monkeypatch.setattr(ranks_suite, "run_ranks", run)
+    more = training_row("private_training", CASE, CASE, 4, REQUEST, REQUEST.calls)
+    assert more["needs"] == "4 cores: this machine has 3" and not asked
+    row = training_row("private_training", CASE, CASE, 3, REQUEST, REQUEST.calls)
+    assert asked == [3] and row["tasks_per_s"] == 0.5 and not row["oversubscribed"]
+    assert ranks_suite.step_seconds(CASE, REQUEST) == 2.0
+    # Only the suite's own insights may follow from its rows.
+    rows = [row, *ranks_suite.SUITE.derive([row])]
+    assert key_insights(rows)[0] == (
+        "3 ranks with B = 4, T = 64 train 3.00 [3.00, 3.00] times the tokens/s of one, 100% of 3 "
+        "times."
+    )
+
+
+def test_a_launch_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
+    def run(function, ranks, **given):
+        if ranks == 2:
+            raise RankFailed("rank 1 of 2 failed")
+        return [[returned([1.0, 1.0])]] * ranks
+
+    monkeypatch.setattr(ranks_suite, "run_ranks", run)
+    options = Options(ranks=(1, 2, 3), sections=("training",), sizes=TINY)
+    (part,) = scaling_suite(options).plan(REQUEST)
+    rows = list(part(REQUEST))
+    failed = {row["failure"] for row in rows if row["ranks"] == 2}
+    assert failed == {"dpflash.bench.isolated.RankFailed: rank 1 of 2 failed"}
+    assert all(row["correct"] for row in rows if row["ranks"] != 2) and len(rows) == 4 + 6 + 6
+
+
+def test_slow_steps_are_timed_with_fewer_calls_or_not_tried_in_a_larger_case(monkeypatch):
+    tried, efforts = [], {}
+
+    def seconds_of(case, request):
+        tried.append((case.batch, case.tokens))
+        return case.batch * case.tokens / 2048
+
+    def measure(section, case, alone, ranks, request, effort):
+        efforts[case.batch, case.tokens] = effort
+        return ranks_suite.blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
+
+    monkeypatch.setattr(ranks_suite, "training_row", measure)
+    request = Request(device="cpu", effort=Effort(2, 5), max_seconds=10.0)
+    rows = list(sample_rows(request, seconds_of))
+    assert tried == [(8, 256), (8, 512), (16, 256), (8, 1024), (16, 512), (32, 256)]
+    assert efforts == {
+        (8, 256): Effort(2, 5),
+        **dict.fromkeys(((8, 512), (16, 256)), Effort(1, 4)),
+    }
+    assert len(rows) == 9 * 5 and len({row["name"] for row in rows}) == 45
+    reasons = [row["needs"] for row in rows if row.get("needs")]
+    assert len(reasons) == 30 and all(" takes 4 s, " in reason for reason in reasons)
+    assert sum("of B 8, T 1024 already" in reason for reason in reasons) == 10
+
+
+@pytest.mark.parametrize("name", ["cpu-epyc/scaling", "cpu-epyc/ranks", "cpu-xeon/ranks"])
+def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, name):
+    path = pytestconfig.rootpath / "benchmarks" / "results" / f"{name}.json"
+    old = json.loads(path.read_text())
+    found = upgraded(old)
+    suite: Suite = suite_named(path.stem)
+    assert found["schema"] == 2 and upgraded(found) == found and "schema" not in old
+    assert found["environment"]["suite"] == suite.name and "worker" not in json.dumps(found)
+    for before, after in zip(old["rows"], found["rows"], strict=True):
+        assert after["median_ms"] == before["median_ms"]
+        assert after["ranks" if "workers" in before else "name"] is not None
+    page = markdown(suite, found)
+    assert all(f"## {table.title}" in page for table in suite.tables)
+    assert page == path.with_suffix(".md").read_text()
+    with pytest.raises(ValueError, match="schema=3: this dpflash reads schemas 1 to 2"):
+        upgraded({"schema": 3})
+
+
+def test_the_time_of_a_step_by_hand():
+    load = Load(greatest=1000, mean=800.0, sent=1_000_000, messages=4)
+    times = step_times(load, 2, 28e3, Link("test", bandwidth=1e6, latency=0.25))
+    assert list(times.values()) == pytest.approx([1e3, 2e3, 3e3, 2e3, 0.8 / 3, 0.4])
+
+
+def test_the_load_of_dense_causal_attention_by_hand():
+    load = load_of(Dense(causal=True), 4, 1, 1, torch.float32, 2, "contiguous")
+    # Rank 0 has 1 + 2 pairs, rank 1 has 3 + 4; keys and values of 2 tokens go twice from 0 to 1,
+    # their gradients come back.
+    assert load == Load(greatest=7, mean=5.0, sent=2 * (2 * 2 * 4), messages=2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "ranks", "sharding"),
+    [
+        (Dense(causal=True), 768, 3, "zigzag"),
+        (SlidingWindow(window=40, causal=True), 512, 16, "contiguous"),
+        (Dilated(segment_lengths=(32, 128), dilation_rates=(1, 2)), 512, 16, "contiguous"),
+        (Dilated(segment_lengths=(32, 128), dilation_rates=(1, 2)), 2048, 16, "contiguous"),
+    ],
+    ids=["zigzag", "window", "dilated across", "dilated within"],
+)
+def test_the_load_of_many_ranks_is_what_the_library_counts(pattern, tokens, ranks, sharding):
+    load = load_of(pattern, tokens, 2, 8, torch.bfloat16, ranks, sharding)
+    edges = edges_per_rank(pattern, tokens, 2, ranks, sharding)
+    shape = {"head_dim": 8, "dtype": torch.bfloat16, "world_size": ranks, "sharding": sharding}
+    sent = [sum(sent_bytes(pattern, tokens, 2, rank=rank, **shape)) for rank in range(ranks)]
+    assert load[:3] == (max(edges), pytest.approx(sum(edges) / ranks), max(sent))
+
+
+def test_the_model_refuses_what_it_cannot_count():
+    with pytest.raises(ValueError, match="tokens=10 over 4 ranks"):
+        load_of(Dense(causal=True), 10, 1, 1, torch.float32, 4, "contiguous")
+    with pytest.raises(ValueError, match="the model knows"):
+        load_of(Dense(), 8, 1, 1, torch.float32, 4, "contiguous")
+    with pytest.raises(ValueError, match="segments of 512 tokens over shards of 300"):
+        load_of(PATTERNS["dilated"], 1200, 1, 1, torch.float32, 4, "contiguous")
+
+
+def test_links_have_the_speeds_that_are_asked_for():
+    def links(**given):
+        options = Options(sections=("model",), sizes=TINY, flops=(1e14,), **given)
+        rows = scaling_suite(options).derive([])
+        keys = ("link", "link_bytes_per_s", "link_latency_s")
+        return {tuple(row["config"][key] for key in keys) for row in rows}
+
+    assert links() == set(LINKS)
+    assert links(link_gbps=25.0) == {("25 GB/s, 5 us (given)", 25e9, 5e-6)}
+
+
+TASKS = """
+import os, threading
+
+def fail(place, plus):
+    if place.rank == 1:
+        raise ArithmeticError("one sample too many")
+    place.barrier()
+
+def die(place, plus):
+    if place.rank == 1:
+        os._exit(7)
+    place.barrier()
+
+def hang(place, plus):
+    if place.rank == 1:
+        threading.Event().wait()
+
+def rank(place, plus):
+    return place.rank + plus, place.all_true(place.rank == 0)
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Functions that other processes can import."""
+    (tmp_path / "scaling_test_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "scaling_test_tasks", raising=False)
+    import scaling_test_tasks
+
+    return scaling_test_tasks
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named_and_nobody_stays_behind(tasks):
+    given = {"device": "cpu", "plus": 5}
+    assert run_ranks(tasks.rank, 2, timeout=60.0, **given) == [(5, False), (6, False)]
+    for function, timeout, message in (
+        (tasks.fail, 60.0, "rank 1 of 2 failed(.|\n)*one sample too many"),
+        (tasks.die, 60.0, "rank 1 of 2 died with exit code 7"),
+        (tasks.hang, 0.5, r"did not end within timeout=0.5 seconds on ranks \[0, 1\]"),
+    ):
+        with pytest.raises(RankFailed, match=message):
+            run_ranks(function, 2, timeout=timeout, **given)
+    assert not torch.multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "ranks=0: expected an integer >= 1"),
+        (["--ranks", "1,-2"], "ranks=-2"),
+        (["--ranks", "1,100000"], "ranks=100000: this machine has"),
+        (["--ranks", "two"], "ranks='two': expected numbers between commas"),
+        (["--link-gbps", "0"], "link_gbps=0.0"),
+        (["--link-latency-us", "-1"], "link_latency_us=-1.0"),
+        (["--flops", "nan"], "flops=nan"),
+        (["--sections", "sleep"], "sections='sleep'"),
+        (["--timeout", "0"], "timeout=0.0"),
+        (["--device", "tpu"], "device='tpu'"),
+    ],
+)
+def test_the_command_refuses_by_name_and_writes_nothing(tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert main(["bench", "scaling", "--out", str(out), *arguments]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_the_command_asks_for_what_its_arguments_say(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        ranks_suite, "run_ranks", lambda *given, **more: asked.append(given[1]) or [[]] * given[1]
+    )
+    monkeypatch.setattr(scaling, "FULL_SIZES", TINY)
+    monkeypatch.setattr(scaling, "QUICK_SIZES", TINY)
+    options = ["--quick", "--ranks", "2,1,2", "--flops", "1e15", "--sections", "memory,model"]
+    assert main(["bench", "scaling", "--out", str(tmp_path), "--device", "cpu", *options]) == 1
+    assert asked == [2, 1]
+    rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == {"memory", "model"}
+    assert "memory/dense causal/ring/T512/P2" in capsys.readouterr().err

@@ -1,0 +1,10 @@
+"""The list of mutants fits the code; `run_mutants.py` runs them."""
+
+import runpy
+from pathlib import Path
+
+RUNNER = runpy.run_path(str(Path(__file__).with_name("run_mutants.py")))
+
+
+def test_each_mutant_has_its_anchor_once_and_killers_that_exist_and_each_invariant_has_four():
+    assert not RUNNER["problems"](RUNNER["read"]())
