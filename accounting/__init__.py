@@ -1,6 +1,6 @@
 """Privacy accounting: from noisy steps to epsilon and delta, and back to the noise they need."""
 
-from .accountant import Accountant
+from .accountant import Accountant, Interval
 from .calibration import (
     create_accountant,
     epochs_to_steps,
@@ -22,15 +22,13 @@ from .events import (
     TruncatedPoissonGaussian,
     event_from_dict,
     joint_noise_multiplier,
+    truncation_probability,
 )
-from .gaussian import gaussian_delta, gaussian_epsilon
-from .gaussian_accountant import GaussianAccountant
+from .gaussian import GaussianAccountant, gaussian_delta, gaussian_epsilon
 from .gdp import GDPAccountant
-from .interval import Interval
 from .pld import PLDAccountant
 from .prv import PRVAccountant
 from .rdp import RDPAccountant, compute_rdp
-from .truncated_poisson import truncation_probability
 
 __all__ = [
     "Accountant",

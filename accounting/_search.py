@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 
-def least_that_passes(
+def smallest_passing(
     passes: Callable[[float], bool],
     *,
     high: float,

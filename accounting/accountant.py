@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from . import _validate
 from .events import ADD_REMOVE, RELATIONS, Event, PoissonGaussian, event_from_dict
-from .interval import Interval
 from .pairs import Pairs, canonical
-from .truncated_poisson import with_failure
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
+
+_ROUNDS = 64
+_FIRST_SLACK = 1e-9
+
+
+class Interval(NamedTuple):
+    """Certified ends of a value; lower is None where none is known."""
+
+    lower: float | None
+    upper: float
 
 
 class _NoisyOptimizer(Protocol):
@@ -179,7 +187,7 @@ class Accountant(ABC):
 
         if not self._pairs() and not self._failure():
             return 1.0 - alpha
-        return min(1.0 - alpha, _greatest(beta, self._epsilon_interval(1e-12).upper))
+        return min(1.0 - alpha, _maximum(beta, self._epsilon_interval(1e-12).upper))
 
     def get_advantage(self) -> float:
         """A bound on the advantage of a membership inference attack.
@@ -203,29 +211,31 @@ class Accountant(ABC):
 
     def _epsilon_interval(self, delta: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
-        if _is_open(pairs):
+        if _has_noiseless_release(pairs):
             return Interval(math.inf, math.inf)
         if failure:
-            return with_failure(failure, delta, self._clean_epsilon, self._clean_delta)
-        return self._clean_epsilon(delta)
+            return with_failure(
+                failure, delta, self._epsilon_without_failure, self._delta_without_failure
+            )
+        return self._epsilon_without_failure(delta)
 
     def _delta_interval(self, epsilon: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
-        if _is_open(pairs):
+        if _has_noiseless_release(pairs):
             return Interval(1.0, 1.0)
-        found = self._clean_delta(epsilon)
+        found = self._delta_without_failure(epsilon)
         if not failure:
             return found
         cost = failure * (1 + math.exp(epsilon)) if epsilon < 700 else math.inf
         lower = None if found.lower is None else max(0.0, found.lower - cost)
         return Interval(lower, min(1.0, found.upper + cost))
 
-    def _clean_epsilon(self, delta: float) -> Interval:
+    def _epsilon_without_failure(self, delta: float) -> Interval:
         """Without what the events' failures add."""
         pairs = self._pairs()
         return self._epsilon(pairs, delta) if pairs else Interval(0.0, 0.0)
 
-    def _clean_delta(self, epsilon: float) -> Interval:
+    def _delta_without_failure(self, epsilon: float) -> Interval:
         pairs = self._pairs()
         return self._delta(pairs, epsilon) if pairs else Interval(0.0, 0.0)
 
@@ -323,7 +333,7 @@ class Accountant(ABC):
                     "state_dict() returned"
                 )
             for entry in saved_events:
-                event, count = _saved_event(entry)
+                event, count = _load_event(entry)
                 if event.relation != relation:
                     raise ValueError(
                         f"state_dict has an event under {event.relation!r} beside "
@@ -361,7 +371,7 @@ class Accountant(ABC):
         return [(entry[0], entry[1], entry[2]) for entry in history]
 
 
-def _saved_event(entry: Any) -> tuple[Event, int]:
+def _load_event(entry: Any) -> tuple[Event, int]:
     """What `state_dict` made of an event and its count."""
     if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
         raise ValueError(
@@ -372,12 +382,12 @@ def _saved_event(entry: Any) -> tuple[Event, int]:
     return event_from_dict(entry["event"]), entry["count"]
 
 
-def _is_open(pairs: Pairs) -> bool:
+def _has_noiseless_release(pairs: Pairs) -> bool:
     """Whether something was released without noise."""
     return any(pair.noise == 0 for pair, _ in pairs)
 
 
-def _greatest(beta: Callable[[float], float], high: float) -> float:
+def _maximum(beta: Callable[[float], float], high: float) -> float:
     """About the greatest value on [0, high]: a grid, then golden section in its best cell."""
     high = high if 0 < high < math.inf else 1.0
     grid = [0.0, *(high * 2.0 ** (-k / 2) for k in range(40, -1, -1))]
@@ -398,3 +408,69 @@ def _greatest(beta: Callable[[float], float], high: float) -> float:
             of_right = beta(right)
         found = max(found, of_left, of_right)
     return found
+
+
+def with_failure(
+    failure: float,
+    delta: float,
+    get_epsilon: Callable[[float], Interval],
+    get_delta: Callable[[float], Interval],
+) -> Interval:
+    """Epsilon of a run that differs from an accounted one with some probability.
+
+    Let M be the accounted run (Poisson batches without cuts) and M' the one that was made (cut at
+    a cap), on neighbouring data sets D and D'. Run both on the same coins: as long as no batch
+    exceeds the cap they are one and the same, so by a union bound over the steps their outputs
+    differ with probability at most m, the failure, on D and likewise on D'. That bounds the total
+    variation distance, and for every set S of outputs
+
+        P[M'(D) in S] <= P[M(D) in S] + m
+                      <= e^eps P[M(D') in S] + delta_M(eps) + m
+                      <= e^eps P[M'(D') in S] + delta_M(eps) + (1 + e^eps) m.
+
+    Hence delta_M'(eps) <= delta_M(eps) + (1 + e^eps) m, whatever rule chooses the samples that
+    are cut; exchanging M and M' gives the lower end.
+
+    Args:
+        failure: m, the sum of `truncation_probability` over the steps, > 0.
+        delta: of the run that was made, in (0, 1).
+        get_epsilon, get_delta: of the accounted run.
+
+    Returns:
+        The upper end has delta_M(epsilon) + (1 + e^epsilon) m <= delta and is at most 1e-9 above
+        the smallest such epsilon where m is small against delta (somewhat more where there is
+        barely any); inf where none was found.
+    """
+    upper = _least_upper(failure, delta, get_epsilon, get_delta)
+    reached = delta + _cost(upper, failure)
+    lower = get_epsilon(reached).lower if reached < 1 else 0.0
+    return Interval(lower, upper)
+
+
+def _least_upper(
+    failure: float,
+    delta: float,
+    get_epsilon: Callable[[float], Interval],
+    get_delta: Callable[[float], Interval],
+) -> float:
+    epsilon, slack = 0.0, _FIRST_SLACK
+    for _ in range(_ROUNDS):
+        room = delta - _cost(epsilon, failure)
+        if room <= 0:
+            return math.inf
+        # Nothing between the last candidate and this can pass: the cost only rises with epsilon.
+        least = get_epsilon(room).upper
+        if least == math.inf:
+            return math.inf
+        epsilon = max(least, epsilon) + slack * max(least, 1.0)
+        if _cost(epsilon, failure) >= delta:
+            return math.inf
+        if get_delta(epsilon).upper + _cost(epsilon, failure) <= delta:
+            return epsilon
+        slack *= 2
+    return math.inf
+
+
+def _cost(epsilon: float, failure: float) -> float:
+    """(1 + e^epsilon) failure; inf beyond float64's range."""
+    return math.inf if epsilon > 700 else (1 + math.exp(epsilon)) * failure

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import cast
 
 from . import _validate
-from ._search import least_that_passes
+from ._search import smallest_passing
 from .accountant import Accountant, Phase
 from .contour import ContourAccountant
 from .events import ADD_REMOVE, REPLACE_ONE, Event, Gaussian, PoissonGaussian
-from .gaussian_accountant import GaussianAccountant
+from .gaussian import GaussianAccountant
 from .gdp import GDPAccountant
 from .pld import PLDAccountant
 from .prv import PRVAccountant
@@ -181,17 +181,17 @@ def noise_multiplier_for(
             events.
     """
     _validate.whole(1, count=count)
-    meter = _meter(accountant)
+    trial = _empty_accountant(accountant)
 
     def passes(noise_multiplier: float) -> bool:
         step = event(noise_multiplier)
-        if isinstance(meter, Accountant):
-            meter.history, meter.events = [], []
-            meter.neighboring_relation = step.relation
-            meter.compose(step, count)
+        if isinstance(trial, Accountant):
+            trial.history, trial.events = [], []
+            trial.neighboring_relation = step.relation
+            trial.compose(step, count)
         else:
-            meter.history = [(*as_phase(meter, step), count)]
-        return bool(meter.get_epsilon(target_delta) <= target_epsilon)
+            trial.history = [(*as_phase(trial, step), count)]
+        return bool(trial.get_epsilon(target_delta) <= target_epsilon)
 
     high = 1.0
     while not passes(high):
@@ -202,10 +202,10 @@ def noise_multiplier_for(
                 f"target_epsilon={target_epsilon!r}: no noise_multiplier up to "
                 f"{_LARGEST_NOISE_MULTIPLIER:g} reaches it at target_delta={target_delta!r} in "
                 f"{count} steps of the {event(high).sampler} sampler with accountant="
-                f"{meter.mechanism()!r}; raise target_epsilon or target_delta, take fewer steps"
+                f"{trial.mechanism()!r}; raise target_epsilon or target_delta, take fewer steps"
                 f"{cap}"
             )
-    return least_that_passes(
+    return smallest_passing(
         passes,
         high=high,
         least=_SMALLEST_NOISE_MULTIPLIER,
@@ -239,11 +239,11 @@ def get_sample_rate(
     _validate.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
     _validate.probability(target_delta=target_delta)
     _validate.whole(1, steps=steps)
-    meter = _meter(accountant)
+    trial = _empty_accountant(accountant)
 
     def passes(inverse: float) -> bool:
-        meter.history = [(noise_multiplier, 1 / inverse, steps)]
-        return meter.get_epsilon(target_delta) <= target_epsilon
+        trial.history = [(noise_multiplier, 1 / inverse, steps)]
+        return trial.get_epsilon(target_delta) <= target_epsilon
 
     high = 1.0
     while not passes(high):
@@ -253,9 +253,9 @@ def get_sample_rate(
                 f"target_epsilon={target_epsilon!r}: no sample_rate down to "
                 f"{_SMALLEST_SAMPLE_RATE:g} reaches it at target_delta={target_delta!r}, "
                 f"noise_multiplier={noise_multiplier!r}, steps={steps!r} with accountant="
-                f"{meter.mechanism()!r}; raise the noise or the target, or take fewer steps"
+                f"{trial.mechanism()!r}; raise the noise or the target, or take fewer steps"
             )
-    return 1 / least_that_passes(
+    return 1 / smallest_passing(
         passes, high=high, least=1.0, relative_tolerance=_RELATIVE_TOLERANCE
     )
 
@@ -284,7 +284,10 @@ def get_steps(
     _validate.positive(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     step = PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     return remaining_steps(
-        _meter(accountant), step, target_epsilon=target_epsilon, target_delta=target_delta
+        _empty_accountant(accountant),
+        step,
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
     )
 
 
@@ -314,14 +317,14 @@ def remaining_steps(
     _validate.probability(target_delta=target_delta)
 
     def passes(count: int) -> bool:
-        meter = copy.copy(accountant)
-        meter.history = list(accountant.history)
+        trial = copy.copy(accountant)
+        trial.history = list(accountant.history)
         if isinstance(accountant, Accountant):
-            meter.events = list(accountant.events)
-            meter.compose(event, count)
+            trial.events = list(accountant.events)
+            trial.compose(event, count)
         else:
-            _append(meter.history, *as_phase(meter, event), count)
-        return meter.get_epsilon(target_delta) <= target_epsilon
+            _append(trial.history, *as_phase(trial, event), count)
+        return trial.get_epsilon(target_delta) <= target_epsilon
 
     if not passes(1):
         return 0
@@ -361,13 +364,13 @@ def as_phase(accountant: object, event: Event) -> tuple[float, float]:
     )
 
 
-def _meter(accountant: str | Accountant) -> Accountant:
+def _empty_accountant(accountant: str | Accountant) -> Accountant:
     """A new accountant of that kind, empty."""
-    meter = copy.copy(as_accountant(accountant))
-    meter.history = []
+    trial = copy.copy(as_accountant(accountant))
+    trial.history = []
     if isinstance(accountant, Accountant):
-        meter.events = []
-    return meter
+        trial.events = []
+    return trial
 
 
 def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float) -> int:

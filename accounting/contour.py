@@ -26,12 +26,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .accountant import Accountant
-from .contour_axis import Axis
-from .contour_line import ADD, REMOVE, WANTED, Line, line_of, representatives
-from .gaussian import gaussian_delta, gaussian_epsilon
-from .interval import Interval
-from .one_step import one_step_delta, one_step_epsilon
+from .accountant import Accountant, Interval
+from .contour_integral import (
+    ADD,
+    REMOVE,
+    TARGET_ERROR,
+    ContourIntegral,
+    RealAxis,
+    integral_along,
+    representatives,
+)
+from .gaussian import gaussian_delta, gaussian_epsilon, one_step_delta, one_step_epsilon
 from .pairs import Pairs, joint_noise
 from .pld import pld_delta, pld_epsilon
 
@@ -47,7 +52,7 @@ _LEAST_PLD_DELTA = 1e-280
 _EXACT = 1e-9  # what a closed form may lie above the truth, relatively
 
 
-class _Ends(NamedTuple):
+class _Bounds(NamedTuple):
     """An `Interval` whose lower end is known."""
 
     lower: float
@@ -82,14 +87,14 @@ class ContourAccountant(Accountant):
         if len(pairs) == 1 and pairs[0][1] == 1:
             once = one_step_epsilon(pairs[0][0], delta)
             return Interval(once * (1 - _EXACT), once)
-        if not _is_within_reach(pairs):
+        if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
         if _is_lattice(pairs):
-            found = _Ends(0.0, _chernoff_epsilon(pairs, delta))
+            found = _Bounds(0.0, _chernoff_epsilon(pairs, delta))
         else:
-            found = _both_epsilons(pairs, delta)
+            found = _epsilon_of_both(pairs, delta)
         if found.lower < (1 - _LOOSE) * found.upper:
-            found = _together(found, pld_epsilon(pairs, delta))
+            found = _intersection(found, pld_epsilon(pairs, delta))
         return Interval(min(found.lower, whole), min(found.upper, whole))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
@@ -99,18 +104,18 @@ class ContourAccountant(Accountant):
         if len(pairs) == 1 and pairs[0][1] == 1:
             once = one_step_delta(pairs[0][0], epsilon)
             return Interval(once * (1 - _EXACT), once)
-        if not _is_within_reach(pairs):
+        if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
         if _is_lattice(pairs):
-            found = _Ends(0.0, _chernoff_delta(pairs, epsilon))
+            found = _Bounds(0.0, _chernoff_delta(pairs, epsilon))
         else:
-            found = _both_deltas(pairs, epsilon)
+            found = _delta_of_both(pairs, epsilon)
         if found.lower < (1 - _LOOSE) * found.upper and found.upper > _LEAST_PLD_DELTA:
-            found = _together(found, pld_delta(pairs, epsilon))
+            found = _intersection(found, pld_delta(pairs, epsilon))
         return Interval(min(found.lower, whole), min(found.upper, whole))
 
 
-def _both_epsilons(pairs: Pairs, delta: float) -> _Ends:
+def _epsilon_of_both(pairs: Pairs, delta: float) -> _Bounds:
     """The greater of the two directions."""
     found = _epsilon_of(pairs, REMOVE, delta)
     if all(pair.symmetric for pair, _ in pairs):
@@ -118,37 +123,39 @@ def _both_epsilons(pairs: Pairs, delta: float) -> _Ends:
     if _delta_of(pairs, ADD, found.upper, enough=delta).upper <= delta:
         return found
     other = _epsilon_of(pairs, ADD, delta)
-    return _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+    return _Bounds(max(found.lower, other.lower), max(found.upper, other.upper))
 
 
-def _both_deltas(pairs: Pairs, epsilon: float) -> _Ends:
+def _delta_of_both(pairs: Pairs, epsilon: float) -> _Bounds:
     """The greater of the two directions."""
     found = _delta_of(pairs, REMOVE, epsilon)
     if all(pair.symmetric for pair, _ in pairs):
         return found
     other = _delta_of(pairs, ADD, epsilon, enough=found.upper)
-    return _Ends(max(found.lower, other.lower), max(found.upper, other.upper))
+    return _Bounds(max(found.lower, other.lower), max(found.upper, other.upper))
 
 
 def _chernoff_epsilon(pairs: Pairs, delta: float) -> float:
     few = representatives(pairs)
-    return max(Axis(few, side, delta).certain_epsilon(pairs, delta) for side in (REMOVE, ADD))
+    return max(RealAxis(few, side, delta).epsilon_bound(pairs, delta) for side in (REMOVE, ADD))
 
 
 def _chernoff_delta(pairs: Pairs, epsilon: float) -> float:
     few = representatives(pairs)
-    return max(Axis(few, side, WANTED).certain_delta(pairs, epsilon) for side in (REMOVE, ADD))
+    return max(
+        RealAxis(few, side, TARGET_ERROR).delta_bound(pairs, epsilon) for side in (REMOVE, ADD)
+    )
 
 
-def _together(mine: _Ends, other: Interval) -> _Ends:
+def _intersection(mine: _Bounds, other: Interval) -> _Bounds:
     """What two accountants know; the safe ends where they contradict each other."""
     other_lower = other.lower or 0.0
     if max(mine.lower, other_lower) > min(mine.upper, other.upper):
-        return _Ends(min(mine.lower, other_lower), max(mine.upper, other.upper))
-    return _Ends(max(mine.lower, other_lower), min(mine.upper, other.upper))
+        return _Bounds(min(mine.lower, other_lower), max(mine.upper, other.upper))
+    return _Bounds(max(mine.lower, other_lower), min(mine.upper, other.upper))
 
 
-def _is_within_reach(pairs: Pairs) -> bool:
+def _has_moderate_noise(pairs: Pairs) -> bool:
     """Whether the noises are such that squares of them and their inverses are harmless."""
     return all(_LEAST_NOISE <= pair.noise <= _MOST_NOISE for pair, _ in pairs)
 
@@ -161,9 +168,9 @@ def _is_lattice(pairs: Pairs) -> bool:
     return any(pair.rate < 1 and pair.noise < _LATTICE_NOISE for pair, _ in pairs)
 
 
-def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
+def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
     """Certified epsilon of one direction at delta."""
-    axis = Axis(representatives(pairs), side, delta)
+    axis = RealAxis(representatives(pairs), side, delta)
     start = axis.chernoff(delta)[0]
     if not 0 < start < math.inf:
         start = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs)) or 1.0
@@ -171,7 +178,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
         start = min(start, _largest_added_loss(pairs))
     epsilon, low, high, last, checked = start, 0.0, math.inf, math.inf, False
     for _ in range(_ROUNDS):
-        value, error, slope = _clearest(axis, epsilon, delta)
+        value, error, slope = _first_significant_delta(axis, epsilon, delta)
         if value > 2 * error and slope < 0:
             # Newton's step in log epsilon
             above = math.log(value / delta)
@@ -188,25 +195,25 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Ends:
         if not checked and low == 0 and epsilon * factor < 1e-3 * start:
             checked = True
             if _delta_of(pairs, side, 0.0).upper <= delta:
-                return _Ends(0.0, 0.0)
+                return _Bounds(0.0, 0.0)
         following = epsilon * factor
         if not low < following < high or abs(above) > 0.9 * abs(last):
             following = math.sqrt(max(low, high / 256) * min(high, 256 * low or math.inf))
         epsilon, last = following, above
-    found = _Ends(0.0, math.inf)
+    found = _Bounds(0.0, math.inf)
     for contour in axis.contours(epsilon):
-        other = _around(line_of(pairs, contour, True), epsilon, delta)
+        other = _epsilon_bounds(integral_along(pairs, contour, True), epsilon, delta)
         if other.lower > found.upper or other.upper < found.lower:
             # One of the two is not what it claims.
-            found = _Ends(0.0, math.inf)
+            found = _Bounds(0.0, math.inf)
             break
-        found = _Ends(max(found.lower, other.lower), min(found.upper, other.upper))
+        found = _Bounds(max(found.lower, other.lower), min(found.upper, other.upper))
         if found.upper - found.lower <= _GOOD * found.lower:
             break
     if found.upper == math.inf:
-        found = _Ends(found.lower, axis.certain_epsilon(pairs, delta))
+        found = _Bounds(found.lower, axis.epsilon_bound(pairs, delta))
     if side == ADD:
-        return _Ends(found.lower, min(found.upper, _largest_added_loss(pairs)))
+        return _Bounds(found.lower, min(found.upper, _largest_added_loss(pairs)))
     return found
 
 
@@ -217,26 +224,28 @@ def _largest_added_loss(pairs: Pairs) -> float:
     return -math.fsum(count * math.log1p(-pair.rate) for pair, count in pairs)
 
 
-def _clearest(axis: Axis, epsilon: float, delta: float) -> tuple[float, float, float]:
+def _first_significant_delta(
+    axis: RealAxis, epsilon: float, delta: float
+) -> tuple[float, float, float]:
     """Delta, its error and derivative along the first contour that tells it apart from noise."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
-        found = line_of(axis.pairs, contour, False).delta(epsilon)
+        found = integral_along(axis.pairs, contour, False).delta(epsilon)
         value, error, _ = found
         if value > 2 * error or value + error < delta:
             break
     return found
 
 
-def _around(line: Line, epsilon: float, delta: float) -> _Ends:
+def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bounds:
     """The epsilons on both sides of delta that this line is certain of."""
     for _ in range(6):
         value, error, slope = line.delta(epsilon)
         if not value > 0 > slope or error > delta:
-            return _Ends(0.0, math.inf)
+            return _Bounds(0.0, math.inf)
         following = epsilon - math.log(value / delta) * value / slope
         if not 0.5 * epsilon < following < 2 * epsilon:
-            return _Ends(0.0, math.inf)
+            return _Bounds(0.0, math.inf)
         done = abs(following - epsilon) <= 1e-12 * epsilon
         epsilon = following
         if done:
@@ -253,28 +262,28 @@ def _around(line: Line, epsilon: float, delta: float) -> _Ends:
         else:
             end = 0.0 if way < 0 else math.inf
         ends.append(max(end, 0.0))
-    return _Ends(*ends)
+    return _Bounds(*ends)
 
 
-def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None = None) -> _Ends:
+def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None = None) -> _Bounds:
     """Certified delta of one direction; any bound will do that is at most `enough`."""
     if side == ADD and epsilon >= _largest_added_loss(pairs):
-        return _Ends(0.0, 0.0)
+        return _Bounds(0.0, 0.0)
     few = representatives(pairs)
-    bound = max(Axis(few, side, WANTED).certain_delta(pairs, epsilon), _LEAST_FLOAT)
+    bound = max(RealAxis(few, side, TARGET_ERROR).delta_bound(pairs, epsilon), _LEAST_FLOAT)
     if enough is not None and bound <= enough:
-        return _Ends(0.0, bound)
-    found = _Ends(0.0, bound)
-    for contour in Axis(few, side, bound * WANTED).contours(epsilon):
-        value, error, _ = line_of(pairs, contour, True).delta(epsilon)
+        return _Bounds(0.0, bound)
+    found = _Bounds(0.0, bound)
+    for contour in RealAxis(few, side, bound * TARGET_ERROR).contours(epsilon):
+        value, error, _ = integral_along(pairs, contour, True).delta(epsilon)
         if not math.isfinite(value + error) or value + error < 0:
             continue
         if value - error > found.upper or value + error < found.lower:
             # One of the two is not what it claims.
-            found = _Ends(0.0, bound)
+            found = _Bounds(0.0, bound)
             break
         upper = min(found.upper, max(value + error, _LEAST_FLOAT))
-        found = _Ends(min(upper, max(found.lower, value - error)), upper)
+        found = _Bounds(min(upper, max(found.lower, value - error)), upper)
         if found.upper - found.lower <= _GOOD * found.lower:
             break
     return found

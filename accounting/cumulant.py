@@ -31,9 +31,9 @@ _Complex = NDArray[np.complex128]
 
 _ROUNDING = 2.0**-52
 _DIGITS = 38.0  # nats: e^-38 is 3e-17
-_FEWER_DIGITS = 33.0
+_REAL_LINE_DIGITS = 33.0
 _RAY_DIGITS = 34.0
-_LEFT_OUT = 70.0  # nats below the largest value of an integrand
+_NEGLIGIBLE = 70.0  # nats below the largest value of an integrand
 _FARTHEST = 60.0  # standard deviations at which an integrand is looked for
 _LARGEST_ANGLE = 0.6  # of a ray; the Gaussian falls on it below pi / 4
 _ANGLE_STEP = 0.15
@@ -70,12 +70,12 @@ def log_mgf(
         while parts:
             part = parts.pop()
             if enough:
-                window = _window(pair, orders[part], 0.0, cut, _FEWER_DIGITS + 12)
+                window = _window(pair, orders[part], 0.0, cut, _REAL_LINE_DIGITS + 12)
                 if window.error < enough:
-                    excess[part], rounding[part] = _plain_excess(pair, orders[part], window)
+                    excess[part], rounding[part] = _real_line_excess(pair, orders[part], window)
                     continue
             angles = {0.0, _angle(pair, orders[part], cut)}
-            windows = [_window(pair, orders[part], angle, cut, _LEFT_OUT) for angle in angles]
+            windows = [_window(pair, orders[part], angle, cut, _NEGLIGIBLE) for angle in angles]
             best = min(windows, key=lambda window: window.error)
             if best.error > _SPLIT and len(part) > 2:
                 # Each order then has a window of its own.
@@ -97,7 +97,7 @@ def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
     loss, log_density = path.real, log_path.real
     with np.errstate(all="ignore"):
         scaled = order * loss
-        if cut is None and _beyond(pair, order) > -_DIGITS:
+        if cut is None and _tail_exponent(pair, order) > -_DIGITS:
             return math.inf
         if pair.symmetric:
             terms = _real_g(scaled, log_density) + _real_g(loss - scaled, log_density)
@@ -144,7 +144,7 @@ def _excess(
         return np.full(orders.shape, np.nan + 0j), np.full(orders.shape, np.nan)
     step = _ray_step() if window.angle else _line_step(pair, orders, window.high, digits)
     if pair.symmetric:
-        total, rounding = _half(pair, orders, window.angle, window.high, step)
+        total, rounding = _symmetric_excess(pair, orders, window.angle, window.high, step)
         return total, rounding + window.lost
     y, step = _nodes(window.low, window.high, step)
     loss, log_density = _path(pair, y, window.angle)
@@ -155,17 +155,19 @@ def _excess(
     return total, rounding + window.lost
 
 
-def _plain_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
+def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
     """M - 1 with the error of M, on the real line."""
     if pair.symmetric:
-        return _excess(pair, orders, window, _FEWER_DIGITS)
-    y, step = _nodes(window.low, window.high, _line_step(pair, orders, window.high, _FEWER_DIGITS))
-    loss, log_density = _on_the_line(pair, y)
+        return _excess(pair, orders, window, _REAL_LINE_DIGITS)
+    y, step = _nodes(
+        window.low, window.high, _line_step(pair, orders, window.high, _REAL_LINE_DIGITS)
+    )
+    loss, log_density = _real_path(pair, y)
     terms = np.exp(np.multiply.outer(orders, loss) + (log_density + math.log(step)))
     return terms.sum(axis=1) - 1, 64 * _ROUNDING * np.abs(terms).sum(axis=1) + window.lost
 
 
-def _on_the_line(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
+def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
     """The loss at y, and the logarithm of the density of y."""
     s = pair.noise
     log_scale = math.log(s / math.sqrt(2 * math.pi))
@@ -177,7 +179,7 @@ def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
     s, q = pair.noise, pair.rate
     log_scale = math.log(s / math.sqrt(2 * math.pi))
     if not angle:
-        loss, log_density = _on_the_line(pair, y)
+        loss, log_density = _real_path(pair, y)
         return loss.astype(complex), log_density.astype(complex)
     odds, turn = math.log(q) - math.log1p(-q), np.exp(1j * angle)
     length = np.logaddexp(0, odds + y)  # w
@@ -187,10 +189,8 @@ def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
     return math.log1p(-q) + w, log_scale - z * z / 2 + log_jacobian
 
 
-def _window(
-    pair: Pair, orders: _Complex, angle: float, cut: float | None, left_out: float
-) -> _Window:
-    """The y between which the integrand is more than e^-left_out of its largest value."""
+def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats: float) -> _Window:
+    """The y between which the integrand is more than e^-nats of its largest value."""
     y, loss, log_density = _coarse_path(pair, angle, cut)
     forward = (orders * np.exp(1j * angle)).real if angle else orders.real
     extremes = orders[[int(np.argmax(forward)), int(np.argmin(forward))]]
@@ -200,8 +200,8 @@ def _window(
         exponent = np.maximum(exponent, growth)
     exponent = exponent + log_density.real
     peak = float(exponent.max())
-    beyond = -math.inf if cut is not None else _beyond(pair, extremes[0], angle)
-    kept = np.flatnonzero(exponent > max(0.0, peak) - left_out)
+    beyond = -math.inf if cut is not None else _tail_exponent(pair, extremes[0], angle)
+    kept = np.flatnonzero(exponent > max(0.0, peak) - nats)
     if not len(kept) or not beyond < max(0.0, peak) - _DIGITS:
         return _Window(angle, 0.0, 0.0, math.inf, math.inf)
     low, high = max(kept[0] - 1, 0), min(kept[-1] + 1, len(exponent) - 1)
@@ -210,7 +210,7 @@ def _window(
     return _Window(angle, float(y[low]), float(y[high]), error, lost)
 
 
-def _beyond(pair: Pair, order: complex, angle: float = 0.0) -> float:
+def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
     """The largest exponent of the integrand behind the coarse path."""
     s = pair.noise
     growth = (order * np.exp(1j * angle)).real
@@ -247,7 +247,7 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
     return 2 * math.pi * strip / (digits + strip**2 / 2 + turn * strip) / s
 
 
-def _half(
+def _symmetric_excess(
     pair: Pair, orders: _Complex, angle: float, top: float, step: float
 ) -> tuple[_Complex, _Real]:
     """A symmetric pair: each exponent on a ray of its own, which begins at the loss 0.

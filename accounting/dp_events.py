@@ -141,7 +141,7 @@ class _Writer:
         if isinstance(event, Gaussian):
             return self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
         if isinstance(event, TruncatedPoissonGaussian):
-            _refuse_sensitivity(event.relation == REPLACE_ONE and self.reading == "sensitivity")
+            _check_not_sensitivity(event.relation == REPLACE_ONE and self.reading == "sensitivity")
             return _class(theirs, "TruncatedSubsampledGaussianDpEvent")(
                 dataset_size=event.num_samples,
                 sampling_probability=event.sample_rate,
@@ -161,7 +161,7 @@ class _Writer:
         )
 
     def _gaussian(self, noise_multiplier: float, replaced: bool) -> Any:
-        return self.theirs.GaussianDpEvent(noise_multiplier / _shift(self.reading, replaced))
+        return self.theirs.GaussianDpEvent(noise_multiplier / _sensitivity(self.reading, replaced))
 
 
 class _Reader:
@@ -200,7 +200,7 @@ class _Reader:
                 num_samples=given.source_dataset_size,
             )
         if name == "TruncatedSubsampledGaussianDpEvent":
-            _refuse_sensitivity(replaced and self.reading == "sensitivity")
+            _check_not_sensitivity(replaced and self.reading == "sensitivity")
             return TruncatedPoissonGaussian(
                 relation=relation,
                 noise_multiplier=given.noise_multiplier,
@@ -212,7 +212,7 @@ class _Reader:
 
     def _noise(self, given: Any, replaced: bool) -> float:
         """The joint noise multiplier of Gaussians on one batch, in our reading."""
-        return _joint(self.theirs, given) * _shift(self.reading, replaced)
+        return _joint(self.theirs, given) * _sensitivity(self.reading, replaced)
 
 
 def _joint(theirs: ModuleType, given: Any) -> float:
@@ -230,7 +230,7 @@ def _joint(theirs: ModuleType, given: Any) -> float:
     raise _unknown(given, " on a sampled batch")
 
 
-def _shift(reading: str | None, replaced: bool) -> float:
+def _sensitivity(reading: str | None, replaced: bool) -> float:
     """What our noise multiplier is to be divided by to become theirs."""
     if not replaced:
         return 1.0
@@ -243,7 +243,7 @@ def _shift(reading: str | None, replaced: bool) -> float:
     return 2.0 if reading == "sensitivity" else 1.0
 
 
-def _refuse_sensitivity(refused: bool) -> None:
+def _check_not_sensitivity(refused: bool) -> None:
     if refused:
         raise ValueError(
             "noise_relative_to='sensitivity': TruncatedSubsampledGaussianDpEvent counts noise in "

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
+from scipy.special import betainc
+
 from . import _validate
 from .pairs import Pair
-from .truncated_poisson import truncation_probability
 
 __all__ = [
     "ADD_REMOVE",
@@ -31,6 +32,7 @@ __all__ = [
     "TruncatedPoissonGaussian",
     "event_from_dict",
     "joint_noise_multiplier",
+    "truncation_probability",
 ]
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
@@ -82,7 +84,7 @@ class Event(ABC):
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return {"event": type(self).__name__, **own}
 
-    def _shift(self) -> float:
+    def _sensitivity(self) -> float:
         """How many bounds a sum moves between neighbours."""
         return 2.0 if self.relation == REPLACE_ONE else 1.0
 
@@ -103,7 +105,7 @@ class Gaussian(Event):
         _validate.non_negative(noise_multiplier=self.noise_multiplier)
 
     def pairs(self) -> list[tuple[Pair, int]]:
-        return [(Pair(self.noise_multiplier / self._shift(), 1.0), 1)]
+        return [(Pair(self.noise_multiplier / self._sensitivity(), 1.0), 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ class PoissonGaussian(Event):
     def pairs(self) -> list[tuple[Pair, int]]:
         if self.sample_rate == 0:
             return []
-        noise = self.noise_multiplier / self._shift()
+        noise = self.noise_multiplier / self._sensitivity()
         return [(Pair(noise, self.sample_rate, self.relation == REPLACE_ONE), 1)]
 
 
@@ -333,6 +335,33 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
         return float(least)
     # Relative to the least, so that no square leaves float64's range.
     return float(least / math.sqrt(math.fsum((least / s) ** 2 for s in noise_multipliers)))
+
+
+def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> float:
+    """A bound on the chance that one Poisson batch exceeds the cap.
+
+    Args:
+        num_samples: number of samples n in the data set, >= 1.
+        sample_rate: the chance of one sample to be in the batch, in [0, 1].
+        cap: the largest batch that is not cut, in samples, >= 1.
+
+    Returns:
+        P[Binomial(n, sample_rate) + 1 > cap]. Over T steps the truncation mass is T times this.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Guarantees:
+        It bounds the chance of a cut for this data set and for every neighbour of it with one
+        sample more or less: a neighbour's batch has at most one sample beyond those drawn from
+        these n.
+    """
+    _validate.whole(1, num_samples=num_samples, cap=cap)
+    _validate.rate(sample_rate=sample_rate)
+    if cap > num_samples:
+        return 0.0
+    # P[Binomial(n, p) >= k] = I_p(k, n - k + 1).
+    return float(betainc(cap, num_samples - cap + 1, sample_rate))
 
 
 def _same_relation(relation: str, events: Sequence[Event]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 
-from .accountant import Accountant
+from .accountant import Accountant, Interval
 from .gaussian import gaussian_delta, gaussian_epsilon
-from .interval import Interval
 from .pairs import Pair, Pairs
 
 __all__ = ["GDPAccountant"]

@@ -1,28 +1,33 @@
 """Epsilon by composing discretised privacy losses with the FFT, both ends of it certified.
 
-A law is the distribution of the loss L = log(dP/dQ) under P; delta(e) = E (1 - exp(e - L))_+.
-`pld_law` is one step's, `pld_plan` chooses a window and a grid, `pld_cells` puts the law on it,
-`pld_composition` composes. s is a pair's noise, q its rate.
+The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss` has the
+distribution of one step's loss and puts it on a grid, `pld_plan` chooses the grid and its window, and
+this file composes. s is a pair's noise, q its rate.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import erf
 
-from .accountant import Accountant
+from .accountant import Accountant, Interval
 from .gaussian import gaussian_delta, gaussian_epsilon
-from .interval import Interval
 from .pairs import Pairs, joint_noise
-from .pld_composition import Composition, compose
-from .pld_plan import TOLERANCE, Question, plan_of, spacing_of
+from .pld_loss import UNIT, Array, optimistic, pessimistic
+from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 
 __all__ = ["PLDAccountant", "pld_delta", "pld_epsilon"]
 
 _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only the closed bounds
+_MASS_ERROR = 1e-14  # relative, of one step's masses; and of the sums over the window:
+_SUM_ERROR = 1e-9
+_MARGIN = 32  # grid points added to the window at each end
+_FFT_ERROR = 2.5 * UNIT  # of one level of the FFT, relative to the sum of its inputs' moduli
 
 
 class PLDAccountant(Accountant):
@@ -58,14 +63,14 @@ def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
     if _total_variation(pairs) <= delta:
         return Interval(0.0, 0.0)
     closed = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
-    return _both_directions(pairs, Question(delta=delta), closed)
+    return _both_directions(pairs, Query(delta=delta), closed)
 
 
 def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
     """Both ends of delta at epsilon."""
     closed = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
     closed = min(1.0, _total_variation(pairs), closed * (1 + 1e-9) + 1e-300)
-    return _both_directions(pairs, Question(epsilon=epsilon), closed)
+    return _both_directions(pairs, Query(epsilon=epsilon), closed)
 
 
 def _total_variation(pairs: Pairs) -> float:
@@ -75,65 +80,65 @@ def _total_variation(pairs: Pairs) -> float:
     )
 
 
-def _both_directions(pairs: Pairs, question: Question, closed: float) -> Interval:
+def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
     """The greater of both directions; `closed` is an upper end that is known anyway."""
     noises = [pair.noise for pair, _ in pairs]
     if min(noises) < _SMALLEST_NOISE or max(noises) > _LARGEST_NOISE:
         return Interval(0.0, closed)
-    found = _one_direction(pairs, 1, question, None)
+    found = _one_direction(pairs, 1, query, None)
     lower, upper = found.lower or 0.0, found.upper
     if any(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
-        other = _one_direction(pairs, -1, question, upper)
+        other = _one_direction(pairs, -1, query, upper)
         lower, upper = max(lower, other.lower or 0.0), max(upper, other.upper)
     upper = min(upper, closed)
     return Interval(max(0.0, min(lower, upper)), upper)
 
 
-def _one_direction(pairs: Pairs, sign: int, question: Question, enough: float | None) -> Interval:
+def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) -> Interval:
     """One direction; where `enough` is known to be an end of the other, no tighter than it."""
     lower, upper, gap = 0.0, math.inf, math.inf
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
         # No loss of an addition exceeds -log(1 - q).
         most = -(1 + 1e-12) * math.fsum(n * math.log1p(-pair.rate) for pair, n in pairs)
-        if question.epsilon is None:
+        if query.epsilon is None:
             upper = most
-        elif question.epsilon >= most:
+        elif query.epsilon >= most:
             upper = 0.0
         if enough is not None and upper <= enough:
             return Interval(0.0, upper)
     with np.errstate(all="ignore"):
-        plan = plan_of(pairs, sign, question)
+        plan = plan_of(pairs, sign, query)
         if plan is None:
             return Interval(lower, upper)
-        spacing, least = spacing_of(pairs, plan, question)
+        spacing, least = spacing_of(pairs, plan, query)
         if enough is not None:
             spacing *= 3
         for _ in range(_ATTEMPTS):
             spacing = max(spacing, least)
-            upper = min(upper, _answer(compose(pairs, sign, plan, spacing, True), question))
+            upper = min(upper, _answer(compose(pairs, sign, plan, spacing, True), query))
             if enough is not None and upper <= enough:
                 return Interval(0.0, upper)
-            lower = max(lower, _answer(compose(pairs, sign, plan, spacing, False), question))
+            lower = max(lower, _answer(compose(pairs, sign, plan, spacing, False), query))
             gap, before = upper - lower, gap
             allowed = 2 * TOLERANCE * upper
-            if question.epsilon is None:
+            if query.epsilon is None:
                 allowed = max(allowed, 0.1 * TOLERANCE / plan.theta)
             if gap <= allowed or spacing == least or gap > 0.7 * before:
                 break
             factor = 0.8 * math.sqrt(allowed / gap) if gap < 0.99 * upper else 0.25
             spacing *= min(0.6, max(0.1, factor))
-            if question.epsilon is None and upper < 0.9 * plan.epsilon:
+            if query.epsilon is None and upper < 0.9 * plan.epsilon:
                 # Where the Chernoff bound is far off, so is its theta.
-                plan = plan_of(pairs, sign, question, upper) or plan
-                wanted, least = spacing_of(pairs, plan, question)
+                plan = plan_of(pairs, sign, query, upper) or plan
+                wanted, least = spacing_of(pairs, plan, query)
                 spacing = min(spacing, wanted)
     return Interval(lower, upper)
 
 
-def _answer(composition: Composition, question: Question) -> float:
-    if question.epsilon is not None:
-        return composition.delta(question.epsilon)
-    return _epsilon_at(composition, question.delta or 0.0)
+def _answer(composition: Composition, query: Query) -> float:
+    if query.epsilon is not None:
+        return composition.delta(query.epsilon)
+    return _epsilon_at(composition, query.delta or 0.0)
 
 
 def _epsilon_at(composition: Composition, delta: float) -> float:
@@ -167,3 +172,140 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         root += step if is_upper else -step
         step *= 2
     return high if is_upper else low
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The sum's tilted masses on `losses`, and what is not known about them.
+
+    delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, up
+    to `outside` exp(-theta (e - reference)) exp(log_kernel(theta)), and `infinite`.
+    """
+
+    losses: Array
+    weights: Array  # masses exp(-theta (loss - reference))
+    reference: float
+    theta: float
+    spacing: float
+    log_scale: float
+    outside: float
+    rounding: tuple[float, float]  # bounds on the masses' errors: of each, of their 2-norm
+    infinite: float
+    relative: float
+    is_upper: bool
+
+    def delta(self, epsilon: float) -> float:
+        """An upper or a lower end of delta at this epsilon."""
+        exponent = self.theta * (self.reference - epsilon)
+        kernel = float(log_kernel(self.theta))
+        log_chernoff = self.log_scale + exponent + kernel + self.relative
+        chernoff = math.exp(min(log_chernoff, 0.0))
+        if exponent > 600 or abs(self.log_scale) > 690:
+            return min(1.0, chernoff + self.infinite) + 5e-324 if self.is_upper else 0.0
+        start = int(np.searchsorted(self.losses, epsilon, side="right"))
+        found = float(self.weights[start:] @ -np.expm1(epsilon - self.losses[start:]))
+        top, sums = math.exp(kernel), self._kernel_sums()
+        error = self.outside * top
+        error += min(self.rounding[0] * (sums[0] + top), self.rounding[1] * (sums[1] + top))
+        error *= math.exp(exponent)
+        scale = math.exp(self.log_scale)
+        if not self.is_upper:
+            return max(0.0, (found * (1 - self.relative) - error) * scale)
+        total = min((found * (1 + self.relative) + error) * scale, chernoff)
+        return min(1.0, total + self.infinite) + 5e-324
+
+    def _kernel_sums(self) -> tuple[float, float]:
+        """Norms of exp(-theta l) (1 - exp(-l)) on l = D, 2 D, ..., of order 1 and 2."""
+        rates = np.array([0.0, 1.0, 2.0])
+        one = 1 / np.expm1((self.theta + rates) * self.spacing)
+        two = 1 / np.expm1((2 * self.theta + rates) * self.spacing)
+        first = one[0] - one[1] + 1e-12 * one[0]
+        second = two[0] - 2 * two[1] + two[2] + 1e-12 * two[0]
+        return float(first), math.sqrt(max(0.0, float(second)))
+
+
+def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool) -> Composition:
+    """The whole composition on one grid, for an upper end of delta or for a lower one."""
+    theta = plan.theta
+    atoms = [
+        pessimistic(pair, sign, spacing, span)
+        if is_upper
+        else optimistic(pair, sign, spacing, span, theta)
+        for (pair, _), span in zip(pairs, plan.ranges, strict=True)
+    ]
+    counts = [count for _, count in pairs]
+    offset = math.fsum(n * a.offset for a, n in zip(atoms, counts, strict=True))
+    size = next_fast_len(math.ceil((plan.high - plan.low) / spacing) + 2 * _MARGIN, real=True)
+    begin = math.floor((plan.low - offset) / spacing) - _MARGIN
+    low, high = offset + begin * spacing, offset + (begin + size) * spacing
+    log_modulus = np.zeros(size // 2 + 1)
+    log_raised, phase, doubt = np.zeros_like(log_modulus), np.zeros_like(log_modulus), 0.0
+    total = 0.0
+    # Bounds exp(E exp(tau (S - end))) on the tilted mass outside; a coarse grid wants a small tau.
+    downs, ups = (
+        np.unique([sign * min(abs(tau), c / spacing) for c in (math.inf, 2.0, 0.5, 0.1)])
+        for sign, tau in zip((-1, 1), plan.taus, strict=True)
+    )
+    below, above = -downs * low, -ups * high
+    error = _FFT_ERROR * math.log2(2 * size)
+    for a, count in zip(atoms, counts, strict=True):
+        losses = a.offset + spacing * np.arange(a.first, a.first + len(a.masses))
+        exponents = np.log(a.masses) + theta * losses
+        peak = float(exponents.max())
+        tilted = np.exp(exponents - peak)
+        norm = float(tilted.sum())
+        tilted /= norm
+        total += count * (peak + math.log(norm))
+        below += count * _log_means(tilted, losses, downs)
+        above += count * _log_means(tilted, losses, ups)
+        transformed = rfft(_fold(tilted, a.first, size))
+        modulus = np.abs(transformed)
+        log_modulus += count * np.log(np.maximum(modulus, 1e-300))
+        log_raised += count * np.log(modulus + error)
+        phase += count * np.angle(transformed)
+        doubt += count
+    spectrum = np.exp(log_modulus + 1j * phase)
+    present = np.exp(log_modulus)
+    rounding = present * (4 * UNIT * doubt * math.pi - 4 * UNIT * log_modulus + error)
+    unsure = np.exp(log_raised) - present + np.where(present > 0, rounding, 0.0)
+    each, norm = 2 * float(unsure.sum()) / size, math.sqrt(2 * float(unsure @ unsure) / size)
+    masses = irfft(spectrum, size)
+    if doubt == 1:
+        masses, each, norm = _fold(tilted, atoms[0].first, size), 0.0, 0.0
+    masses = np.roll(masses, -(begin % size))
+    losses = offset + spacing * np.arange(begin, begin + size)
+    reference = plan.epsilon
+    log_scale = total - theta * reference
+    steps = sum(counts)
+    return Composition(
+        losses=losses,
+        weights=masses * np.exp(np.minimum(theta * (reference - losses), 600.0)),
+        reference=reference,
+        theta=theta,
+        spacing=spacing,
+        log_scale=log_scale,
+        rounding=(each, norm),
+        outside=math.exp(min(0.0, below.min())) + math.exp(min(0.0, above.min())),
+        infinite=math.fsum(n * a.infinite for a, n in zip(atoms, counts, strict=True)),
+        relative=_SUM_ERROR + _MASS_ERROR * steps,
+        is_upper=is_upper,
+    )
+
+
+def _log_means(masses: Array, losses: Array, taus: Array) -> Array:
+    """Log E exp(tau L) for each tau."""
+    known = masses > 0
+    masses, losses = masses[known], losses[known]
+    result = np.empty(len(taus))
+    for i, tau in enumerate(taus):
+        peak = float((tau * losses).max())
+        result[i] = peak + math.log(float(masses @ np.exp(tau * losses - peak)))
+    return result
+
+
+def _fold(masses: Array, first: int, size: int) -> Array:
+    """The masses of indices modulo `size`."""
+    start = first % size
+    padded = np.zeros(-(-(start + len(masses)) // size) * size)
+    padded[start : start + len(masses)] = masses
+    return padded.reshape(-1, size).sum(axis=0)

@@ -1,7 +1,7 @@
 """Where a composition matters: its tilt, its window and its grid. All of it only chooses.
 
 Nothing here is certified, and nothing need be: any plan gives valid ends, a bad one wide ones.
-D is the spacing of the grid, K the log of the moment generating function of a law.
+D is the spacing of the grid, K the log of the moment generating function of a dist.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from .pairs import Pair, Pairs
-from .pld_law import Array, law_of
+from .pld_loss import Array, loss_distribution
 
-__all__ = ["TOLERANCE", "Plan", "Question", "log_kernel", "plan_of", "spacing_of"]
+__all__ = ["TOLERANCE", "Plan", "Query", "log_kernel", "plan_of", "spacing_of"]
 
 TOLERANCE = 3e-4  # aimed at, relative to epsilon, each way
 _MOST_POINTS = 2**21
@@ -25,7 +25,7 @@ _LEAST_LOG_DELTA = -650.0  # below, only the closed bounds
 
 
 @dataclass(frozen=True)
-class Question:
+class Query:
     """What is asked: epsilon at this delta, or delta at this epsilon."""
 
     delta: float | None = None
@@ -47,17 +47,17 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
-    """A law by a midpoint rule: losses, rising, and the logarithms of their masses."""
-    law = law_of(pair, sign)
-    low, high = law.ends()
-    step = law.step()
+    """A dist by a midpoint rule: losses, rising, and the logarithms of their masses."""
+    dist = loss_distribution(pair, sign)
+    low, high = dist.ends()
+    step = dist.step()
     if pair.symmetric:
         low = 0.5
     else:
         # The midpoints stay off 1/2, where a loss is exactly 0.
-        low = 0.5 * law.sign - math.ceil((0.5 * law.sign - low) / step) * step
+        low = 0.5 * dist.sign - math.ceil((0.5 * dist.sign - low) / step) * step
     t = low + step * (np.arange(math.ceil((high - low) / step)) + 0.5)
-    losses, log_masses = law.loss(t), np.log(law.density(t)) + math.log(step)
+    losses, log_masses = dist.loss(t), np.log(dist.density(t)) + math.log(step)
     if pair.symmetric:
         mirrored = log_masses - losses
         rest = 1 - np.exp(log_masses).sum() - np.exp(mirrored).sum()
@@ -88,15 +88,15 @@ def log_kernel(theta: Array | float) -> Array:
     return -np.log1p(theta) - theta * np.log1p(1 / theta)
 
 
-def _chernoff(sampled: _Sampled, question: Question, deviation: float) -> tuple[float, float]:
+def _chernoff(sampled: _Sampled, query: Query, deviation: float) -> tuple[float, float]:
     """The theta of the best Chernoff bound, and that bound on epsilon or on log delta."""
 
     def bound(thetas: Array) -> Array:
         values = _cumulant(sampled, thetas) + log_kernel(thetas)
-        if question.epsilon is None:
-            values = (values - math.log(question.delta or 1.0)) / thetas
+        if query.epsilon is None:
+            values = (values - math.log(query.delta or 1.0)) / thetas
         else:
-            values = values - thetas * question.epsilon
+            values = values - thetas * query.epsilon
         return np.where(np.isnan(values), math.inf, values)
 
     grid = np.linspace(-14, 9, 47)
@@ -120,12 +120,12 @@ def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
     return math.sqrt(total)
 
 
-def plan_of(pairs: Pairs, sign: int, question: Question, near: float | None = None) -> Plan | None:
+def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) -> Plan | None:
     """For epsilon of about `near`; if that is not known, of about the Chernoff bound's."""
     whole = [(*_sample(pair, sign), n) for pair, n in pairs]
     sampled: _Sampled = whole
     steps = sum(n for _, n in pairs)
-    asked = question if near is None else Question(epsilon=near)
+    asked = query if near is None else Query(epsilon=near)
     for _ in range(3):
         deviation = _deviation(sampled)
         if not 0 < deviation < math.inf:
@@ -133,13 +133,13 @@ def plan_of(pairs: Pairs, sign: int, question: Question, near: float | None = No
         theta, value = _chernoff(sampled, asked, deviation)
         if not math.isfinite(value) or (asked.delta is None and value < _LEAST_LOG_DELTA):
             return None
-        epsilon, log_delta = max(value, 0.0), math.log(question.delta or 1.0)
+        epsilon, log_delta = max(value, 0.0), math.log(query.delta or 1.0)
         if asked.epsilon is not None:
             epsilon = asked.epsilon
             log_delta = value if near is None else log_delta
-        sampled, infinite = _truncated(whole, epsilon, log_delta, question.epsilon is None)
-        if asked.delta is not None and question.delta is not None:
-            asked = Question(delta=max(question.delta - infinite, question.delta / 4))
+        sampled, infinite = _truncated(whole, epsilon, log_delta, query.epsilon is None)
+        if asked.delta is not None and query.delta is not None:
+            asked = Query(delta=max(query.delta - infinite, query.delta / 4))
     middle = float(_cumulant(sampled, np.array([theta]))[0])
     taus = np.exp(np.linspace(-8, 7, 61)) / _deviation(sampled, theta)
     highs = (_cumulant(sampled, theta + taus) - middle - _LOG_OUTSIDE) / taus
@@ -187,7 +187,7 @@ def _truncated(
     return result, infinite
 
 
-def spacing_of(pairs: Pairs, plan: Plan, question: Question) -> tuple[float, float]:
+def spacing_of(pairs: Pairs, plan: Plan, query: Query) -> tuple[float, float]:
     """The grid's spacing to begin with, and the least.
 
     Splitting a loss onto two atoms raises K by theta (theta + 1) D^2 / 12 for each step, that is
@@ -195,7 +195,7 @@ def spacing_of(pairs: Pairs, plan: Plan, question: Question) -> tuple[float, flo
     """
     steps = sum(n for _, n in pairs)
     aim = 0.4 * TOLERANCE * max(plan.epsilon, 0.1 / plan.theta)
-    if question.epsilon is not None:
+    if query.epsilon is not None:
         aim = 0.4 * TOLERANCE / plan.theta
     span = max(plan.high - plan.low, *(high - low for low, high in plan.ranges))
     largest = max(abs(plan.high), *(abs(end) for ends in plan.ranges for end in ends))

@@ -6,8 +6,7 @@ import math
 import warnings
 from typing import Any
 
-from .accountant import Accountant
-from .interval import Interval
+from .accountant import Accountant, Interval
 from .pairs import Pairs
 
 __all__ = ["PRVAccountant"]
@@ -46,7 +45,7 @@ class PRVAccountant(Accountant):
         return Interval(lower, max(0.0, float(upper)))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is told.
+        # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is of_p.
         low, high = -690.0, 0.0
         for _ in range(24):
             middle = (low + high) / 2

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from scipy.special import binom, gammaln
 
 from . import _validate
-from .accountant import Accountant
+from .accountant import Accountant, Interval
 from .cumulant import log_mgf
-from .interval import Interval
 from .pairs import Pair, Pairs
 
 __all__ = ["RDPAccountant", "compute_rdp"]

@@ -213,7 +213,7 @@ ASSIGNED_BY_CUSTOM = {"grad", "requires_grad", "__class__", "data", "weight", "s
 ASSIGNED_BY_CUSTOM |= {"history", "context_parallel"}
 # Objects of the function itself: a copy of an accountant that it spends, the record of a job that
 # it writes, a number of numpy's.
-OWN_OBJECTS = {"self", "ctx", "meter", "state", "value", "library"}
+OWN_OBJECTS = {"self", "ctx", "trial", "state", "value", "library"}
 
 
 def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:

@@ -156,7 +156,7 @@ class Spending:
             raise BudgetSpent(self._refusal(event))
         if not self.is_ours and not _is_noiseless(event):
             # One of Opacus loses its history where it refuses a step.
-            self._compose(self._meter(), event, 1)
+            self._compose(self._copied_accountant(), event, 1)
 
     def charge(self, event: Event | None, *, run: str, is_foreign: bool = False) -> None:
         """Pay for one admitted release before it is made; None for one that was paid for."""
@@ -212,11 +212,11 @@ class Spending:
             return 0
         event = converted(event, self._relation_with(event))
         if self._room is None or (self._room.event, self._room.state) != (event, self._state()):
-            meter = self._meter()
+            trial = self._copied_accountant()
             if self.is_ours:
-                _convert_all(meter, event.relation)
+                _convert_all(trial, event.relation)
             count = remaining_steps(
-                meter,
+                trial,
                 event,
                 target_epsilon=self.budget.epsilon,
                 target_delta=self.budget.delta,
@@ -279,7 +279,7 @@ class Spending:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was spent according to a checkpoint; with a ledger, the ledger knows more."""
         if self.ledger is None and self.is_ours:
-            loaded = self._meter()
+            loaded = self._copied_accountant()
             loaded.load_state_dict(state["accountant"])
             _convert_all(loaded, self.asked or self._joined(loaded, state["relation"]))
             self.accountant.load_state_dict(loaded.state_dict())
@@ -311,17 +311,17 @@ class Spending:
         if any(map(_is_noiseless, counts)):
             return
         # The accountant's own history may be in the epsilon, and is in no line.
-        meter = create_accountant(last.accountant)
-        meter.history = list(self.accountant.history)
+        trial = create_accountant(last.accountant)
+        trial.history = list(self.accountant.history)
         if self.is_ours:
-            meter.events = list(self.accountant.events)
-            meter.neighboring_relation = self.accountant.neighboring_relation
+            trial.events = list(self.accountant.events)
+            trial.neighboring_relation = self.accountant.neighboring_relation
         assert last.epsilon is not None and last.delta is not None
         try:
-            _convert_all(meter, relation)
+            _convert_all(trial, relation)
             for event, count in counts.items():
-                meter.compose(converted(event, relation), count)
-            found = float(meter.get_epsilon(last.delta))
+                trial.compose(converted(event, relation), count)
+            found = float(trial.get_epsilon(last.delta))
         except (ValueError, ArithmeticError):
             return
         if found < last.epsilon * (1 - 1e-6):
@@ -359,13 +359,13 @@ class Spending:
             *(self.relation, self.budget),
         )
 
-    def _meter(self) -> Accountant:
+    def _copied_accountant(self) -> Accountant:
         """A copy of the accountant that may be spent."""
-        meter = copy.copy(self.accountant)
-        meter.history = list(self.accountant.history)
+        trial = copy.copy(self.accountant)
+        trial.history = list(self.accountant.history)
         if self.is_ours:
-            meter.events = list(self.accountant.events)
-        return meter
+            trial.events = list(self.accountant.events)
+        return trial
 
     def _compose(self, accountant: Accountant, event: Event, count: int) -> None:
         if not self.is_ours:
@@ -390,11 +390,11 @@ class Spending:
         """Epsilon after one more event."""
         if _is_noiseless(event) or self.noiseless:
             return math.inf
-        meter = self._meter()
+        trial = self._copied_accountant()
         if self.is_ours:
-            _convert_all(meter, event.relation)
-        self._compose(meter, event, 1)
-        return self._epsilon_of(meter, delta).upper
+            _convert_all(trial, event.relation)
+        self._compose(trial, event, 1)
+        return self._epsilon_of(trial, delta).upper
 
     def _epsilon_with(self, event: Event | None) -> float | None:
         """What a ledger line tells."""

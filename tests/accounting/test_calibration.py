@@ -51,9 +51,9 @@ def epsilon_of(
     delta: float,
     accountant: str = "contour",
 ) -> float:
-    meter = create_accountant(accountant)
-    meter.history = [(noise_multiplier, sample_rate, steps)]
-    return meter.get_epsilon(delta)
+    trial = create_accountant(accountant)
+    trial.history = [(noise_multiplier, sample_rate, steps)]
+    return trial.get_epsilon(delta)
 
 
 @bounds
@@ -376,20 +376,20 @@ def test_accountants_of_opacus_are_asked_for_their_own_epsilon(name: str) -> Non
     target = {"target_epsilon": 2.0, "target_delta": 1e-5}
     noise = get_noise_multiplier(**target, sample_rate=0.01, steps=500, accountant=accountant)
     assert accountant.history == history
-    meter = new()
-    meter.history = [(noise, 0.01, 500)]
-    assert meter.get_epsilon(1e-5) <= 2.0
-    meter.history = [(noise * (1 - 2e-4), 0.01, 500)]
-    assert meter.get_epsilon(1e-5) > 2.0
+    trial = new()
+    trial.history = [(noise, 0.01, 500)]
+    assert trial.get_epsilon(1e-5) <= 2.0
+    trial.history = [(noise * (1 - 2e-4), 0.01, 500)]
+    assert trial.get_epsilon(1e-5) > 2.0
 
     event = PoissonGaussian(noise_multiplier=1.3, sample_rate=0.01)
     left = remaining_steps(accountant, event, **target)
     assert accountant.history == history
     # What was taken and what is left are one phase, of which alone GaussianAccountant knows.
-    meter.history = [(1.3, 0.01, 7 + left)]
-    assert meter.get_epsilon(1e-5) <= 2.0
-    meter.history = [(1.3, 0.01, 8 + left)]
-    assert meter.get_epsilon(1e-5) > 2.0
+    trial.history = [(1.3, 0.01, 7 + left)]
+    assert trial.get_epsilon(1e-5) <= 2.0
+    trial.history = [(1.3, 0.01, 8 + left)]
+    assert trial.get_epsilon(1e-5) > 2.0
 
 
 def test_opacus_accountants_know_whole_batches_and_no_other_events() -> None:
@@ -400,11 +400,11 @@ def test_opacus_accountants_know_whole_batches_and_no_other_events() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         left = remaining_steps(accountant, event, **target)
-        meter = opacus.accountants.RDPAccountant()
-        meter.history = [(5.0, 1.0, 2 + left)]
-        assert meter.get_epsilon(1e-5) <= 5.0
-        meter.history = [(5.0, 1.0, 3 + left)]
-        assert meter.get_epsilon(1e-5) > 5.0
+        trial = opacus.accountants.RDPAccountant()
+        trial.history = [(5.0, 1.0, 2 + left)]
+        assert trial.get_epsilon(1e-5) <= 5.0
+        trial.history = [(5.0, 1.0, 3 + left)]
+        assert trial.get_epsilon(1e-5) > 5.0
     for event in (
         Gaussian(relation="replace_one", noise_multiplier=5.0),
         FixedSizeGaussian(noise_multiplier=3.0, batch_size=10, num_samples=1000),

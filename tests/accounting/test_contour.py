@@ -21,14 +21,18 @@ from dpflash.accounting import (
     PRVAccountant,
     RDPAccountant,
     TruncatedPoissonGaussian,
-    contour_axis,
-    contour_line,
+    contour_integral,
     gaussian_delta,
     gaussian_epsilon,
 )
 from dpflash.accounting import contour as module
-from dpflash.accounting.contour_axis import Axis
-from dpflash.accounting.contour_line import ADD, REMOVE, left_out, line_of
+from dpflash.accounting.contour_integral import (
+    ADD,
+    REMOVE,
+    RealAxis,
+    cut_probability,
+    integral_along,
+)
 from dpflash.accounting.pairs import Pair, canonical
 
 KINDS = (ContourAccountant, PLDAccountant, RDPAccountant, GDPAccountant, PRVAccountant)
@@ -119,9 +123,9 @@ def test_order_and_splits_of_the_history_change_no_bit(
     split, composed = of(*parts), of()
     for noise, rate, steps in parts:
         composed.compose(PoissonGaussian(noise_multiplier=noise, sample_rate=rate), steps)
-    line_of.cache_clear()
-    contour_line._cumulant.cache_clear()
-    contour_axis._on_axis.cache_clear()
+    integral_along.cache_clear()
+    contour_integral._cumulant.cache_clear()
+    contour_integral._on_axis.cache_clear()
     found = whole.get_epsilon(delta, interval=True)
     assert found == split.get_epsilon(delta, interval=True)
     assert found == composed.get_epsilon(delta, interval=True)
@@ -485,11 +489,11 @@ def test_beyond_reach_the_gaussian_bounds_remain(noise: float) -> None:
 def test_the_claimed_error_holds_what_a_finer_rule_finds() -> None:
     # A line's value at its coarsest step differs from its finest by less than it claims.
     pairs = canonical([(Pair(0.6, 0.05), 20), (Pair(2.0, 0.3), 5)])
-    axis = Axis(pairs, REMOVE, 1e-6)
+    axis = RealAxis(pairs, REMOVE, 1e-6)
     for epsilon in (0.5, 3.0, 8.0):
         truth = module._delta_of(pairs, REMOVE, epsilon)
         for contour in axis.contours(epsilon):
-            line = line_of(pairs, contour, True)
+            line = integral_along(pairs, contour, True)
             for level in range(3):
                 value, _, rounding, strip = line._sum(epsilon, level)
                 assert value - rounding - strip <= truth.upper
@@ -502,13 +506,15 @@ def test_a_coarse_rule_admits_by_how_much_it_errs(
 ) -> None:
     pairs = ((Pair(1.0, 0.01), 1000),)
     truth = module._delta_of(pairs, REMOVE, 1.8).upper
-    contour = next(Axis(pairs, REMOVE, 1e-6).contours(1.8))
-    monkeypatch.setattr(contour_line.Contour, "step", lambda self, level: step)
-    contour_line._cumulant.cache_clear()
+    contour = next(RealAxis(pairs, REMOVE, 1e-6).contours(1.8))
+    monkeypatch.setattr(contour_integral.Contour, "step", lambda self, level: step)
+    contour_integral._cumulant.cache_clear()
     try:
-        value, _, rounding, strip = contour_line.Line(pairs, contour, True)._sum(1.8, 0)
+        value, _, rounding, strip = contour_integral.ContourIntegral(pairs, contour, True)._sum(
+            1.8, 0
+        )
     finally:
-        contour_line._cumulant.cache_clear()
+        contour_integral._cumulant.cache_clear()
     wrong = abs(value - truth)
     assert 1e-9 * truth < wrong <= strip + rounding
     assert rounding < 0.1 * wrong
@@ -516,53 +522,55 @@ def test_a_coarse_rule_admits_by_how_much_it_errs(
 
 def test_what_is_cut_is_counted() -> None:
     pairs = ((Pair(5.0, 0.1), 1000),)
-    assert left_out(pairs, None) == 0
-    assert left_out(pairs, 8.0) == pytest.approx(2000 * float(ndtr(-8.0)))
+    assert cut_probability(pairs, None) == 0
+    assert cut_probability(pairs, 8.0) == pytest.approx(2000 * float(ndtr(-8.0)))
     # A cut at 3 standard deviations leaves much out, and the interval says so.
-    axis = Axis(pairs, REMOVE, 1e-6)
+    axis = RealAxis(pairs, REMOVE, 1e-6)
     axis.cut = 3.0
     truth = module._delta_of(pairs, REMOVE, 1.0)
     found = [contour for contour in axis.contours(1.0) if contour.cut == 3.0]
     assert found
     for contour in found:
-        value, error, _ = line_of(pairs, contour, True).delta(1.0)
-        assert not error < left_out(pairs, 3.0)
+        value, error, _ = integral_along(pairs, contour, True).delta(1.0)
+        assert not error < cut_probability(pairs, 3.0)
         assert not value + error < truth.lower
 
 
 def test_a_lines_error_counts_cut_and_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = ((Pair(5.0, 0.1), 1000),)
-    contour = next(Axis(pairs, REMOVE, 1e-6).contours(1.0))
-    plain = contour_line.Line(pairs, dataclasses.replace(contour, cut=None), True)
+    contour = next(RealAxis(pairs, REMOVE, 1e-6).contours(1.0))
+    plain = contour_integral.ContourIntegral(pairs, dataclasses.replace(contour, cut=None), True)
     value, _, rounding, _ = plain._sum(1.0, 0)
     # The integrand itself is known to its cumulant's rounding at best.
     assert 1000 * 2.0**-54 * value < rounding < 1e-6 * value
-    cut = contour_line.Line(pairs, dataclasses.replace(contour, cut=7.0), True)
-    assert cut._sum(1.0, 0)[2] >= left_out(pairs, 7.0) > rounding
+    cut = contour_integral.ContourIntegral(pairs, dataclasses.replace(contour, cut=7.0), True)
+    assert cut._sum(1.0, 0)[2] >= cut_probability(pairs, 7.0) > rounding
     # Where the line ends early, what is left of it counts.
-    monkeypatch.setattr(contour_line, "_LAST", 1.0)
-    short = contour_line.Line(pairs, dataclasses.replace(contour, cut=None, width=7), True)
+    monkeypatch.setattr(contour_integral, "_LAST", 1.0)
+    short = contour_integral.ContourIntegral(
+        pairs, dataclasses.replace(contour, cut=None, width=7), True
+    )
     found, _, rounding, _ = short._sum(1.0, 0)
     assert abs(found - value) <= rounding
 
 
 def test_chernoffs_bound_counts_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = ((Pair(5.0, 0.1), 1000),)
-    axis = Axis(pairs, REMOVE, 1e-6)
-    before = axis.certain_delta(pairs, 3.0), axis.certain_epsilon(pairs, 1e-6)
-    monkeypatch.setattr(contour_axis, "left_out", lambda pairs, cut: 5e-7)
-    assert axis.certain_delta(pairs, 3.0) == pytest.approx(before[0] + 5e-7, rel=1e-6)
-    assert axis.certain_epsilon(pairs, 1e-6) > before[1]
+    axis = RealAxis(pairs, REMOVE, 1e-6)
+    before = axis.delta_bound(pairs, 3.0), axis.epsilon_bound(pairs, 1e-6)
+    monkeypatch.setattr(contour_integral, "cut_probability", lambda pairs, cut: 5e-7)
+    assert axis.delta_bound(pairs, 3.0) == pytest.approx(before[0] + 5e-7, rel=1e-6)
+    assert axis.epsilon_bound(pairs, 1e-6) > before[1]
 
 
 def test_chernoffs_bound_is_one() -> None:
     for phase in ((1.0, 0.01, 1000), (4.0, 0.3, 50)):
         pairs = of(phase)._pairs()
         for side in (REMOVE, ADD):
-            axis = Axis(pairs, side, 1e-6)
+            axis = RealAxis(pairs, side, 1e-6)
             truth = module._delta_of(pairs, side, 0.8)
-            assert truth.lower <= axis.certain_delta(pairs, 0.8) <= 30 * truth.upper
-            bound = axis.certain_epsilon(pairs, 1e-6)
+            assert truth.lower <= axis.delta_bound(pairs, 0.8) <= 30 * truth.upper
+            bound = axis.epsilon_bound(pairs, 1e-6)
             assert module._delta_of(pairs, side, bound).lower <= 1e-6
 
 

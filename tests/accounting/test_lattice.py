@@ -7,9 +7,8 @@ from scipy.stats import binom, norm
 
 from dpflash.accounting import Interval, create_accountant
 from dpflash.accounting import contour as contour_module
-from dpflash.accounting.contour import _Ends, _together
-from dpflash.accounting.contour_axis import Axis
-from dpflash.accounting.contour_line import line_of
+from dpflash.accounting.contour import _Bounds, _intersection
+from dpflash.accounting.contour_integral import RealAxis, integral_along
 from dpflash.accounting.pairs import Pair
 
 # (noise, rate, steps, delta) at which a contour once said 288.88 instead of 1032.59, and its like.
@@ -34,9 +33,9 @@ def delta_by_counting(noise: float, rate: float, steps: int, epsilon: float) -> 
         mean = j * (1 / (2 * noise**2) + math.log(rate)) + (steps - j) * math.log1p(-rate)
         spread = math.sqrt(j) / noise
         # E (1 - e^(epsilon - L))_+ of a Gaussian loss
-        told = norm.sf((epsilon - mean) / spread)
+        above = norm.sf((epsilon - mean) / spread)
         less = norm.logsf((epsilon - mean + spread**2) / spread)
-        total += weight * (told - math.exp(epsilon - mean + spread**2 / 2 + less))
+        total += weight * (above - math.exp(epsilon - mean + spread**2 / 2 + less))
     return total
 
 
@@ -73,16 +72,16 @@ def test_epsilon_of_almost_two_losses_agrees_with_pld(
 
 
 def test_contradicting_intervals_leave_the_safe_ends() -> None:
-    assert _together(_Ends(1.0, 2.0), Interval(3.0, 4.0)) == (1.0, 4.0)
-    assert _together(_Ends(1.0, 3.5), Interval(3.0, 4.0)) == (3.0, 3.5)
-    assert _together(_Ends(1.0, 2.0), Interval(None, math.inf)) == (1.0, 2.0)
+    assert _intersection(_Bounds(1.0, 2.0), Interval(3.0, 4.0)) == (1.0, 4.0)
+    assert _intersection(_Bounds(1.0, 3.5), Interval(3.0, 4.0)) == (3.0, 3.5)
+    assert _intersection(_Bounds(1.0, 2.0), Interval(None, math.inf)) == (1.0, 2.0)
 
 
 def test_contours_that_contradict_each_other_are_both_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers = iter([_Ends(1.0, 1.1), _Ends(2.0, 2.1)] * 10)
-    monkeypatch.setattr(contour_module, "_around", lambda *_: next(answers))
+    answers = iter([_Bounds(1.0, 1.1), _Bounds(2.0, 2.1)] * 10)
+    monkeypatch.setattr(contour_module, "_epsilon_bounds", lambda *_: next(answers))
     monkeypatch.setattr(contour_module, "_GOOD", 0.0)
     found = contour_module._epsilon_of(((Pair(1.0, 0.1), 100),), 1, 1e-5)
     assert found.lower == 0.0
@@ -94,6 +93,6 @@ def test_a_step_too_coarse_for_the_integrand_is_noticed() -> None:
     pairs = ((Pair(0.05928440525096655, 2.982704732044792e-05), 6239),)
     epsilon = 288.877668190919
     truth = delta_by_counting(0.05928440525096655, 2.982704732044792e-05, 6239, epsilon)
-    for contour in Axis(pairs, 1, 1e-11).contours(epsilon):
-        value, error, _ = line_of(pairs, contour, True).delta(epsilon)
+    for contour in RealAxis(pairs, 1, 1e-11).contours(epsilon):
+        value, error, _ = integral_along(pairs, contour, True).delta(epsilon)
         assert not abs(value - truth) > error

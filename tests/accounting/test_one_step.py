@@ -15,7 +15,7 @@ from dpflash.accounting import (
     gaussian_delta,
     gaussian_epsilon,
 )
-from dpflash.accounting.one_step import one_step_delta, one_step_epsilon
+from dpflash.accounting.gaussian import one_step_delta, one_step_epsilon
 from dpflash.accounting.pairs import Pair
 
 noises = st.floats(-1, 2).map(lambda x: 10**x)

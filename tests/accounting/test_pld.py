@@ -48,8 +48,8 @@ def delta_of(pairs: list[tuple[Pair, int]], epsilon: float) -> Interval:
 
 def without_closed_form(pair: Pair, count: int, delta: float) -> Interval:
     """By the FFT alone: the accountant's own upper end is never above that of the Gaussian."""
-    question = module.Question(delta=delta)
-    return module._both_directions(((pair, count),), question, math.inf)
+    query = module.Query(delta=delta)
+    return module._both_directions(((pair, count),), query, math.inf)
 
 
 def delta_of_one_step(noise: float, rate: float, epsilon: float) -> tuple[float, float]:
@@ -108,9 +108,9 @@ def test_one_poisson_step_brackets_the_closed_forms(
 ) -> None:
     truths = delta_of_one_step(noise, rate, epsilon)
     pairs = ((Pair(noise, rate), 1),)
-    question = module.Question(epsilon=epsilon)
+    query = module.Query(epsilon=epsilon)
     for sign, truth in zip((1, -1), truths, strict=True):
-        lower, upper = module._one_direction(pairs, sign, question, None)
+        lower, upper = module._one_direction(pairs, sign, query, None)
         assert (lower or 0.0) <= truth * (1 + 1e-9) + 1e-16
         assert truth * (1 - 1e-9) - 1e-16 <= upper
     lower, upper = delta_of([(Pair(noise, rate), 1)], epsilon)
@@ -166,7 +166,7 @@ def test_equal_halves_are_the_whole() -> None:
 def test_gaussian_phases_of_different_noise_are_one_gaussian() -> None:
     pairs = ((Pair(3.0, 1.0), 7), (Pair(5.0, 1.0), 20))
     truth = gaussian_epsilon(delta=1e-6, noise_multiplier=(7 / 9 + 20 / 25) ** -0.5)
-    lower, upper = module._both_directions(pairs, module.Question(delta=1e-6), math.inf)
+    lower, upper = module._both_directions(pairs, module.Query(delta=1e-6), math.inf)
     assert lower <= truth <= upper <= truth * 1.001
 
 

@@ -18,7 +18,7 @@ from dpflash.accounting import (
     TruncatedPoissonGaussian,
     truncation_probability,
 )
-from dpflash.accounting.truncated_poisson import with_failure
+from dpflash.accounting.accountant import with_failure
 
 
 def accountant_of(
@@ -174,7 +174,7 @@ def test_no_noise_gives_no_epsilon() -> None:
 def test_an_empty_history_still_pays_for_the_truncation() -> None:
     assert epsilon_of(accountant_of(), 1e-5, 1e-6) < 1e-8
     assert epsilon_of(accountant_of(), 1e-5, 6e-6) == math.inf
-    # Nothing is told but which samples were cut.
+    # Infinite noise: the outputs reveal only which samples were cut.
     accountant = truncated(math.inf, 0.01, 1, cap=30, num_samples=1000)
     assert accountant._pairs() == ()
     failure = accountant._failure()

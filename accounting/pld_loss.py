@@ -1,25 +1,113 @@
-"""One pair's loss on a grid, its masses moved so that delta only rises or only falls.
+"""The loss of one step as a random variable: one direction of one dominating pair.
 
-D is the spacing of the grid.
+s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss at the
+output x.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import solveh_banded
-from scipy.special import erf
+from scipy.special import erf, log_ndtr
 
 from .pairs import Pair
-from .pld_law import UNIT, Array, Law, law_of
 
-__all__ = ["Atoms", "optimistic", "pessimistic"]
+__all__ = [
+    "UNIT",
+    "Array",
+    "Atoms",
+    "LossDistribution",
+    "loss_distribution",
+    "optimistic",
+    "pessimistic",
+]
 
+Array = NDArray[Any]
+
+UNIT = float(np.finfo(np.float64).eps)
+_REACH = 38.5  # standard deviations beyond which float64 knows no density
 _NEWTON_STEPS = 6
 _DAMPING = 1e-8  # of the mode in which neighbouring boundaries move oppositely: it moves no loss
 _NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
+
+
+@dataclass(frozen=True)
+class LossDistribution:
+    """One direction of one pair on a line on which its loss rises.
+
+    The line is x if something is removed (P is the mixture), and -x if something is added.
+    """
+
+    noise: float
+    rate: float
+    sign: int  # 1: removed, -1: added
+
+    def loss(self, t: Array) -> Array:
+        u = (2 * self.sign * t - 1) / (2 * self.noise**2)
+        if self.rate == 1:
+            return self.sign * u
+        low, high = np.minimum(u, 500.0), np.maximum(u, 500.0)
+        above = math.log(self.rate) + np.log1p((1 / self.rate - 1) * np.exp(-high))
+        loss = np.log1p(self.rate * np.expm1(low))
+        return self.sign * np.where(u > 500, high + above, loss)
+
+    def place(self, loss: Array) -> Array:
+        """Where the loss is this one; infinite beyond the losses that occur."""
+        value = self.sign * loss
+        if self.rate == 1:
+            return self.sign * (self.noise**2 * value + 0.5)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            low = np.log1p(np.maximum(np.expm1(np.minimum(value, 30.0)) / self.rate, -1.0))
+        high = np.maximum(value, 30.0)
+        high = high - math.log(self.rate) + np.log1p((self.rate - 1) * np.exp(-high))
+        return self.sign * (self.noise**2 * np.where(value > 30, high, low) + 0.5)
+
+    def density(self, t: Array) -> Array:
+        x = self.sign * t
+        found = np.exp(-np.square(x / self.noise) / 2)
+        if self.sign == 1:
+            shifted = np.exp(-np.square((x - 1) / self.noise) / 2)
+            found = (1 - self.rate) * found + self.rate * shifted
+        return found / (self.noise * math.sqrt(2 * math.pi))
+
+    def slope(self, t: Array) -> Array:
+        """The loss's derivative: P(sampled | x) / s^2."""
+        u = (2 * self.sign * t - 1) / (2 * self.noise**2)
+        return self.rate * np.exp(u - self.sign * self.loss(t)) / self.noise**2
+
+    def log_tails(self, t: float, above: bool) -> tuple[float, float]:
+        """Logarithms of the masses under P and under Q of what is below (or above) t."""
+        side = -1.0 if above else 1.0
+        x = side * t * self.sign if self.sign == 1 else side * t
+        # In the frame in which the tail is (-inf, x]: the shifted mean is at +-1.
+        mean = side * self.sign
+        plain = float(log_ndtr(x / self.noise))
+        shifted = float(log_ndtr((x - mean) / self.noise))
+        both = shifted
+        if self.rate < 1:
+            both = float(
+                np.logaddexp(math.log1p(-self.rate) + plain, math.log(self.rate) + shifted)
+            )
+        return (both, plain) if self.sign == 1 else (plain, both)
+
+    def ends(self) -> tuple[float, float]:
+        """The finite part of the line that has a density in float64."""
+        reach = _REACH * self.noise
+        return (-reach, 1 + reach) if self.sign == 1 else (-1 - reach, reach)
+
+    def step(self) -> float:
+        """A length within which everything is nearly a polynomial."""
+        return min(self.noise / 8, self.noise**2 / 2)
+
+
+def loss_distribution(pair: Pair, sign: int) -> LossDistribution:
+    """The pair's dist if something is removed (sign 1) or added (-1), where that is not one."""
+    return LossDistribution(pair.noise, pair.rate, 1 if pair.symmetric or pair.rate == 1 else sign)
 
 
 @dataclass(frozen=True)
@@ -32,16 +120,16 @@ class Atoms:
     infinite: float = 0.0
 
 
-def _integrals(law: Law, edges: Array, references: Array) -> tuple[Array, Array]:
+def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple[Array, Array]:
     """Of each cell between two edges: its mass, and E (1 - exp(reference - L)), by Gauss."""
-    low, high = law.ends()
+    low, high = dist.ends()
     edges = np.clip(edges, low, high)
     widths = np.diff(edges)
-    parts = np.maximum(1, np.ceil(widths / law.step())).astype(np.intp)
+    parts = np.maximum(1, np.ceil(widths / dist.step())).astype(np.intp)
     starts = np.cumsum(parts) - parts
     if len(parts) == 0:
         return np.empty(0), np.empty(0)
-    points, weights = _NODES[4 if widths.max() < law.step() / 8 else 6]
+    points, weights = _NODES[4 if widths.max() < dist.step() / 8 else 6]
     width = widths / parts
     if parts.max() > 1:
         index = np.arange(int(parts.sum())) - np.repeat(starts, parts)
@@ -53,9 +141,9 @@ def _integrals(law: Law, edges: Array, references: Array) -> tuple[Array, Array]
     mass, lift = np.zeros(len(left)), np.zeros(len(left))
     for point, weight in zip(points, weights, strict=True):
         t = left + width * ((1 + point) / 2)
-        density = law.density(t) * (weight / 2)
+        density = dist.density(t) * (weight / 2)
         mass += density
-        lift -= density * np.expm1(references - law.loss(t))
+        lift -= density * np.expm1(references - dist.loss(t))
     mass *= width
     lift *= width
     if parts.max() > 1:
@@ -65,22 +153,22 @@ def _integrals(law: Law, edges: Array, references: Array) -> tuple[Array, Array]
 
 def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
     """Each loss on the two grid points around it, so that the masses under P and Q stay."""
-    law = law_of(pair, sign)
+    dist = loss_distribution(pair, sign)
     first, last = math.floor(span[0] / spacing), math.ceil(span[1] / spacing)
     start = 0 if pair.symmetric else first
     last = max(last, start + 1)
     losses = spacing * np.arange(start, last + 1)
-    t = law.place(losses)
+    t = dist.place(losses)
     if pair.symmetric:
         t[0] = 0.5
-    mass, lift = _integrals(law, t, losses[:-1])
+    mass, lift = _integrals(dist, t, losses[:-1])
     to_upper = np.clip(lift / -math.expm1(-spacing), 0.0, mass)
     masses = np.zeros(len(losses))
     masses[:-1] += mass - to_upper
     masses[1:] += to_upper
-    above_p, above_q = map(math.exp, law.log_tails(float(t[-1]), above=True))
+    above_p, above_q = map(math.exp, dist.log_tails(float(t[-1]), above=True))
     if not pair.symmetric:
-        masses[0] += math.exp(law.log_tails(float(t[0]), above=False)[0])
+        masses[0] += math.exp(dist.log_tails(float(t[0]), above=False)[0])
         return Atoms(0.0, first, masses, above_p)
     mirrored = masses * np.exp(-losses)
     mirrored[-1] += above_q
@@ -95,7 +183,7 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 
 
 def _cells(
-    law: Law, spacing: float, span: tuple[float, float], inner: float | None
+    dist: LossDistribution, spacing: float, span: tuple[float, float], inner: float | None
 ) -> tuple[float, int, Array, Array, float]:
     """A partition of the line whose cells have losses on a grid, as nearly as can be.
 
@@ -106,9 +194,9 @@ def _cells(
     """
     first = math.floor(span[0] / spacing) if inner is None else 0
     last = max(math.ceil(span[1] / spacing), first + 3)
-    edge = math.log1p(-law.rate) * law.sign if inner is None and law.rate < 1 else -math.inf
-    begins = law.sign == 1 and first * spacing <= edge + spacing
-    ends = law.sign == -1 and edge <= (last + 1) * spacing
+    edge = math.log1p(-dist.rate) * dist.sign if inner is None and dist.rate < 1 else -math.inf
+    begins = dist.sign == 1 and first * spacing <= edge + spacing
+    ends = dist.sign == -1 and edge <= (last + 1) * spacing
     offset = 0.0
     if begins or ends:
         nearest = math.floor(edge / spacing)
@@ -116,13 +204,13 @@ def _cells(
         last = nearest if ends else max(last, nearest + 3)
         offset = edge - nearest * spacing
     grid = spacing * np.arange(first, last + 1)
-    edges = law.place(grid[:-1] + offset + spacing / 2)
+    edges = dist.place(grid[:-1] + offset + spacing / 2)
     for remaining in range(_NEWTON_STEPS, -1, -1):
-        edges = np.clip(edges, *law.ends())
+        edges = np.clip(edges, *dist.ends())
         targets = grid + offset
-        inside, lift = _integrals(law, edges, targets[1:-1])
-        below = law.log_tails(float(edges[0]), above=False)
-        above = law.log_tails(float(edges[-1]), above=True)
+        inside, lift = _integrals(dist, edges, targets[1:-1])
+        below = dist.log_tails(float(edges[0]), above=False)
+        above = dist.log_tails(float(edges[-1]), above=True)
         mass = np.concatenate(([math.exp(below[0])], inside, [math.exp(above[0])]))
         r = np.concatenate(
             (
@@ -136,7 +224,7 @@ def _cells(
         usable[-1] &= ends
         if not remaining or np.abs(r[usable & (mass > 1e-40)]).max(initial=0.0) < 1e-12 * spacing:
             break
-        at, density = law.loss(edges), law.density(edges) / law.slope(edges)
+        at, density = dist.loss(edges), dist.density(edges) / dist.slope(edges)
         left, right = np.zeros_like(r), np.zeros_like(r)
         left[1:] = density / mass[1:] * np.expm1(targets[1:] + r[1:] - at)
         right[:-1] = -density / mass[:-1] * np.expm1(targets[:-1] + r[:-1] - at)
@@ -154,7 +242,7 @@ def _cells(
         shift = -left[1:] * y[1:] - right[:-1] * y[:-1]
         targets = grid + offset
         at = np.clip(at + shift, targets[:-1] + 0.01 * spacing, targets[1:] - 0.01 * spacing)
-        edges = np.maximum.accumulate(law.place(at))
+        edges = np.maximum.accumulate(dist.place(at))
     return offset, first, targets + r, mass, float(edges[0])
 
 
@@ -162,14 +250,14 @@ def optimistic(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float], theta: float
 ) -> Atoms:
     """Merged cells, their losses rounded down onto a common grid."""
-    law = law_of(pair, sign)
+    dist = loss_distribution(pair, sign)
     offset, first, losses, masses, inner = _cells(
-        law, spacing, span, 0.5 if pair.symmetric else None
+        dist, spacing, span, 0.5 if pair.symmetric else None
     )
     top = first + len(losses) - 1
     if pair.symmetric:
         # The cell around 0 is its own mirror image.
-        mass, lift = _integrals(law, np.array([0.5, inner]), np.zeros(1))
+        mass, lift = _integrals(dist, np.array([0.5, inner]), np.zeros(1))
         at_zero = (1 - pair.rate) * float(erf(1 / (pair.noise * math.sqrt(8))))
         middle = float(2 * mass[0] - lift[0]) + at_zero
         losses, masses = losses[1:], masses[1:]

@@ -6,26 +6,28 @@ Letters: a the order, K the cumulant log M(a) of the whole composition, m as in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from .cumulant import log_mgf
+from .cumulant import log_mgf, rough_log_mgf
 from .pairs import Pair, Pairs
 
 __all__ = [
     "ADD",
     "OCTAVE",
     "REMOVE",
-    "WANTED",
+    "TARGET_ERROR",
+    "RealAxis",
     "Contour",
-    "Line",
+    "ContourIntegral",
     "apex_of",
-    "left_out",
-    "line_of",
+    "cut_probability",
+    "integral_along",
     "representatives",
 ]
 
@@ -34,17 +36,22 @@ _Complex = NDArray[np.complex128]
 
 REMOVE, ADD = 1, -1
 OCTAVE = 16  # apexes are 2^(k / 16), so that queries nearby find their cumulants cached
-WANTED = 1e-10  # error of delta over delta, where rounding allows
+TARGET_ERROR = 1e-10  # error of delta over delta, where rounding allows
 _NARROW = 4  # width
 _FINEST = 3  # halvings of the step
 _PIECE = 1.0  # of t, evaluated at once
 _EDGE_STEP = 0.5
 _LAST = 42.0  # t at which e^-t is far below rounding
-_FAR = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # of t
+_REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # of t
 _ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M on the real line that need no ray
 _FEW = 16
 _ROUNDING = 2.0**-52
 _UNKNOWN = 1e300  # an error of a step that a finer one may have not
+_LEAST_K, _MOST_K = -60 * OCTAVE, 80 * OCTAVE
+_LOG = math.log(2) / OCTAVE
+_MOST_WIDTH = 7  # a narrower contour bends into where K is large
+_CUT_FROM = 1.5  # noise from which it may help to leave outputs out
+_TRIES = 24
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def representatives(pairs: Pairs) -> Pairs:
     return tuple((pairs[g[len(g) // 2]][0], sum(pairs[i][1] for i in g)) for g in groups)
 
 
-def left_out(pairs: Pairs, cut: float | None) -> float:
+def cut_probability(pairs: Pairs, cut: float | None) -> float:
     """The chance, times 2 for safety, of any output beyond 1 + cut standard deviations."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
@@ -121,8 +128,8 @@ def _cumulant(
 
 
 @lru_cache(maxsize=1 << 13)
-def _far_cumulant(pair: Pair, contour: Contour, begin: float) -> tuple[_Complex, _Real]:
-    orders = contour.orders(begin + _FAR, 0.0)[0]
+def _remainder_cumulant(pair: Pair, contour: Contour, begin: float) -> tuple[_Complex, _Real]:
+    orders = contour.orders(begin + _REMAINDER_NODES, 0.0)[0]
     return log_mgf(pair, orders, cut=contour.cut, enough=_ROUGH)
 
 
@@ -132,19 +139,19 @@ def _nodes(piece: int, step: float) -> _Real:
 
 
 @lru_cache(maxsize=256)
-def line_of(pairs: Pairs, contour: Contour, edges: bool) -> Line:
+def integral_along(pairs: Pairs, contour: Contour, edges: bool) -> ContourIntegral:
     """The line of these pairs, which remembers its cumulants."""
-    return Line(pairs, contour, edges)
+    return ContourIntegral(pairs, contour, edges)
 
 
-class Line:
+class ContourIntegral:
     """A composition's cumulant along a contour, and the deltas that follow from it."""
 
     def __init__(self, pairs: Pairs, contour: Contour, edges: bool) -> None:
         self.pairs = pairs
         self.contour = contour
         self.edges = edges
-        self._left_out = left_out(pairs, contour.cut)
+        self._cut_probability = cut_probability(pairs, contour.cut)
         self._sums: dict[tuple[float, int, int], tuple[_Complex, _Real]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
@@ -154,7 +161,11 @@ class Line:
             value, slope, rounding, strip = self._sum(epsilon, level)
             error = rounding + strip
             before, best = best[1], min(best, (value, error, slope), key=lambda found: found[1])
-            if error <= 10 * WANTED * abs(value) or error > before / 2 > 0 or before == error:
+            if (
+                error <= 10 * TARGET_ERROR * abs(value)
+                or error > before / 2 > 0
+                or before == error
+            ):
                 break
         return best
 
@@ -175,13 +186,13 @@ class Line:
             if piece == 0:
                 terms[0], moments[0] = terms[0] / 2, moments[0] / 2
             size = np.abs(terms)
-            end = _known(size, noise)
+            end = _count_significant(size, noise)
             value += step * float(terms[:end].imag.sum())
             coarser += 2 * step * float(terms[:end:2].imag.sum())
             slope += step * float(moments[:end].imag.sum())
             rounding += step * float(noise[:end].sum())
             largest = max(largest, float(size[:end].max(initial=0.0)))
-            tail = _rest(size[:end], largest, end < len(t), tail)
+            tail = _tail_bound(size[:end], largest, end < len(t), tail)
             behind = size[end:][size[end:] > 2 * noise[end:]]
             if behind.size and not float(behind.max()) < 1e-3 * largest:
                 # It was a gap, not the end.
@@ -192,22 +203,27 @@ class Line:
                     if edge_open[index]:
                         strip += _EDGE_STEP * float(edge[:known].sum())
                         peaks[index] = max(peaks[index], float(edge[:known].max(initial=0.0)))
-                        edge_tails[index] = _rest(
+                        edge_tails[index] = _tail_bound(
                             edge[:known], peaks[index], known < len(edge), edge_tails[index]
                         )
                         edge_open[index] = known == len(edge)
-            if end < len(t) or tail <= max(WANTED * abs(value), 0.01 * rounding):
+            if end < len(t) or tail <= max(TARGET_ERROR * abs(value), 0.01 * rounding):
                 break
         strip += sum(edge_tails)
         # Noise this great spreads the loss on one scale only, and nothing comes back.
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
-            tail += self._far(epsilon, t[min(end, len(t) - 1)])
+            tail += self._remainder(epsilon, t[min(end, len(t) - 1)])
         # With twice the step the rule errs by the theorem too; more, and the strip is not known.
         exponent = 2 * math.pi * self.contour.shift / step
         allowed = 2 * strip / math.expm1(exponent / 2) + rounding + tail
         if self.edges and not abs(value - coarser) <= 2 * allowed:
             return value, slope, rounding + tail, _UNKNOWN
-        return value, slope, rounding + tail + self._left_out, 2 * strip / math.expm1(exponent)
+        return (
+            value,
+            slope,
+            rounding + tail + self._cut_probability,
+            2 * strip / math.expm1(exponent),
+        )
 
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
@@ -218,19 +234,19 @@ class Line:
         for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
             part = slice(index * len(t), (index + 1) * len(t))
             terms, _, noise = self._terms(epsilon, t, shift, cumulant[part], error[part])
-            sides.append((np.abs(terms), _known(np.abs(terms), noise)))
+            sides.append((np.abs(terms), _count_significant(np.abs(terms), noise)))
         return sides
 
-    def _far(self, epsilon: float, start: float) -> float:
+    def _remainder(self, epsilon: float, start: float) -> float:
         """The integral of the modulus behind the contour's end, where float64 knows it."""
         begin = math.ceil(start / _PIECE) * _PIECE
-        key, t = (begin, -1, 0), begin + _FAR
+        key, t = (begin, -1, 0), begin + _REMAINDER_NODES
         if key not in self._sums:
             total: _Complex | float = 0.0
             error: _Real | float = 0.0
             with np.errstate(invalid="ignore"):
                 for pair, count in representatives(self.pairs):
-                    value, wrong = _far_cumulant(pair, self.contour, begin)
+                    value, wrong = _remainder_cumulant(pair, self.contour, begin)
                     total, error = total + count * value, error + count * wrong
             self._sums[key] = np.asarray(total), np.asarray(error)
         terms, _, noise = self._terms(epsilon, t, 0.0, *self._sums[key])
@@ -268,16 +284,178 @@ class Line:
         return self._sums[key]
 
 
-def _known(size: _Real, noise: _Real) -> int:
+def _count_significant(size: _Real, noise: _Real) -> int:
     """How many terms there are before those of which float64 knows nothing."""
     unknown = ~(np.isfinite(size) & np.isfinite(noise) & (size > 2 * noise))
     return int(np.argmax(unknown)) if unknown.any() else len(size)
 
 
-def _rest(size: _Real, largest: float, ends: bool, before: float) -> float:
+def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float:
     """What is left of an integral behind terms of this size, which fall at least as e^-t.
 
     Where float64 ends them, they must be seen to fall.
     """
     last = float(size[-2:].max()) if len(size) else before
     return last if not ends or 0 < last < 1e-3 * largest else math.inf
+
+
+class RealAxis:
+    """The integrand on the real axis, where a contour's apex is looked for."""
+
+    def __init__(self, pairs: Pairs, side: int, delta: float) -> None:
+        self.pairs = pairs
+        self.side = side
+        self.cut = _cut(delta, pairs)
+        self._may_cut = max(pair.noise for pair, _ in pairs) > _CUT_FROM
+        variance = math.fsum(count * _variance(pair) for pair, count in pairs)
+        self._start = round(OCTAVE * math.log2(4 / math.sqrt(variance)))
+
+    def cumulant(self, k: int, cut: float | None = None) -> float:
+        """K at the apex of k; inf where it is beyond reach."""
+        if not _LEAST_K <= k <= _MOST_K:
+            return math.inf
+        total = 0.0
+        for pair, count in self.pairs:
+            total += count * _on_axis(pair, self.side, k, cut)
+        return total if total == total else math.inf
+
+    def chernoff(self, delta: float) -> tuple[float, int, float | None]:
+        """About the least epsilon that Chernoff's bound knows at this delta, its apex and cut."""
+        found = []
+        for cut in (None, self.cut):
+
+            def epsilon(k: int, cut: float | None = cut) -> float:
+                return _chernoff_epsilon(self.cumulant(k, cut), k, delta)
+
+            k = self._lowest(epsilon, self._start)
+            found.append((max(0.0, epsilon(k)), k, cut))
+        return min(found, key=lambda bound: bound[0])
+
+    def epsilon_bound(self, pairs: Pairs, delta: float) -> float:
+        """Chernoff's bound of epsilon for all of the pairs, rounding included."""
+        _, k, cut = self.chernoff(delta)
+        k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
+        rest = delta - cut_probability(pairs, cut)
+        return max(0.0, _chernoff_epsilon(cumulant, k, rest)) if rest > 0 else math.inf
+
+    def delta_bound(self, pairs: Pairs, epsilon: float) -> float:
+        """Chernoff's bound of delta for all of the pairs, rounding included."""
+        found = []
+        for cut in (None, self.cut):
+
+            def log_delta(k: int, cut: float | None = cut) -> float:
+                return _chernoff_log_delta(self.cumulant(k, cut), k, epsilon)
+
+            k = self._lowest(log_delta, self._start)
+            found.append((log_delta(k), k, cut))
+        _, k, cut = min(found, key=lambda bound: bound[0])
+        k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
+        log = _chernoff_log_delta(cumulant, k, epsilon)
+        chernoff = math.exp(min(0.0, log)) + cut_probability(pairs, cut)
+        return min(chernoff, math.fsum(count * pair.rate for pair, count in pairs))
+
+    def contours(self, epsilon: float) -> Iterator[Contour]:
+        """Contours for this epsilon >= 0, those that promise most digits first."""
+        found = []
+        for cut in (None, self.cut) if self._may_cut else (None,):
+            small, whole = (self._contour(epsilon, cut, kind) for kind in (True, False))
+            if small and whole and whole[1] - small[1] < 3:
+                small, whole = whole, small
+            found += [candidate[0] for candidate in (small, whole) if candidate]
+        for narrower in (0, 3):
+            for contour in found:
+                yield replace(contour, width=contour.width + narrower)
+
+    def _contour(
+        self, epsilon: float, cut: float | None, small: bool
+    ) -> tuple[Contour, float] | None:
+        """A contour through the lowest point of its integrand's modulus, and the log of that."""
+        if small and (self.side != REMOVE or epsilon == 0):
+            return None
+
+        def modulus(k: int) -> float:
+            c, cumulant = 2.0 ** (k / OCTAVE), self.cumulant(k, cut)
+            if not small:
+                return cumulant - epsilon * c - math.log(c) - math.log1p(c)
+            if not 0 < cumulant < math.inf:
+                return math.inf
+            log = cumulant + math.log(-math.expm1(-cumulant))
+            # Flat towards 0, where nothing is gained.
+            return log - epsilon * c - 1.1 * math.log(c) - math.log1p(c)
+
+        k = self._lowest(modulus, self._start)
+        if not math.isfinite(modulus(k)):
+            return None
+        # The contour goes to greater orders before it goes up: away from where K is large.
+        for _ in range(8):
+            if modulus(k + 6) > modulus(k) + 30 and modulus(k - 4) < modulus(k) + 2:
+                k -= 4
+        right = k + 4 if math.isfinite(modulus(k + 4)) else k
+        curve = (modulus(right - 8) + modulus(right) - 2 * modulus(right - 4)) / (4 * _LOG) ** 2
+        width = min(_MOST_WIDTH, round(math.log2(curve / 16))) if 16 < curve < math.inf else 0
+        contour = Contour(self.side, k, width, small, cut)
+        return contour, modulus(k) + k * _LOG
+
+    def _lowest(self, function: Callable[[int], float], start: int) -> int:
+        """Where a function with one valley is least on the grid."""
+        k = max(_LEAST_K, min(start, _MOST_K))
+        while not math.isfinite(function(k)) and k > _LEAST_K:
+            k -= OCTAVE
+        value = function(k)
+        for step in (OCTAVE, OCTAVE // 2, 2, 1):
+            moved = True
+            while moved:
+                moved = False
+                for following in (k - step, k + step):
+                    if function(following) < value:
+                        k, value, moved = following, function(following), True
+                        break
+        return k
+
+
+def _cut(delta: float, pairs: Pairs) -> float:
+    """Standard deviations beyond which the outputs' chance is nothing against delta."""
+    steps = sum(count for _, count in pairs)
+    needed = math.sqrt(2 * (math.log(steps) - math.log(max(delta, 1e-300)) + 35))
+    return 4.0 * math.ceil(needed / 4)
+
+
+def _chernoff_epsilon(cumulant: float, k: int, delta: float) -> float:
+    c = 2.0 ** (k / OCTAVE)
+    return (cumulant - math.log(delta) - _entropy(c)) / c
+
+
+def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
+    """E (1 - e^(epsilon - L))_+ <= E e^(c (L - epsilon)) max over x > 0 of (1 - e^-x) e^(-c x)."""
+    c = 2.0 ** (k / OCTAVE)
+    return cumulant - c * epsilon - _entropy(c)
+
+
+def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
+    """The nearest smaller apex at which K is known, and K there with its rounding error."""
+    for _ in range(_TRIES):
+        total, order = 0.0, np.array([apex_of(side, k) + 0j])
+        for pair, count in pairs:
+            value, error = log_mgf(pair, order, cut=cut, enough=_ENOUGH)
+            total += count * float(value[0].real + error[0])
+        if math.isfinite(total):
+            return k, total
+        k -= OCTAVE // 2
+    return k, math.inf
+
+
+def _entropy(c: float) -> float:
+    """(1 + c) log(1 + c) - c log c."""
+    return math.log1p(c) + c * math.log1p(1 / c)
+
+
+def _variance(pair: Pair) -> float:
+    """About the variance of the loss."""
+    precision = pair.noise**-2
+    whole = precision + precision**2 / 4
+    return min(whole, pair.rate**2 * math.expm1(min(precision, 700.0))) or 1e-300
+
+
+@lru_cache(maxsize=1 << 16)
+def _on_axis(pair: Pair, side: int, k: int, cut: float | None) -> float:
+    return rough_log_mgf(pair, apex_of(side, k), cut)
