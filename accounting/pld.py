@@ -1,8 +1,8 @@
 """Epsilon by composing discretised privacy losses with the FFT, both ends of it certified.
 
-The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss` has the
-distribution of one step's loss and puts it on a grid, `pld_plan` chooses the grid and its window, and
-this file composes. s is a pair's noise, q its rate.
+The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss` has
+the distribution of one step's loss and puts it on a grid, `pld_plan` chooses the grid and its
+window, and this file composes. s is a pair's noise, q its rate.
 """
 
 from __future__ import annotations
