@@ -196,7 +196,7 @@ def break_norms() -> None:
     from dpflash.clipping import context_gate
     from dpflash.distributed import collectives
 
-    _held.append(context_gate.ContextGate._share)
+    _held.append(context_gate.ContextGate._slice)
     parts: dict[int, Tensor] = {}
 
     def share(self: Any, position: int, grad: Tensor) -> Tensor:
@@ -213,14 +213,14 @@ def break_norms() -> None:
         return collectives.all_reduce_(squares, self._group, "norms")
 
     _held.append(context_gate.ContextGate.finish_norms)
-    context_gate.ContextGate._share = share
+    context_gate.ContextGate._slice = share
     context_gate.ContextGate.finish_norms = norms
 
 
 def mend_norms() -> None:
     from dpflash.clipping import context_gate
 
-    context_gate.ContextGate._share, context_gate.ContextGate.finish_norms = _held
+    context_gate.ContextGate._slice, context_gate.ContextGate.finish_norms = _held
     _held.clear()
 
 

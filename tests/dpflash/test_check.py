@@ -430,7 +430,7 @@ def test_dropout_that_cannot_be_taken_out_is_named_with_the_way_to_switch_it_off
     lstm = Sequences(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True))
     (random_,) = (p for p in check(lstm, batch).problems if p.kind == "random")
     assert "disable dropout" in random_.remedy and "model.eval()" in random_.remedy
-    assert "layer may drop inside" in random_.remedy
+    assert "layer may apply dropout inside" in random_.remedy
     assert not found(check(lstm.eval(), batch), "random")
     (random_,) = (p for p in check(around(Noisy()), vectors()).problems)
     assert "dropout" not in random_.remedy

@@ -61,7 +61,7 @@ def test_binary_empty_and_repeated_files_are_left_out_and_counted(write):
     root = write(a=b"text", b=b"text", c=b"", d=b"\0", e=late_nul, f=b"\xff\xfe", g=b"text")
     documents = ByteDocuments.from_folder(root)
     assert documents.paths == ("a", "f")
-    assert documents.left_out == "2 binary, 1 empty, 2 the same as another"
+    assert documents.left_out == "2 binary, 1 empty, 2 duplicate"
 
 
 def test_a_long_file_is_read_to_its_end(write):

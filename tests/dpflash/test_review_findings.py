@@ -146,7 +146,7 @@ def test_losses_of_two_prepared_passes_do_not_mix():
     first = compiled(x).square().mean(1)
     engine.prepare(2)
     second = compiled(x).square().mean(1)
-    with pytest.raises(RuntimeError, match="mix forward passes"):
+    with pytest.raises(RuntimeError, match="more than one forward"):
         engine.backward(first + second)
 
 
