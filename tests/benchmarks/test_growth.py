@@ -89,7 +89,6 @@ def test_memory_of_a_token_is_the_slope_over_tokens():
     assert found["model"] == 4 * (4 * 64 * 4 + 2 * 4)
 
 
-@pytest.mark.slow
 def test_a_run_writes_rows_that_are_right_with_their_figures(tmp_path):
     request = Request(quick=True, device="cpu", threads=1, has_progress=False, effort=Effort(1, 3))
     forward = replace(growth.HEADS, plan=lambda request: [next(iter(growth.HEADS.plan(request)))])

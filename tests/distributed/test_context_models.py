@@ -35,6 +35,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", [23, 32])
 @pytest.mark.parametrize(("model", "mode", "sharding"), MODELS)
 def test_a_model_over_its_context_is_that_of_one_process(
