@@ -1,8 +1,8 @@
 """Checkpoints of several ranks go on with any number of them, and never repeat noise."""
 
-import sys
 from pathlib import Path
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -16,7 +16,7 @@ SAVED, STEPS = 3, 6
 
 @pytest.fixture(scope="module")
 def cases():
-    return sys.modules["distributed_world"].load(CASES)
+    return distributed_world.load(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def of_size(worlds):
         if size == 4:
             return worlds.get()
         if size not in made or made[size].dead:
-            made[size] = sys.modules["distributed_world"].World(size)
+            made[size] = distributed_world.World(size)
         return made[size]
 
     yield get

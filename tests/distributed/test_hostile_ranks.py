@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -15,7 +15,7 @@ CASES = str(Path(__file__).with_name("hostile_cases.py"))
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Any]:
-    with sys.modules["distributed_world"].World(2) as world:
+    with distributed_world.World(2) as world:
         yield world
 
 

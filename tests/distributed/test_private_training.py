@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ def _load(name: str) -> Any:
 cases = _load("private_cases")
 exact_cases = _load("exact_cases")
 # By this name it reads what other processes raise.
-World = sys.modules["distributed_world"].World
+World = distributed_world.World
 
 
 class _Started:
