@@ -1,9 +1,11 @@
 """Settings of all tests: GPU tests, the number of cases that run, deadlines, the user's cache."""
 
 import itertools
+import json
 import os
 import random
 from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -27,12 +29,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
-    if not FULL:
+    if not FULL and not torch.cuda.is_available():
         _leave_out_cases(config, items)
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases beyond the number of the marker `cases`."""
+    """Deselect cases beyond the number of the marker `cases`; those that kill a mutant stay."""
+    mutants = json.loads(Path(__file__).with_name("mutants.json").read_text())
+    killers = {killer for mutant in mutants for killer in mutant["killers"]}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -41,7 +45,8 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         marker = cases[0].get_closest_marker("cases")
         if marker:
             values = [_parameters(case) for case in cases]
-            chosen = choose_cases(values, marker.args[0])
+            first = [i for i, case in enumerate(cases) if case.nodeid in killers]
+            chosen = choose_cases(values, marker.args[0], first)
             left_out |= {case for i, case in enumerate(cases) if i not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -54,20 +59,25 @@ def _parameters(case: pytest.Item) -> list[tuple[str, int]]:
     return sorted(callspec.indices.items()) if callspec else []
 
 
-def choose_cases(cases: Sequence[Sequence[Hashable]], count: int) -> set[int]:
+def choose_cases(
+    cases: Sequence[Sequence[Hashable]], count: int, first: Sequence[int] = ()
+) -> set[int]:
     """Indices of `count` cases that cover most values, and then most pairs of values.
 
     Args:
         cases: the values of each case, all of the same length; equal values are of one parameter.
         count: how many cases to choose.
+        first: indices that are chosen in any case, and count.
 
     Returns:
-        min(count, len(cases)) indices, the same for the same cases.
+        As many indices as `count`, `first` or `cases` allow, the same for the same arguments.
     """
-    left = list(range(len(cases)))
+    left = [case for case in range(len(cases)) if case not in first]
     random.Random(0).shuffle(left)
+    chosen = set(first)
     covered: set[Hashable] = set()
-    chosen: set[int] = set()
+    for case in first:
+        covered |= {*cases[case], *itertools.combinations(cases[case], 2)}
 
     def gain(case: int) -> tuple[int, int]:
         values = set(cases[case])

@@ -95,7 +95,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(

@@ -424,6 +424,7 @@ def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
     assert str(out / "checkpoint") in shown and str(out / "model.pt") in shown
 
 
+@pytest.mark.cases(0)
 def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = torchrun(2, options(data, out, clipping="sideways"))

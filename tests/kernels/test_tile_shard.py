@@ -144,7 +144,7 @@ def cols_matrix(graph):
     return torch.stack(sides).unflatten(0, variants.shape)
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
@@ -166,7 +166,7 @@ def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
         assert edges == pattern.edges(tokens, 3)
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_nobody_sees_is_in_no_table(name, tokens):
@@ -512,6 +512,7 @@ def test_shards_merge_to_the_whole_in_the_kernels(name, ranks):
     assert_close(found, whole(graph, tensors), 3e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
