@@ -58,7 +58,6 @@ def test_type_checkers_find_both_houses_through_the_links() -> None:
         assert link.resolve() == ROOT / folder
 
 
-@pytest.mark.slow
 def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     pytest.importorskip("pip")

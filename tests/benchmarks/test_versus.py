@@ -28,7 +28,6 @@ def read(folder):
     return [json.loads((folder / name).read_text()) for name in names]
 
 
-@pytest.mark.slow
 def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_path, capsys):
     code = run_versus(ROOT, ROOT, out=tmp_path, quick=True, **FEW)
     old, new, comparison = read(tmp_path)
@@ -47,7 +46,6 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
     assert "trials took turns" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
     # The old one has no benchmarks and no dilated pattern, the new one a wrong accountant.
     old = copy_checkout(tmp_path / "old")
@@ -76,7 +74,6 @@ def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path)
     assert verdicts["accounting/contour"] == "fails" and code == 1
 
 
-@pytest.mark.slow
 def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
     broken = copy_checkout(tmp_path / "broken")
     (broken / "dpflash/__init__.py").write_text("raise ImportError('a checkout of no use')\n")

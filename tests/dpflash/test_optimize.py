@@ -520,7 +520,7 @@ def test_the_compiled_model_releases_what_the_eager_one_does(
     assert distance(found[1], found[0]) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0)
 def test_the_real_compiler_gives_the_sums_of_the_eager_model_and_trains(
     private, sums, distance, next_token_loss, tiny_lm
 ):
@@ -782,6 +782,7 @@ def test_every_level_trains(level, private, tiny_lm, next_token_loss, quick):
     assert optimizer.releases == 60
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_batch_a_draw")
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

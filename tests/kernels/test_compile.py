@@ -18,7 +18,6 @@ from dpflash.kernels import attention_configs, grad_configs
 from dpflash.kernels.block_reference import BLOCK
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 full = pytest.mark.skipif(not FULL, reason="DPFLASH_FULL=1 compiles it")
