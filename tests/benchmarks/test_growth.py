@@ -9,6 +9,7 @@ from dpflash.bench import growth, suite
 from dpflash.bench.output import row
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort
+from dpflash.clipping.device_speed import Ceilings
 
 
 def planned(suite, *, quick):
@@ -93,8 +94,10 @@ def test_a_run_writes_rows_that_are_right_with_their_figures(monkeypatch, tmp_pa
     def in_this_process(function, *, memory_limit, timeout, **given):
         return function(**given)
 
-    # Tests of the limits of memory and time are in test_suite.py.
+    # Tests of the limits of memory and time, and of the roofs, are in test_suite.py.
     monkeypatch.setattr(suite, "run_isolated", in_this_process)
+    roofs = Ceilings({"float32": 1e11}, 1e10, "cpu", "a processor", "given")
+    monkeypatch.setattr(suite, "measured_roofs", lambda *_, **__: roofs)
     request = Request(quick=True, device="cpu", threads=1, has_progress=False, effort=Effort(1, 3))
     forward = replace(growth.HEADS, plan=lambda request: [next(iter(growth.HEADS.plan(request)))])
     found = run_suite(forward, request, tmp_path)
