@@ -94,7 +94,7 @@ def test_a_run_writes_rows_that_are_right_with_their_figures(monkeypatch, tmp_pa
     def in_this_process(function, *, memory_limit, timeout, **given):
         return function(**given)
 
-    # Tests of the limits of memory and time, and of the roofs, are in test_suite.py.
+    # Tests of the limits of memory and time are in test_suite.py.
     monkeypatch.setattr(suite, "run_isolated", in_this_process)
     roofs = Ceilings({"float32": 1e11}, 1e10, "cpu", "a processor", "given")
     monkeypatch.setattr(suite, "measured_roofs", lambda *_, **__: roofs)
