@@ -62,14 +62,29 @@ def column(key: str, header: str | None = None) -> Column:
     return header or key, lambda row: row.get(key)
 
 
-def milliseconds(row: Row) -> str | None:
-    """The median with its interval or range, or what a row needs to have one."""
+def columns(spec: str) -> tuple[Column, ...]:
+    """The columns of "key | key: header | ...", each a key of the rows or of their config."""
+
+    def named(part: str) -> Column:
+        key, _, header = part.partition(": ")
+        return header or key, lambda row: row[key] if key in row else row["config"].get(key)
+
+    return tuple(named(part) for part in spec.split(" | "))
+
+
+def why_not(row: Row) -> str | None:
+    """Why a row has no figures; None where nothing speaks against them."""
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
         return wrong(row)
-    if row.get("needs"):
-        return f"needs: {row['needs']}"
+    return f"needs: {row['needs']}" if row.get("needs") else None
+
+
+def milliseconds(row: Row) -> str | None:
+    """The median with its interval or range, or what a row needs to have one."""
+    if reason := why_not(row):
+        return reason
     if row["median_ms"] is None:
         return None
     if row.get("range_ms"):
@@ -99,19 +114,10 @@ def ratio(row: Row) -> str | None:
 
 
 TIME: tuple[Column, ...] = (("ms", milliseconds),)
-FIGURES: tuple[Column, ...] = (
-    *TIME,
-    column("tokens_per_s", "tokens/s"),
-    column("peak_memory_mb", "peak MiB"),
-)
-ROOFS: tuple[Column, ...] = (
-    column("gflop_per_s", "GFLOP/s"),
-    column("roof"),
-    column("roof_fraction", "of its roof"),
-    column("bound", "bound by"),
-)
+FIGURES = (*TIME, *columns("tokens_per_s: tokens/s | peak_memory_mb: peak MiB"))
+ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
 SPEEDUP: Column = ("speed-up", ratio)
-CORRECT: tuple[Column, ...] = (column("correct"),)
+CORRECT = columns("correct")
 
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:

@@ -5,14 +5,14 @@ Letters: B samples, H heads, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import scipy.stats
 
 from . import output as results
-from .attention import DIRECTIONS, SHAPE, default_dtype, dilated_subject, is_small
+from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
 from .document import (
     CORRECT,
     FIGURES,
@@ -22,6 +22,7 @@ from .document import (
     Column,
     Table,
     column,
+    columns,
     config,
     exponent_table,
     fitted_row,
@@ -37,10 +38,7 @@ from .private_scaling import (
     insight,
     sequence_plan,
 )
-from .suite import Comparison, Measurement, Request, Row, Suite, of_section
-
-Item = Comparison | Callable[[Request], Iterable[Row]]
-_Size = tuple[int, int, int]  # B, T, H
+from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
 
 _MIB = 2**20
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
@@ -66,57 +64,47 @@ _SOURCES = (
 
 
 def _comparison(
-    section: str, direction: str, request: Request, name: str, sizes: Iterable[_Size]
+    section: str,
+    direction: str,
+    request: Request,
+    name: str,
+    sizes: Iterable[tuple[int, int, int]],
 ) -> Comparison:
     """Dilated attention, D = 64, not causal; a row for each (B, T, H), with the given name."""
     measurements = []
     for batch, tokens, heads in sizes:
-        if section in (PROPORTIONAL, "quick_table"):
-            segments: tuple[int, ...] = (tokens // 4, tokens // 2)
-        else:
+        segments: tuple[int, ...] = (tokens // 4, tokens // 2)
+        if section not in (PROPORTIONAL, "quick_table"):
             shortest = 128 if is_small(request) else 512
             segments = tuple(shortest * 2**n for n in range(3 if section == LONG else 2))
         given = {
             "segment_lengths": segments,
             "dilation_rates": tuple(2**n for n in range(len(segments))),
-            "direction": direction,
-            "tokens": tokens,
-            "batch": batch,
-            "heads": heads,
-            "head_dim": 64,
-            "dtype": default_dtype(request),
-            "causal": False,
+            **shape(request, direction, tokens, batch, heads),
         }
         place = f"{section}/{direction}/" + name.format(B=batch, T=tokens, H=heads)
         measurements.append(Measurement(place, dilated_subject, given, {"section": section}))
     return Comparison(measurements)
 
 
-def _sequences(request: Request) -> Iterator[Item]:
+def _sequences(request: Request) -> Iterator[Comparison | Part]:
     small, heads = is_small(request), 2 if is_small(request) else 8
     lengths = [256, 512, 1024] if small else [2**n for n in range(9, 14)]
     long = [1024, 4096, 16384] if small else [2**n for n in range(11, 16)]
-    table = _QUICK_TABLE[:1] if small else _QUICK_TABLE
-    sections: dict[str, Sequence[tuple[int, int]]] = {
-        FIXED: [(1, tokens) for tokens in lengths],
-        PROPORTIONAL: [(1, tokens) for tokens in lengths],
-        "quick_table": table,
-    }
+    once = [(1, tokens, heads) for tokens in lengths]
+    table = [(*size, heads) for size in (_QUICK_TABLE[:1] if small else _QUICK_TABLE)]
     for direction in DIRECTIONS:
         limited = request.where.type == "cpu" and direction == "forward+backward"
-        for section, sizes in sections.items():
-            tried = [
-                (batch, tokens, heads)
-                for batch, tokens in sizes
-                if section == FIXED or not limited or tokens <= _LONGEST_BACKWARD
-            ]
+        for section, sizes in ((FIXED, once), (PROPORTIONAL, once), ("quick_table", table)):
+            short = [size for size in sizes if size[1] <= _LONGEST_BACKWARD]
+            tried = short if limited and section != FIXED else sizes
             yield _comparison(section, direction, request, "B{B}-T{T}", tried)
     tried = [(1, tokens, 2) for tokens in long]
     yield _comparison(LONG, "forward+backward", request, "B{B}-T{T}", tried)
     yield from sequence_plan(request)
 
 
-def _batches(request: Request) -> Iterator[Item]:
+def _batches(request: Request) -> Iterator[Comparison | Part]:
     tokens, heads = (512, 2) if is_small(request) else (2048, 8)
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
@@ -124,7 +112,7 @@ def _batches(request: Request) -> Iterator[Item]:
     yield from batch_plan(request)
 
 
-def _heads(request: Request) -> Iterator[Item]:
+def _heads(request: Request) -> Iterator[Comparison | Part]:
     small = is_small(request)
     batch, tokens = (1, 512) if small else (2, 2048)
     sizes = [(batch, tokens, heads) for heads in ((2, 4, 8) if small else (2, 4, 8, 16, 32))]
@@ -139,22 +127,17 @@ def _by_direction(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
     return found
 
 
-def exponent_rows(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
+def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
     """The exponent of time over a size in each direction; a sentence too, of enough sizes."""
     for direction, own in _by_direction(rows, section).items():
-        row = fitted_row(
-            f"exponents/{section}/{direction}",
-            own,
-            size,
-            section="exponents",
-            curve=f"{section}, {direction}",
-        )
+        name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
+        row = fitted_row(name, own, size, section="exponents", curve=curve)
         yield row
         if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
             low, high = row["exponent_ci95"]
             text = (
-                f"The time of dilated attention ({section}, {direction}) grows with the {size} to "
-                f"the power {row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
+                f"The time of dilated attention ({curve}) grows with the {size} to the power "
+                f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
             )
             yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
 
@@ -167,7 +150,7 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
             for row in of_section(rows, section)
             if row["config"]["tokens"] >= max(row["config"].get("segment_lengths", (0,)))
         ]
-        yield from exponent_rows(whole, section, "tokens")
+        yield from _exponents(whole, section, "tokens")
     for direction, own in _by_direction(rows, FIXED).items():
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
@@ -176,7 +159,7 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
-    yield from exponent_rows(rows, "dilated_batch", "batch")
+    yield from _exponents(rows, "dilated_batch", "batch")
     yield from derive_batch(rows)
 
 
@@ -209,13 +192,11 @@ def _chart(section: str, title: str, x: Column, y: Column) -> Chart:
 
 
 _COLUMNS = (
-    config("direction"),
-    config("segment_lengths", "segments"),
+    *columns("direction | segment_lengths: segments"),
     *SHAPE,
     *FIGURES,
     *ROOFS,
-    column("density"),
-    column("checked_rows", "checked rows"),
+    *columns("density | checked_rows: checked rows"),
     *CORRECT,
 )
 _WITH_BYTES = (*_COLUMNS, ("bytes/token", _peak_over_tokens))
@@ -251,10 +232,9 @@ SEQUENCE = Suite(
         Table(
             "bytes_per_token",
             "Memory of a token, where segments stay",
-            (
-                config("direction"),
-                column("measured", "bytes/token, measured"),
-                column("model", "bytes/token, o, gradients and sums"),
+            columns(
+                "direction | measured: bytes/token, measured | "
+                "model: bytes/token, o, gradients and sums"
             ),
             "Measured: the slope of the peak memory of a call over T, inputs not counted.",
         ),
@@ -304,5 +284,5 @@ HEADS = Suite(
     plan=_heads,
     tables=(Table("heads", "Heads", _COLUMNS), _EXPONENTS),
     charts=[_chart("heads", "Dilated attention", config("heads", "H"), _MS)],
-    derive=lambda rows: exponent_rows(rows, "heads", "heads"),
+    derive=lambda rows: _exponents(rows, "heads", "heads"),
 )

@@ -157,7 +157,7 @@ def test_every_provider_has_a_row_in_every_part():
             assert comparison.baseline in names
             peers = [m.config["provider"] for m in comparison.measurements if "peer" in m.columns]
             assert peers == list(accounting.PEERS)
-    assert len(comparisons) == 2 + len(accounting.FULL.targets) + len(accounting.FULL.schedules)
+    assert len(comparisons) == 2 + len(accounting.TARGETS) + len(accounting.SCHEDULES)
 
 
 def test_what_a_peer_warns_of_is_a_note_of_its_row_and_nothing_is_printed(monkeypatch, capfd):

@@ -7,7 +7,7 @@ import pytest
 
 from dpflash.bench import attention, growth, variants
 from dpflash.bench.suite import Comparison, Request, Unsupported
-from dpflash.bench.variants import VARIANTS, sparse_pattern, variant_named, variant_subject
+from dpflash.bench.variants import VARIANTS, sparse_pattern, variant_subject
 from dpflash.patterns import Adaptive, Dense, Dilated
 
 SMALL = {"tokens": 192, "batch": 2, "heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -117,20 +117,21 @@ def test_adaptive_keeps_a_tenth_of_the_blocks():
 
 def test_an_unknown_variant_or_direction_is_refused():
     with pytest.raises(ValueError, match="expected one of"):
-        variant_named("dilated")
+        subject_of("dilated")
     with pytest.raises(ValueError, match="direction"):
         subject_of("Dense", "backward")
 
 
-def test_live_shares_are_those_of_the_mask():
+def test_live_fractions_are_those_of_the_mask():
     pattern = Dilated(segment_lengths=(64, 200), dilation_rates=(2, 3))
-    for branch, share in enumerate(variants.live_shares(pattern, 500, 4)):
+    live = variants.live_fractions((64, 200), (2, 3), 500, 4)
+    for branch, part in enumerate(live):
         alone = Dilated(
             segment_lengths=pattern.segment_lengths[branch : branch + 1],
             dilation_rates=pattern.dilation_rates[branch : branch + 1],
         )
-        live = alone.mask(500, 4).diagonal(dim1=1, dim2=2)
-        assert share == pytest.approx(live.mean().item())
+        seen = alone.mask(500, 4).diagonal(dim1=1, dim2=2)
+        assert part == pytest.approx(seen.mean().item())
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
