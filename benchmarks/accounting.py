@@ -174,49 +174,52 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def query(
-    *, device: str, seed: int, provider: str, warm: bool, noise: float, steps: int, limit_s: float
+    *,
+    device: str,
+    seed: int,
+    provider: str,
+    steps: int,
+    limit_s: float,
+    noise: float = NOISE,
+    phases: int = 1,
+    warm: bool = False,
 ) -> Subject:
-    """One epsilon of equal steps; `warm`: of an accountant that has answered, after one more step.
+    """One epsilon of phases whose noise rises by up to 1, each of so many steps.
 
-    `limit_s` is the limit for one call of a peer, in seconds.
+    `warm`: of an accountant that has answered, after one more step; else of a new one, and the
+    noise is shifted in each call so that no cache helps. `limit_s` is the limit for one call of a
+    peer, in seconds.
     """
-    if not warm:
-        return _cold(provider, lambda shift: [(noise + shift, RATE, steps)], limit_s)
-    phases = [(noise, RATE, steps)]
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
-    accountant = build(provider, phases)
-    accountant.get_epsilon(DELTA)
 
-    def step() -> float:
+    def history(shift: float = 0.0) -> list[Phase]:
+        return [(noise + k / phases + shift, RATE, steps) for k in range(phases)]
+
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(), DELTA))
+    calls, accountant = itertools.count(1), build(provider, history())
+    if warm:
+        accountant.get_epsilon(DELTA)
+
+    def cold_step() -> float:
+        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
+
+    def warm_step() -> float:
         if provider.startswith("google"):
             accountant.compose(_google_event(noise, RATE))
         else:
             accountant.step(noise_multiplier=noise, sample_rate=RATE)
         return float(accountant.get_epsilon(DELTA))
 
-    return _judged(step, provider, value, phases)
-
-
-def schedule(
-    *, device: str, seed: int, provider: str, phases: int, steps: int, limit_s: float
-) -> Subject:
-    """One epsilon of phases whose noise rises from 1 to 2; see `query`."""
-
-    def history(shift: float) -> list[Phase]:
-        return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
-
-    return _cold(provider, history, limit_s)
-
-
-def _cold(provider: str, history: Callable[[float], list[Phase]], limit_s: float) -> Subject:
-    """The epsilon of a history, whose noise is shifted in each call so that no cache helps."""
-    calls = itertools.count(1)
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(0.0), DELTA))
-
-    def step() -> float:
-        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
-
-    return _judged(step, provider, value, history(0.0))
+    truth = lower_end(_judge_of(provider), history(), DELTA)
+    return Subject(
+        warm_step if warm else cold_step,
+        lambda: _shortfall(value, truth),
+        _ROUNDING,
+        figures={
+            "epsilon": value,
+            "lower_end": truth,
+            "above": value / truth - 1 if truth else None,
+        },
+    )
 
 
 def calibration(
@@ -248,16 +251,6 @@ def _judge_of(provider: str) -> str:
     return "pld" if provider == "contour" else "contour"
 
 
-def _judged(
-    step: Callable[[], float], provider: str, value: float, phases: Sequence[Phase]
-) -> Subject:
-    """The subject of an epsilon of these phases."""
-    truth = lower_end(_judge_of(provider), phases, DELTA)
-    above = value / truth - 1 if truth else None
-    figures = {"epsilon": value, "lower_end": truth, "above": above}
-    return Subject(step, lambda: _shortfall(value, truth), _ROUNDING, figures=figures)
-
-
 def _shortfall(value: float, truth: float) -> float:
     """How far an epsilon is below the truth, over the truth.
 
@@ -274,7 +267,6 @@ def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
     """Each provider beside the table of truths."""
     every, limit = (26, 0.5) if request.quick else (1, 2.0)
     settings = _settings(every)
-    truths = [truth for _, _, truth in settings]
     for provider in PROVIDERS:
         name, given = f"truth/{provider}", {"provider": provider, "limit_s": limit}
         figures: dict[str, Any] = {"section": "truth"}
@@ -300,7 +292,8 @@ def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
             continue
         if warned:
             figures["warnings"] = warned
-        yield results.row(name, given, **figures, **summary(answers, truths))
+        judged = summary(answers, [truth for _, _, truth in settings])
+        yield results.row(name, given, **figures, **judged)
 
 
 def answers_of(
@@ -321,21 +314,21 @@ def answers_of(
 
 def summary(answers: Sequence[float | str], truths: Sequence[float]) -> dict[str, Any]:
     """Columns of a provider's row; it is correct where no answer is below its truth."""
-    pairs = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
-    finite = [(a, t) for a, t in pairs if math.isfinite(a)]
+    given = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
+    finite = [(a, t) for a, t in given if math.isfinite(a)]
     errors = [abs(a / t - 1) for a, t in finite if t > 0]
-    shortfalls = [_shortfall(a, t) for a, t in pairs]
+    error = max((_shortfall(a, t) for a, t in given), default=None)
     late = sum(isinstance(answer, str) and answer.startswith("more time") for answer in answers)
     return {
         "answers": len(finite),
-        "infinite_or_nan": len(pairs) - len(finite),
+        "infinite_or_nan": len(given) - len(finite),
         "late": late,
-        "refused": len(answers) - len(pairs) - late,
+        "refused": len(answers) - len(given) - late,
         "below_truth": sum(_shortfall(a, t) > _ROUNDING for a, t in finite),
         "median_error": statistics.median(errors) if errors else None,
         "greatest_error": max(errors, default=None),
-        "error": max(shortfalls, default=None),
-        "correct": all(short <= _ROUNDING for short in shortfalls) if pairs else None,
+        "error": error,
+        "correct": None if error is None else error <= _ROUNDING,
         "epsilons": list(answers),
     }
 
@@ -363,13 +356,13 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
         yield _beside_contour("calibration", f"{target:g}", calibration, given)
     for phases, steps in () if quick else SCHEDULES:
         given = {"phases": phases, "steps": steps, **limit}
-        yield _beside_contour("schedule", str(phases), schedule, given)
+        yield _beside_contour("schedule", str(phases), query, given)
     yield truth_rows
 
 
 def _beside_contour(section: str, name: str, subject: Build, given: dict[str, Any]) -> Comparison:
-    place, beside = f"{section}/{name}", {"section": section, "baseline": "contour"}
-    return compared(place, subject, "provider", PROVIDERS, given, **beside, peers=PEERS)
+    own = (f"{section}/{name}", subject, "provider", PROVIDERS, given, section, "contour")
+    return compared(*own, peers=PEERS)
 
 
 def _cold_or_warm(row: Row) -> str:

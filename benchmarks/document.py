@@ -189,18 +189,23 @@ def wrong(row: Row) -> str:
     return f"{whose}WRONG (error {error:.1e})"
 
 
-def ratio(row: Row) -> str | None:
-    """The speed-up over the comparison's baseline, with its interval."""
-    if row.get("speedup") is None:
-        return None
-    low, high = row["speedup_ci95"]
-    return f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"
+def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
+    """A column of figures times a factor, each with its 95% interval."""
+
+    def cell(row: Row) -> str | None:
+        if row.get(key) is None:
+            return None
+        value, low, high = (factor * x for x in (row[key], *row[f"{key}_ci95"]))
+        return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+    return header, cell
 
 
 TIME: tuple[Column, ...] = (("ms", milliseconds),)
 FIGURES = columns(TIME, "tokens_per_s: tokens/s | peak_memory_mb: peak MiB")
 ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
-SPEEDUP: Column = ("speed-up", ratio)
+SPEEDUP = with_interval("speedup", "speed-up", ".2f")
+ratio = SPEEDUP[1]
 CORRECT = columns("correct")
 
 

@@ -111,9 +111,9 @@ def compared(
     key: str,
     names: Iterable[str],
     given: Mapping[str, Any],
-    *,
     section: str,
     baseline: str | None = None,
+    *,
     peers: Sequence[str] = (),
 ) -> Comparison:
     """Rows PLACE/NAME whose configs differ in one key, the name; speed-ups are over `baseline`."""

@@ -173,14 +173,9 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
     yield _beside_first("sparse", ["Dense", *_SPARSE], given)
     size = (4096, 1, 2) if small else (4096, 2 if is_cuda else 1, 8)
     for direction in DIRECTIONS:
+        place, given = f"segments/{direction}", shape(request, direction, *size)
         yield compared(
-            f"segments/{direction}",
-            segments_subject,
-            "segments",
-            SEGMENTS,
-            shape(request, direction, *size),
-            section="segments",
-            baseline="Standard",
+            place, segments_subject, "segments", SEGMENTS, given, "segments", "Standard"
         )
     size = (4096, 1, 1) if small else (16384, 1, 8 if is_cuda else 1)
     for direction in DIRECTIONS:

@@ -75,7 +75,7 @@ def test_too_little_noise_for_a_target_is_wrong(monkeypatch):
 
 
 def test_a_schedule_costs_what_its_phases_do():
-    subject = accounting.schedule(provider="pld", phases=2, steps=10, **SMALL)
+    subject = accounting.query(provider="pld", phases=2, steps=10, **SMALL)
     made = accountants.create_accountant("pld")
     made.history = [(1.0, 0.01, 10), (1.5, 0.01, 10)]
     assert subject.figures["epsilon"] == made.get_epsilon(1e-5)
