@@ -102,38 +102,25 @@ def _google_event(noise: float, rate: float) -> Any:
     return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
 
 
-def calibrator(provider: str) -> Callable[[float, float, int], float]:
-    """A provider's own search: (target epsilon, sample rate, steps) to a noise multiplier."""
+def calibrated(provider: str, target: float, rate: float, steps: int) -> float:
+    """The noise multiplier of a target epsilon, by the provider's own search."""
     accountant = _accountant(provider)
     if provider.startswith("google"):
-        import dp_accounting
+        import dp_accounting as google
 
-        def find(target: float, rate: float, steps: int) -> float:
-            def event(noise: float) -> Any:
-                return dp_accounting.SelfComposedDpEvent(_google_event(noise, rate), steps)
+        def event(noise: float) -> Any:
+            return google.SelfComposedDpEvent(_google_event(noise, rate), steps)
 
-            bracket = dp_accounting.LowerEndpointAndGuess(0.1, 1.0)
-            return float(
-                dp_accounting.calibrate_dp_mechanism(
-                    accountant, event, target, DELTA, bracket, tol=1e-4
-                )
-            )
-
-        return find
+        bracket = google.LowerEndpointAndGuess(0.1, 1.0)
+        noise = google.calibrate_dp_mechanism(accountant, event, target, DELTA, bracket, tol=1e-4)
+        return float(noise)
     search: Callable[..., float] = get_noise_multiplier
     if provider not in OWN:
         from opacus.accountants import utils
 
         search = utils.get_noise_multiplier
-    return lambda target, rate, steps: float(
-        search(
-            accountant=provider.removeprefix("opacus "),
-            target_epsilon=target,
-            target_delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-        )
-    )
+    given = {"target_epsilon": target, "target_delta": DELTA, "sample_rate": rate, "steps": steps}
+    return float(search(accountant=provider.removeprefix("opacus "), **given))
 
 
 def first_answer(provider: str, limit: float, call: Callable[[], float]) -> float:
@@ -233,13 +220,16 @@ def calibration(
     limit_s: float,
 ) -> Subject:
     """The noise multiplier of a target; it is right where its true epsilon is not above that."""
-    find = calibrator(provider)
-    noise = first_answer(provider, limit_s, lambda: find(target_epsilon, sample_rate, steps))
+
+    def find(target: float) -> float:
+        return calibrated(provider, target, sample_rate, steps)
+
+    noise = first_answer(provider, limit_s, lambda: find(target_epsilon))
     phases = [(noise, sample_rate, steps)]
     certain = lower_end(_judge_of(provider), phases, DELTA)
     calls = itertools.count(1)
     return Subject(
-        lambda: find(target_epsilon * (1 + 1e-7 * next(calls)), sample_rate, steps),
+        lambda: find(target_epsilon * (1 + 1e-7 * next(calls))),
         lambda: _shortfall(target_epsilon, certain),
         _ROUNDING,
         figures={"noise_multiplier": noise, "true_epsilon": lower_end("contour", phases, DELTA)},

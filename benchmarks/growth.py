@@ -11,28 +11,9 @@ from typing import Any
 import scipy.stats
 
 from . import output as results
+from . import private_scaling as private
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
-from .document import (
-    EXPONENTS,
-    FIGURES,
-    LEAST_SIZES,
-    ROOFS,
-    chart,
-    columns,
-    fitted_row,
-    page,
-)
-from .private_scaling import (
-    BATCH_CHARTS,
-    BATCH_TABLES,
-    SEQUENCE_CHARTS,
-    SEQUENCE_TABLES,
-    batch_plan,
-    derive_batch,
-    derive_sequence,
-    insight,
-    sequence_plan,
-)
+from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row, page
 from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
 
 _MIB = 2**20
@@ -81,7 +62,7 @@ def _sequences(request: Request) -> Iterator[Comparison | Part]:
             yield _comparison(section, direction, request, "B{B}-T{T}", tried)
     tried = [(1, tokens, 2) for tokens in long]
     yield _comparison(LONG, "forward+backward", request, "B{B}-T{T}", tried)
-    yield from sequence_plan(request)
+    yield from private.sequence_plan(request)
 
 
 def _batches(request: Request) -> Iterator[Comparison | Part]:
@@ -89,7 +70,7 @@ def _batches(request: Request) -> Iterator[Comparison | Part]:
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
         yield _comparison("dilated_batch", direction, request, "B{B}", sizes)
-    yield from batch_plan(request)
+    yield from private.batch_plan(request)
 
 
 def _heads(request: Request) -> Iterator[Comparison | Part]:
@@ -119,7 +100,7 @@ def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
                 f"The time of dilated attention ({curve}) grows with the {size} to the power "
                 f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
             )
-            yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
+            yield private.insight(f"{section}/{direction}", text, exponent=row["exponent"])
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
@@ -135,28 +116,28 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _bytes_per_token(direction, measured)
-    yield from derive_sequence(rows)
+    yield from private.derive_sequence(rows)
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
     yield from _exponents(rows, "dilated_batch", "batch")
-    yield from derive_batch(rows)
+    yield from private.derive_batch(rows)
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
     """Bytes for each further token: measured, and the sizes of the results and sums."""
     tokens = [row["config"]["batch"] * row["config"]["tokens"] for row in rows]
     peaks = [_MIB * row["peak_memory_mb"] for row in rows]
-    shape = rows[0]["config"]
+    given = rows[0]["config"]
     # o and lse; with the backward dq, dk, dv and rowsum(o do) too. The sums are float32.
     tensors, sums = (4, 2) if direction == "forward+backward" else (1, 1)
-    itemsize = 4 if shape["dtype"] == "float32" else 2
+    itemsize = 4 if given["dtype"] == "float32" else 2
     return results.row(
         f"bytes_per_token/{direction}",
         {"direction": direction, "tokens": tokens},
         section="bytes_per_token",
         measured=float(scipy.stats.linregress(tokens, peaks).slope),
-        model=float(shape["heads"] * (tensors * shape["head_dim"] * itemsize + 4 * sums)),
+        model=float(given["heads"] * (tensors * given["head_dim"] * itemsize + 4 * sums)),
     )
 
 
@@ -187,10 +168,10 @@ _MS = "median_ms: ms"
 
 SEQUENCE = Suite(
     name="sequence",
-    **{**_SEQUENCE, "tables": [*SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
+    **{**_SEQUENCE, "tables": [*private.SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
     plan=_sequences,
     charts=[
-        *SEQUENCE_CHARTS,
+        *private.SEQUENCE_CHARTS,
         *(
             chart(table.section, table.title, "tokens: T", _MS, "direction")
             for table in _SEQUENCE["tables"][:3]
@@ -200,10 +181,10 @@ SEQUENCE = Suite(
 )
 BATCH = Suite(
     name="batch",
-    **{**_BATCH, "tables": [*BATCH_TABLES, *_BATCH["tables"]]},
+    **{**_BATCH, "tables": [*private.BATCH_TABLES, *_BATCH["tables"]]},
     plan=_batches,
     charts=[
-        *BATCH_CHARTS,
+        *private.BATCH_CHARTS,
         chart(
             "dilated_batch",
             "Dilated attention by itself",

@@ -67,7 +67,7 @@ def test_the_noise_found_for_a_target_keeps_it(provider):
 
 
 def test_too_little_noise_for_a_target_is_wrong(monkeypatch):
-    monkeypatch.setattr(accounting, "calibrator", lambda provider: lambda *_: 0.5)
+    monkeypatch.setattr(accounting, "calibrated", lambda *_: 0.5)
     arguments = {**SMALL, "target_epsilon": 0.1, "sample_rate": 0.01, "steps": 50}
     for provider in ("contour", "rdp"):
         subject = accounting.calibration(provider=provider, **arguments)

@@ -94,6 +94,7 @@ def test_a_search_stops_where_memory_ends(monkeypatch):
     limit = 475 * 2**20
     monkeypatch.setattr(max_length, "_CPU_MEMORY", limit)
     monkeypatch.setattr(max_length, "_range", lambda request: (2**12, 2**16))
+    monkeypatch.setattr(max_length, "_WITHIN", 1)
     row = max_length._search_row("BlockSparseOptimized", "forward", PATIENT)
     assert row["stopped_by"] == "memory" and row["limit_bytes"] == limit
     assert 256 <= row["max_tokens"] < row["failed_tokens"] < limit / (4 * 8 * 64 * 4)
