@@ -23,7 +23,7 @@ from typing import Any
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
 from . import output as results
-from .document import SPEEDUP, TIME, Row, chart, column, columns, page
+from .document import SPEEDUP, TIME, Row, chart, column, columns
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
@@ -37,6 +37,7 @@ from .suite import (
     needs,
     recorded_warnings,
 )
+from .suite_pages import page
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -78,7 +79,7 @@ def build(provider: str, phases: Sequence[Phase]) -> Any:
 
 
 def _accountant(provider: str) -> Callable[[], Any]:
-    """What makes a new accountant of a provider."""
+    """The class of a provider's accountant."""
     if provider in OWN:
         return functools.partial(create_accountant, provider)
     package = "opacus" if provider.startswith("opacus") else "dp-accounting"
@@ -182,31 +183,33 @@ def query(
         return [(noise + k / phases + shift, RATE, steps) for k in range(phases)]
 
     value = first_answer(provider, limit_s, lambda: epsilon(provider, history(), DELTA))
-    calls, accountant = itertools.count(1), build(provider, history())
-    if warm:
-        accountant.get_epsilon(DELTA)
+    truth = lower_end(_judge_of(provider), history(), DELTA)
+    above = value / truth - 1 if truth else None
+    calls = itertools.count(1)
 
     def cold_step() -> float:
         return epsilon(provider, history(1e-7 * next(calls)), DELTA)
 
-    def warm_step() -> float:
-        if provider.startswith("google"):
-            accountant.compose(_google_event(noise, RATE))
-        else:
-            accountant.step(noise_multiplier=noise, sample_rate=RATE)
-        return float(accountant.get_epsilon(DELTA))
-
-    truth = lower_end(_judge_of(provider), history(), DELTA)
     return Subject(
-        warm_step if warm else cold_step,
+        _warm_step(provider, history()) if warm else cold_step,
         lambda: _shortfall(value, truth),
         _ROUNDING,
-        figures={
-            "epsilon": value,
-            "lower_end": truth,
-            "above": value / truth - 1 if truth else None,
-        },
+        figures={"epsilon": value, "lower_end": truth, "above": above},
     )
+
+
+def _warm_step(provider: str, phases: Sequence[Phase]) -> Callable[[], float]:
+    accountant, (noise, rate, _) = build(provider, phases), phases[-1]
+    accountant.get_epsilon(DELTA)
+
+    def step() -> float:
+        if provider.startswith("google"):
+            accountant.compose(_google_event(noise, rate))
+        else:
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
+        return float(accountant.get_epsilon(DELTA))
+
+    return step
 
 
 def calibration(

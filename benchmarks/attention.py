@@ -30,9 +30,10 @@ from .attention_cases import (
     not_finite,
     score_bias,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
 from .peers import FORWARD_ONLY, PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
+from .suite_pages import page
 from .timing import Step
 from .work import Work, attention_flops, count_work
 
@@ -291,7 +292,7 @@ def _plan(request: Request) -> Iterator[Comparison]:
             for peer in _PEERS_OF[pattern]
             # FlexAttention compiles for half a minute in each case.
             if not (peer == "flex" and quick and is_cuda)
-            # On a CPU, only the first comparison says that a peer needs a GPU.
+            # On a CPU, only the first comparison lists the peers that need a GPU.
             and (is_cuda or number == 0 or peer not in _ON_GPUS)
         ]
         batch = max(1, batch_tokens // tokens)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output as results
@@ -107,53 +105,6 @@ def chart(
 
     across = _named(x) if isinstance(x, str) else x
     return Chart(section, title, across, (label, figure), name, logarithmic)
-
-
-def page(
-    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The title, introduction and tables of a suite, with the texts of pages.md.
-
-    Args:
-        name: of the suite.
-        tables: the columns of each table, by its section.
-        values: for the words in braces.
-    """
-    made = []
-    for section in ("", *tables):
-        title, text = _texts()[f"{name}/{section}".rstrip("/")]
-        # A list is a glossary.
-        paragraphs = [] if text.startswith("- ") else text.split("\n\n")
-        joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        made.append((title.format_map(values or {}), joined.format_map(values or {})))
-    (title, about), *headed = made
-    own = zip(tables.items(), headed, strict=True)
-    return {
-        "title": title,
-        "about": about,
-        "tables": [Table(section, head, cols, note) for (section, cols), (head, note) in own],
-    }
-
-
-def glossary(name: str) -> dict[str, str]:
-    """The list "- TERM: text" below a heading of pages.md, given as SUITE/SECTION."""
-    items = ("\n" + _texts()[name][1]).split("\n- ")[1:]
-    terms = (item.partition(": ") for item in items)
-    return {term: " ".join(text.split()) for term, _, text in terms}
-
-
-@functools.cache
-def _texts() -> dict[str, tuple[str, str]]:
-    """The title and the text of each heading of pages.md, by SUITE or SUITE/SECTION."""
-    source = Path(__file__).with_name("pages.md").read_text(encoding="utf-8")
-    found, suite = {}, ""
-    for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
-        heading, _, text = part.partition("\n")
-        mark, _, words = heading.partition(" ")
-        name, _, title = words.partition(": ")
-        suite = name if mark == "#" else suite
-        found[suite if mark == "#" else f"{suite}/{name}"] = title, text.strip()
-    return found
 
 
 def why_not(row: Row) -> str | None:

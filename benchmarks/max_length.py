@@ -17,10 +17,11 @@ from dpflash.patterns import SlidingWindow
 from . import output as results
 from .attention import DIRECTIONS, LONGNET, case_subject
 from .attention_cases import TOLERANCES
-from .document import Row, chart, columns, page, why_not
+from .document import Row, chart, columns, why_not
 from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
 from .suite import Part, Request, Subject, Suite, Unsupported
+from .suite_pages import page
 from .timing import Stopwatch
 from .variants import VARIANTS, Variant, fixed
 

@@ -1,4 +1,4 @@
-"""What attention patterns cost in held-out loss: one small language model trained with each.
+"""The held-out loss of attention patterns: one small language model trained with each.
 
 All models start from the same weights and see the same bytes in the same order. T is the tokens
 of a window.
