@@ -13,9 +13,8 @@ import scipy.stats
 from . import output as results
 from . import private_scaling as private
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
-from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row
+from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row, page
 from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
-from .suite_pages import page
 
 _MIB = 2**20
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"

@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from .document import Column, Table
-
-
-def page(
-    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The title, introduction and tables of a suite.
-
-    Args:
-        name: of the suite.
-        tables: the columns of each table, by its section.
-        values: for the words in braces.
-    """
-    title, about = _text(name, values or {})
-    made = []
-    for section, own in tables.items():
-        heading, note = _text(f"{name}/{section}", values or {})
-        made.append(Table(section, heading, own, note))
-    return {"title": title, "about": about, "tables": made}
 
 
 def glossary(name: str) -> dict[str, str]:
@@ -36,7 +16,7 @@ def glossary(name: str) -> dict[str, str]:
     return {term: " ".join(text.split()) for term, _, text in terms}
 
 
-def _text(name: str, values: Mapping[str, Any]) -> tuple[str, str]:
+def heading_and_text(name: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """The title and the text of a heading, each paragraph in one line."""
     title, text = _texts()[name]
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -25,7 +25,7 @@ from .attention import (
     shape,
     sparse_pattern,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
+from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, page, ratio
 from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
@@ -37,7 +37,7 @@ from .suite import (
     compared,
     not_measured,
 )
-from .suite_pages import glossary, page
+from .suite_pages import glossary
 
 
 @dataclass(frozen=True)

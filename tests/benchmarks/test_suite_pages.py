@@ -3,7 +3,7 @@
 import pytest
 
 from dpflash.bench import suite_pages
-from dpflash.bench.document import columns
+from dpflash.bench.document import columns, page
 from dpflash.bench.suites import SUITES, suite_named
 
 TEXT = """Not read.
@@ -41,7 +41,7 @@ def text(monkeypatch, tmp_path):
 
 def test_a_page_has_its_texts_in_paragraphs_with_the_values(text):
     own = columns("tokens: T | density")
-    found = suite_pages.page("speed", {"second": own, "first": own}, {"unit": "ms"})
+    found = page("speed", {"second": own, "first": own}, {"unit": "ms"})
     assert (found["title"], found["about"]) == ("How ms grow", "One two.\n\nThree.")
     second, first = found["tables"]
     assert (first.section, first.title, first.note) == (
@@ -56,9 +56,9 @@ def test_a_page_has_its_texts_in_paragraphs_with_the_values(text):
 
 def test_a_missing_heading_or_value_raises(text):
     with pytest.raises(KeyError, match="speed/third"):
-        suite_pages.page("speed", {"third": ()}, {"unit": "ms"})
+        page("speed", {"third": ()}, {"unit": "ms"})
     with pytest.raises(KeyError, match="unit"):
-        suite_pages.page("speed", {})
+        page("speed", {})
 
 
 def test_a_glossary_has_each_term(text):
@@ -67,4 +67,4 @@ def test_a_glossary_has_each_term(text):
 
 def test_every_heading_is_a_suite_or_one_of_its_tables():
     tables = {f"{name}/{table.section}" for name in SUITES for table in suite_named(name).tables}
-    assert set(suite_pages._texts()) - {"glossary"} <= {*SUITES, *tables}
+    assert set(suite_pages._texts()) - {"glossary", "legend"} <= {*SUITES, *tables}
