@@ -23,7 +23,7 @@ from typing import Any
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
 from . import output as results
-from .document import SPEEDUP, TIME, Chart, Row, Table, column, columns, config
+from .document import SPEEDUP, TIME, Row, chart, column, columns, page
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
@@ -384,71 +384,28 @@ _EPSILON = (
     ("epsilon", _six_digits),
     column("above", "above the certified lower end, relative"),
 )
-_MS = column("median_ms", "ms")
-_PROVIDER = config("provider")[1]
-
+_TIME = (*TIME, SPEEDUP)
+_TABLES = {
+    "query": columns("provider", [("", _cold_or_warm)], "steps", _TIME, _EPSILON),
+    "calibration": columns(
+        "provider | target_epsilon: target | sample_rate: q | steps",
+        _TIME,
+        "noise_multiplier | true_epsilon: epsilon it certainly has",
+    ),
+    "schedule": columns("provider | phases | steps: of each", _TIME, _EPSILON),
+    "truth": columns(
+        "provider | answers | infinite_or_nan: inf or nan | refused | late",
+        "below_truth: below the truth | median_error: median error",
+        "greatest_error: greatest error | error: greatest shortfall | correct | needs",
+    ),
+}
+_PHASES = "phases: phases of other noise"
 SUITE = Suite(
     name="accounting",
-    title="Accountants",
-    about="Accountants of dpflash (contour, pld, rdp), Opacus and Google's dp_accounting on "
-    f"Poisson-subsampled Gaussian steps, delta = {DELTA:g}. They take turns in one process. An "
-    "epsilon below the certified bound is WRONG and has no figures: the error of such a row is "
-    "its shortfall over the truth; so is one that is infinite where the truth is not. A wrong "
-    "peer is a finding, and no failure of the run. Speed-ups are over contour, so below 1 is "
-    "slower than it.",
+    **page("accounting", _TABLES, {"delta": DELTA, "rate": RATE, "noise": NOISE}),
     plan=_plan,
-    tables=(
-        Table(
-            "query",
-            f"One query of equal steps (q = {RATE}, noise {NOISE:g})",
-            (
-                *columns("provider"),
-                ("", _cold_or_warm),
-                *columns("steps"),
-                *TIME,
-                SPEEDUP,
-                *_EPSILON,
-            ),
-            "Cold: of a new accountant, with another noise in each call. Warm: after one more "
-            "step of an accountant that has answered before.",
-        ),
-        Table(
-            "calibration",
-            "The noise of a target",
-            (
-                *columns("provider | target_epsilon: target | sample_rate: q | steps"),
-                *TIME,
-                SPEEDUP,
-                *columns("noise_multiplier | true_epsilon: epsilon it certainly has"),
-            ),
-            "By each provider's own search; less noise is better where the last column is not "
-            "above the target.",
-        ),
-        Table(
-            "schedule",
-            f"One query of phases with a noise from 1 to 2 each (q = {RATE})",
-            (*columns("provider | phases | steps: of each"), *TIME, SPEEDUP, *_EPSILON),
-        ),
-        Table(
-            "truth",
-            "The table of truths",
-            columns(
-                "provider | answers | infinite_or_nan: inf or nan | refused | late | "
-                "below_truth: below the truth | median_error: median error | "
-                "greatest_error: greatest error | error: greatest shortfall | correct | needs"
-            ),
-            "Epsilons of the settings in tests/accounting/truth.json; errors over the truth. Late "
-            "is a peer that took longer than the row's limit of processor time.",
-        ),
-    ),
     charts=(
-        Chart("query", "One query", ("", _cold_or_warm), _MS, _PROVIDER),
-        Chart(
-            "schedule",
-            "One query of a schedule",
-            config("phases", "phases of other noise"),
-            _MS,
-            _PROVIDER,
-        ),
+        chart("query", "One query", ("", _cold_or_warm), "median_ms: ms", "provider"),
+        chart("schedule", "One query of a schedule", _PHASES, "median_ms: ms", "provider"),
     ),
 )

@@ -30,7 +30,7 @@ from .attention_cases import (
     not_finite,
     score_bias,
 )
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Row, Table, columns, config
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
 from .peers import FORWARD_ONLY, PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
 from .timing import Step
@@ -273,16 +273,6 @@ def shape(
     }
 
 
-def of_curve(key: str = "median_ms", **values: object) -> Callable[[Row], Any]:
-    """For charts: a row's column if its config has these values, else None."""
-
-    def figure(row: Row) -> Any:
-        fits = all(row["config"].get(name) == value for name, value in values.items())
-        return row.get(key) if fits else None
-
-    return figure
-
-
 # The peers of each pattern; speed-ups are over the first one.
 _PEERS_OF: Mapping[str, Sequence[str]] = {
     "dense": ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn"),
@@ -343,46 +333,27 @@ def _comparison(pattern: str, peers: Sequence[str], given: Mapping[str, Any]) ->
 
 
 SHAPE = columns("tokens: T | batch: B | heads: H | head_dim: D | dtype")
+_COLUMNS = columns(
+    "pattern | causal | direction",
+    SHAPE,
+    "operator",
+    FIGURES,
+    [SPEEDUP],
+    ROOFS,
+    "density | checked_rows: checked rows | checked_pairs: of B H | correct",
+)
 SUITE = Suite(
     name="attention",
-    title="Attention: every pattern, beside SDPA, FlexAttention and flash-attn",
-    about=(
-        "Time and memory of every pattern of `dpflash.patterns` over the number of tokens T, "
-        "beside peers that compute the same: torch's scaled_dot_product_attention (SDPA), "
-        "FlexAttention, flash-attn, and LongNet's formula with one flash attention for each "
-        "branch. Below 4096 tokens windows, segments, documents and blocks are a quarter as long. "
-        "GFLOP/s count the pairs of the pattern, 4 D each forward and 10 D backward; bytes are "
-        "those of q, k, v, o and gradients. Speed-ups are over the first peer of the pattern.\n\n"
-        "Before anything is timed, each row's output and gradients are compared with the "
-        "definition in float64: in every query row of a short sequence, in 64 drawn rows of a "
-        "long one (do is 0 in the others, so that the gradients of all keys are exact); in every "
-        "sample and head of a small problem, in each sample and each head at least once of a "
-        "large one. Everything else must be finite."
-    ),
+    **page("attention", {"attention": _COLUMNS}),
     plan=_plan,
-    tables=(
-        Table(
-            "attention",
-            "Patterns",
-            (
-                *columns("pattern | causal | direction"),
-                *SHAPE,
-                *columns("operator"),
-                *FIGURES,
-                SPEEDUP,
-                *ROOFS,
-                *columns("density | checked_rows: checked rows | checked_pairs: of B H"),
-                *CORRECT,
-            ),
-        ),
-    ),
     charts=[
-        Chart(
+        chart(
             "attention",
             f"Causal, {direction}",
-            config("tokens", "T"),
-            ("ms", of_curve(direction=direction, causal=True)),
-            lambda row: f"{row['config']['pattern']} {row['config']['operator']}",
+            "tokens: T",
+            "median_ms: ms",
+            "pattern operator",
+            only={"direction": direction, "causal": True},
         )
         for direction in DIRECTIONS
     ],

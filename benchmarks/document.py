@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output as results
@@ -62,14 +65,95 @@ def column(key: str, header: str | None = None) -> Column:
     return header or key, lambda row: row.get(key)
 
 
-def columns(spec: str) -> tuple[Column, ...]:
-    """The columns of "key | key: header | ...", each a key of the rows or of their config."""
+def columns(*parts: str | Sequence[Column]) -> tuple[Column, ...]:
+    """Columns, where "key | key: header | ..." names keys of the rows or of their config."""
+    found: list[Column] = []
+    for part in parts:
+        found += map(_named, part.split(" | ")) if isinstance(part, str) else part
+    return tuple(found)
 
-    def named(part: str) -> Column:
-        key, _, header = part.partition(": ")
-        return header or key, lambda row: row[key] if key in row else row["config"].get(key)
 
-    return tuple(named(part) for part in spec.split(" | "))
+def _named(part: str) -> Column:
+    key, _, header = part.partition(": ")
+    return header or key, functools.partial(_value, key)
+
+
+def _value(key: str, row: Row) -> Any:
+    return row[key] if key in row else row["config"].get(key)
+
+
+def chart(
+    section: str,
+    title: str,
+    x: str | Column,
+    y: str,
+    series: str,
+    *,
+    logarithmic: bool = True,
+    only: Mapping[str, Any] | None = None,
+) -> Chart:
+    """A chart of the rows whose config has the values `only`.
+
+    x and y are columns as "key: header", series the keys that name a line.
+    """
+    label, value = _named(y)
+
+    def figure(row: Row) -> Any:
+        fits = all(row["config"].get(key) == wanted for key, wanted in (only or {}).items())
+        return value(row) if fits else None
+
+    def name(row: Row) -> str:
+        return " ".join(str(_value(key, row)) for key in series.split())
+
+    across = _named(x) if isinstance(x, str) else x
+    return Chart(section, title, across, (label, figure), name, logarithmic)
+
+
+def page(
+    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The title, introduction and tables of a suite, with the texts of pages.md.
+
+    Args:
+        name: of the suite.
+        tables: the columns of each table, by its section.
+        values: for the words in braces.
+    """
+    made = []
+    for section in ("", *tables):
+        title, text = _texts()[f"{name}/{section}".rstrip("/")]
+        # A list is a glossary.
+        paragraphs = [] if text.startswith("- ") else text.split("\n\n")
+        joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        made.append((title.format_map(values or {}), joined.format_map(values or {})))
+    (title, about), *headed = made
+    own = zip(tables.items(), headed, strict=True)
+    return {
+        "title": title,
+        "about": about,
+        "tables": [Table(section, head, cols, note) for (section, cols), (head, note) in own],
+    }
+
+
+def glossary(name: str) -> dict[str, str]:
+    """The list "- TERM: text" below a heading of pages.md, given as SUITE/SECTION."""
+    items = ("\n" + _texts()[name][1]).split("\n- ")[1:]
+    terms = (item.partition(": ") for item in items)
+    return {term: " ".join(text.split()) for term, _, text in terms}
+
+
+@functools.cache
+def _texts() -> dict[str, tuple[str, str]]:
+    """The title and the text of each heading of pages.md, by SUITE or SUITE/SECTION."""
+    source = Path(__file__).with_name("pages.md").read_text(encoding="utf-8")
+    found, suite = {}, ""
+    for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
+        heading, _, text = part.partition("\n")
+        mark, _, words = heading.partition(" ")
+        name, _, title = words.partition(": ")
+        suite = name if mark == "#" else suite
+        found[suite if mark == "#" else f"{suite}/{name}"] = title, text.strip()
+    return found
 
 
 def why_not(row: Row) -> str | None:
@@ -114,7 +198,7 @@ def ratio(row: Row) -> str | None:
 
 
 TIME: tuple[Column, ...] = (("ms", milliseconds),)
-FIGURES = (*TIME, *columns("tokens_per_s: tokens/s | peak_memory_mb: peak MiB"))
+FIGURES = columns(TIME, "tokens_per_s: tokens/s | peak_memory_mb: peak MiB")
 ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
 SPEEDUP: Column = ("speed-up", ratio)
 CORRECT = columns("correct")
@@ -271,16 +355,19 @@ def _exponent(row: Row) -> str:
     return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def exponent_table(section: str, title: str, note: str) -> Table:
-    """The table of a section of exponents."""
-    columns = (
-        column("curve"),
-        column("over"),
+EXPONENTS = columns(
+    "curve | over",
+    [
         ("exponent [95%]", _exponent),
         ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
-    )
+    ],
+)
+
+
+def exponent_table(section: str, title: str, note: str) -> Table:
+    """The table of a section of exponents."""
     note += " The interval is that of the fit to the logarithms."
-    return Table(section, title, columns, note)
+    return Table(section, title, EXPONENTS, note)
 
 
 _TIME = (

@@ -6,7 +6,6 @@ Letters: B samples, H heads, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import scipy.stats
@@ -14,18 +13,14 @@ import scipy.stats
 from . import output as results
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
 from .document import (
-    CORRECT,
+    EXPONENTS,
     FIGURES,
     LEAST_SIZES,
     ROOFS,
-    Chart,
-    Column,
-    Table,
-    column,
+    chart,
     columns,
-    config,
-    exponent_table,
     fitted_row,
+    page,
 )
 from .private_scaling import (
     BATCH_CHARTS,
@@ -42,25 +37,10 @@ from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_sectio
 
 _MIB = 2**20
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
-_TITLES = {
-    FIXED: "Dilated attention, segments stay as T grows",
-    LONG: "Dilated attention, segments stay as T grows 16-fold: for the exponent",
-    PROPORTIONAL: "Dilated attention, segments [T/4, T/2] grow with T",
-}
 # With segments that grow with T: the longest T of a backward on a CPU.
 _LONGEST_BACKWARD = 4096
 # (B, T) of a published table.
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
-_LIKE_THEIRS = (
-    "segments of 512 tokens whole and segments of 1024 every second token (a quick run on a CPU: "
-    "128 and 256), not causal"
-)
-_SOURCES = (
-    "The sizes are those of tables that earlier libraries published (dp-flash-attention for the "
-    "steps, dilated-attention-pytorch for attention alone). Before it is timed, a step's sum of "
-    "clipped gradients is compared with a loop over single samples, attention with its definition "
-    "in float64."
-)
 
 
 def _comparison(
@@ -143,7 +123,7 @@ def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
-    for section in _TITLES:
+    for section in (FIXED, LONG, PROPORTIONAL):
         # A sequence shorter than a segment has fewer keys for each token.
         whole = [
             row
@@ -187,102 +167,57 @@ def _peak_over_tokens(row: Mapping[str, Any]) -> float | None:
     return float(_MIB * row["peak_memory_mb"] / tokens)
 
 
-def _chart(section: str, title: str, x: Column, y: Column) -> Chart:
-    return Chart(section, title, x, y, lambda row: row["config"]["direction"])
-
-
-_COLUMNS = (
-    *columns("direction | segment_lengths: segments"),
-    *SHAPE,
-    *FIGURES,
-    *ROOFS,
-    *columns("density | checked_rows: checked rows"),
-    *CORRECT,
+_COLUMNS = columns(
+    "direction | segment_lengths: segments",
+    SHAPE,
+    FIGURES,
+    ROOFS,
+    "density | checked_rows: checked rows | correct",
 )
 _WITH_BYTES = (*_COLUMNS, ("bytes/token", _peak_over_tokens))
-_EXPONENTS = exponent_table(
-    "exponents", "Time grows to the power", "1: linear in the size, 2: quadratic."
-)
-_MS = column("median_ms", "ms")
+_TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES) | {
+    "exponents": EXPONENTS,
+    "bytes_per_token": columns(
+        "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
+    ),
+}
+_SEQUENCE = page("sequence", _TABLES)
+_BATCH = page("batch", {"dilated_batch": _COLUMNS, "exponents": EXPONENTS})
+_MS = "median_ms: ms"
 
 SEQUENCE = Suite(
     name="sequence",
-    title="Time and memory over the sequence length: private training, and attention alone",
-    about=(
-        "First, one private training step of causal attention over the tokens T of a sample. Then "
-        "dilated attention (LongNet's, not causal, every first, second, fourth, ... token of its "
-        "segments) by itself: where segments stay as T grows, a token has the same number of keys "
-        "whatever T, and time is linear in it (exponent 1); where segments grow with T it is "
-        f"quadratic (exponent 2). {_SOURCES} Section {LONG} is there for the exponent alone."
-    ),
+    **{**_SEQUENCE, "tables": [*SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
     plan=_sequences,
-    tables=(
-        *SEQUENCE_TABLES,
-        *(Table(section, title, _WITH_BYTES) for section, title in _TITLES.items()),
-        Table(
-            "quick_table",
-            "Dilated attention, segments [T/4, T/2], at the batches of a published table",
-            _WITH_BYTES,
-        ),
-        replace(
-            _EXPONENTS,
-            note=f"{_EXPONENTS.note} Lengths below the longest segment are left out of it: "
-            "there a token has fewer keys.",
-        ),
-        Table(
-            "bytes_per_token",
-            "Memory of a token, where segments stay",
-            columns(
-                "direction | measured: bytes/token, measured | "
-                "model: bytes/token, o, gradients and sums"
-            ),
-            "Measured: the slope of the peak memory of a call over T, inputs not counted.",
-        ),
-    ),
     charts=[
         *SEQUENCE_CHARTS,
         *(
-            _chart(section, title, config("tokens", "T"), _MS)
-            for section, title in _TITLES.items()
+            chart(table.section, table.title, "tokens: T", _MS, "direction")
+            for table in _SEQUENCE["tables"][:3]
         ),
     ],
     derive=_derive_sequences,
 )
 BATCH = Suite(
     name="batch",
-    title="Time, tokens/s and memory over the batch size: private training, and attention alone",
-    about=(
-        "First, one private training step of causal attention over the batch size B, beside the "
-        "same step without privacy, and the batch size that is worth taking. Then dilated "
-        f"attention (LongNet's) by itself over B: {_LIKE_THEIRS}. {_SOURCES}"
-    ),
+    **{**_BATCH, "tables": [*BATCH_TABLES, *_BATCH["tables"]]},
     plan=_batches,
-    tables=(
-        *BATCH_TABLES,
-        Table("dilated_batch", "Dilated attention by itself, by batch", _COLUMNS),
-        _EXPONENTS,
-    ),
     charts=[
         *BATCH_CHARTS,
-        _chart(
+        chart(
             "dilated_batch",
             "Dilated attention by itself",
-            config("batch", "B"),
-            column("tokens_per_s", "tokens/s"),
+            "batch: B",
+            "tokens_per_s: tokens/s",
+            "direction",
         ),
     ],
     derive=_derive_batches,
 )
 HEADS = Suite(
     name="heads",
-    title="Time and memory of dilated attention over its number of heads",
-    about=(
-        f"Dilated attention (LongNet's) by itself: {_LIKE_THEIRS}; the number of heads H grows. "
-        "Heads are independent: twice as many take twice as long once they fill the machine "
-        f"(exponent 1). {_SOURCES}"
-    ),
+    **page("heads", {"heads": _COLUMNS, "exponents": EXPONENTS}),
     plan=_heads,
-    tables=(Table("heads", "Heads", _COLUMNS), _EXPONENTS),
-    charts=[_chart("heads", "Dilated attention", config("heads", "H"), _MS)],
+    charts=[chart("heads", "Dilated attention", "heads: H", _MS, "direction")],
     derive=lambda rows: _exponents(rows, "heads", "heads"),
 )

@@ -18,7 +18,7 @@ from dpflash.patterns import SlidingWindow
 from . import output as results
 from .attention import DIRECTIONS, LONGNET, goes_backward
 from .attention_cases import TOLERANCES, Case, check
-from .document import Chart, Row, Table, column, columns, config, why_not
+from .document import Row, chart, columns, page, why_not
 from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
 from .peers import build_run
@@ -40,13 +40,13 @@ _CALLS = 24
 _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
 
-_OWN = (
-    Variant("LongNet", "LongNet's own segments, five of them up to 32,768", fixed(LONGNET)),
-    Variant("SlidingWindow", "1,024 tokens back", fixed(SlidingWindow, window=1024)),
-)
+_OWN = {
+    "LongNet": Variant("LongNet's own segments, five of them up to 32,768", fixed(LONGNET)),
+    "SlidingWindow": Variant("1,024 tokens back", fixed(SlidingWindow, window=1024)),
+}
 _SHARED = ["DilatedAttention", "BranchByBranch", "BlockSparse", "BlockSparseOptimized"]
 _SHARED += ["BlockSparseHierarchical", "BlockSparseAdaptive", "Dense", "SDPA"]
-SEARCHED = {one.name: one for one in (*_OWN, *(VARIANTS[name] for name in _SHARED))}
+SEARCHED = _OWN | {name: VARIANTS[name] for name in _SHARED}
 _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA")
 
 
@@ -224,46 +224,17 @@ def _shown_tokens(row: Row) -> str:
     return f"fewer than {_LEAST:,}" if row["max_tokens"] is None else f"{row['max_tokens']:,}"
 
 
+_COLUMNS = columns(
+    "variant | direction | dtype",
+    [("longest T", _shown_tokens)],
+    "stopped_by: stopped by | failed_tokens: failed at | limit_bytes: limit of memory, bytes",
+    "peak_memory_mb: peak MiB there | bytes_per_token: bytes a token",
+    "call_seconds: seconds there, one cold call | call_limit_s: limit, seconds | correct",
+)
+_TITLE = "Longest sequence within the limits (or the ceiling of the search)"
 SUITE = Suite(
     name="max-length",
-    title="The longest sequence that fits",
-    about=(
-        "The longest sequence of causal attention, one sample of 8 heads of 64, before the memory "
-        "or the time of a call ends. Where memory stopped it, T compares the memory of the kinds; "
-        "where time did, it says how fast this machine is; the ceiling of the search does not say "
-        "where the kind ends. `dpflash bench variants` explains the names.\n\n"
-        "Lengths are doubled until a call fails, then bisected to within an eighth. Every call "
-        "runs once, in a process of its own, which first checks the kind against its definition "
-        f"at T = {_CHECKED_TOKENS:,}. The limit of memory is that of a process's private memory, "
-        "with some 270 MB of the libraries' own, or a GPU's. q, k, v and the output's gradient "
-        "count. The time of a call is a part of that of a row (--max-seconds)."
-    ),
+    **page("max-length", {SECTION: _COLUMNS}, {"tokens": _CHECKED_TOKENS}),
     plan=lambda request: [_searches(name) for name in (_QUICK if request.quick else SEARCHED)],
-    tables=(
-        Table(
-            SECTION,
-            "Longest sequences",
-            (
-                *columns("variant | direction | dtype"),
-                ("longest T", _shown_tokens),
-                *columns("stopped_by: stopped by | failed_tokens: failed at"),
-                *columns("limit_bytes: limit of memory, bytes | peak_memory_mb: peak MiB there"),
-                column("bytes_per_token", "bytes a token"),
-                column("call_seconds", "seconds there, one cold call"),
-                *columns("call_limit_s: limit, seconds | correct"),
-            ),
-            "Peak memory is the growth of the process, inputs included. dilated-attention-pytorch "
-            "publishes, for the forward alone, 16,384 to 524,288 tokens, of which 524,288 was the "
-            "ceiling of the search.",
-        ),
-    ),
-    charts=(
-        Chart(
-            SECTION,
-            "Longest sequence within the limits (or the ceiling of the search)",
-            config("variant"),
-            ("tokens", lambda row: row.get("max_tokens")),
-            config("direction")[1],
-        ),
-    ),
+    charts=[chart(SECTION, _TITLE, "variant", "max_tokens: tokens", "direction")],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Row, Table, column, columns, config
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config, page
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
@@ -120,57 +120,34 @@ def _compiled(row: Row) -> str | None:
     return {True: "yes", False: "no", None: None}[row.get("compiled")]
 
 
-def _chart(title: str, key: str, label: str) -> Chart:
-    def workload(row: Row) -> str:
-        return str(row["name"].split("/")[1])
-
-    return Chart("levels", title, config("level"), column(key, label), workload, logarithmic=False)
+def _workload(row: Row) -> str:
+    return str(row["name"].split("/")[1])
 
 
+_STEPS = columns(
+    "batch: B | physical_batch: physical | tokens: N | heads: H | head_dim: D | level | dtype",
+    "clipping",
+    [("compiled", _compiled)],
+    FIGURES,
+    [SPEEDUP],
+    ROOFS,
+    "fell_back: fell back | correct",
+)
+_TABLES = {
+    "levels": _STEPS,
+    "gains": columns("level | least | most | workloads"),
+    "changes": columns("level | text: change"),
+}
 SUITE = Suite(
     name="optimize",
-    title="Optimization levels of private training: time and memory",
-    about=(
-        "`make_private(optimize=LEVEL)`: one training step with clipping and noise of a "
-        "transformer of one block over bytes (V 256, E = H D, AdamW), at the sizes (B, N, H, D) "
-        "of a table that dp-flash-attention published with gains that it had not measured. "
-        "*speed-up* is over `none`, in the same rounds. Each level's sum of clipped gradients is "
-        "compared with a loop over single samples before it is timed, in the level's precision. "
-        "*dtype*, *clipping* and *compiled* are those that really ran; *fell back* says why "
-        "torch.compile failed. Compiling takes up to minutes. It counts as warm-up, not as time."
-    ),
+    **page("optimize", _TABLES),
     plan=_plan,
-    tables=[
-        Table(
-            "levels",
-            "Steps",
-            [
-                *columns("batch: B | physical_batch: physical | tokens: N | heads: H"),
-                *columns("head_dim: D | level | dtype | clipping"),
-                ("compiled", _compiled),
-                *FIGURES,
-                SPEEDUP,
-                *ROOFS,
-                *columns("fell_back: fell back"),
-                *CORRECT,
-            ],
-        ),
-        Table(
-            "gains",
-            "Gain over none",
-            columns("level | least | most | workloads"),
-            "Over the workloads on which the level ran whole; those that fell back do not count. "
-            "Begin with `conservative`: it changes results by rounding alone and bounds the "
-            "memory. Take `balanced` where the processor multiplies faster in bfloat16 and the "
-            "model trains in it, `aggressive` for runs that are worth minutes of compiling; its "
-            "clipping (per_layer) is another estimate of the gradient and may want its own "
-            "learning rate. `none` is the baseline.",
-        ),
-        Table("changes", "What a level changes", columns("level | text: change")),
-    ],
     charts=[
-        _chart("Speed-up over none", "speedup", "speed-up"),
-        _chart("Peak memory", "peak_memory_mb", "MiB"),
+        Chart("levels", title, config("level"), column(key, label), _workload, logarithmic=False)
+        for title, key, label in (
+            ("Speed-up over none", "speedup", "speed-up"),
+            ("Peak memory", "peak_memory_mb", "MiB"),
+        )
     ],
     derive=_derive,
 )

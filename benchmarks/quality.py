@@ -26,7 +26,7 @@ from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_
 from . import output as results
 from .attention import sparse_pattern
 from .attention_cases import TOLERANCES, Case, check
-from .document import Column, Row, Table, columns
+from .document import Column, Row, columns
 from .peers import build_run
 from .suite import Request, worst
 
@@ -307,30 +307,16 @@ def _relative(row: Row) -> str | None:
     return None if value is None else f"{value:+.2%}"
 
 
-QUALITY_TABLE = Table(
-    "quality",
-    "Quality: the same small language model, trained with each pattern",
-    (
-        *columns("what: attention"),
-        ("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}"),
-        *columns("epsilon"),
-        _with_error("held_out_loss", "held-out loss, nats a byte"),
-        *columns("baseline"),
+QUALITY = columns(
+    "what: attention",
+    [("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}")],
+    "epsilon",
+    [_with_error("held_out_loss", "held-out loss, nats a byte")],
+    "baseline",
+    [
         _difference("difference", "difference"),
         ("relative", _relative),
         _difference("accuracy_difference", "bytes guessed right, points", 100, 2),
-        *columns("batch | steps | parameters | correct"),
-    ),
-    "Bytes of Python's own library; one window of each held-out document. ± is the standard error "
-    "over windows. Differences are taken window by window; their 95% intervals cover the choice "
-    "of windows, but not that of weights and batches: *dense, another seed* and *dense, a third "
-    "seed* show how much those change, and smaller differences mean nothing. *Two tokens* attends "
-    "to the token itself and the one before: so much is attention worth to a model this small and "
-    "so briefly trained. A pattern of near tokens may do better than dense here; that is no "
-    "evidence about models that have learnt to use far tokens. Lengths of patterns are those "
-    "timed at T = 8,192, over 16 (but adaptive's). Sparsity is over all causal pairs (a lower "
-    "bound for adaptive). Noise drowns small batches, so private models and *dense, large "
-    "batches* take fewer steps of larger ones. Their fixed seed makes them unfit for release. "
-    "torchbridge publishes losses of accuracy of less than 0.1, 0.5 and 1.0% at 50, 75 and 90% "
-    "sparsity, and no code that trains anything.",
+    ],
+    "batch | steps | parameters | correct",
 )

@@ -22,24 +22,11 @@ from .attention import (
     case_subject,
     dilated_subject,
     is_small,
-    of_curve,
     shape,
     sparse_pattern,
 )
-from .document import (
-    CORRECT,
-    FIGURES,
-    ROOFS,
-    SPEEDUP,
-    Chart,
-    Row,
-    Table,
-    column,
-    columns,
-    config,
-    ratio,
-)
-from .quality import QUALITY_TABLE, quality_rows
+from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, glossary, page, ratio
+from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
     Measurement,
@@ -51,15 +38,11 @@ from .suite import (
     not_measured,
 )
 
-_THEIRS = "dilated-attention-pytorch's class"
-_ONE_RANK = "on one rank the same operator, for more see `dpflash bench scaling`"
-
 
 @dataclass(frozen=True)
 class Variant:
     """A name of published tables, and what is measured under it."""
 
-    name: str
     about: str  # what the class of that name computes elsewhere, and what is measured here
     pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
     operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
@@ -79,128 +62,39 @@ def _adaptive(tokens: int, causal: bool) -> Pattern:
 _DENSE = fixed(Dense)
 _SEGMENTS = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 _DILATED = fixed(Dilated, **_SEGMENTS)
+_GROUPED = fixed(Dilated, **_SEGMENTS, heads="grouped")
 _LOCAL = fixed(BlockSparse, block_size=64, local_blocks=2)
 _LOCAL_GLOBAL = fixed(BlockSparse, block_size=64, local_blocks=2, global_blocks=1)
 _LEVELS = fixed(Hierarchical, levels=((64, 256), (256, 1024), (1024, -1)), block_size=64)
-_GROUPED = fixed(Dilated, **_SEGMENTS, heads="grouped")
+_MEASURED: Mapping[str, tuple[Any, ...]] = {  # pattern, operator, same_as
+    "SDPA": (_DENSE, "sdpa-flash"),
+    "Dense": (_DENSE,),
+    "DilatedAttention": (_DILATED,),
+    "BranchByBranch": (_DILATED, "branch-by-branch"),
+    "BranchByBranchDetached": (_DILATED, "branch-by-branch-detached"),
+    "GroupedDilatedAttention": (_GROUPED,),
+    "ImprovedDilatedAttention": (_DILATED, "dpflash", "DilatedAttention"),
+    "MultiheadDilatedAttention": (_DILATED, "multihead"),
+    "RingDilatedAttention": (_DILATED, "ring", "DilatedAttention"),
+    "RingDilatedAttentionV2": (_DILATED, "ring", "DilatedAttention"),
+    "HybridRingDilated": (_DILATED, "ring", "DilatedAttention"),
+    "BlockSparse": (_LOCAL_GLOBAL,),
+    "BlockSparseOptimized": (_LOCAL,),
+    "BlockSparseRing": (_LOCAL, "ring", "BlockSparseOptimized"),
+    "BlockSparseHierarchical": (_LEVELS,),
+    "BlockSparseAdaptive": (_adaptive,),
+    "Ring": (_DENSE, "ring", "Dense"),
+}
+_ABOUT = glossary("variants/names")
 _SPARSE = {
     f"Sparse{'Random' * drawn}{percent}": Variant(
-        f"Sparse{'Random' * drawn}{percent}",
-        "torchbridge's sparse attention computes all scores and masks them, which saves no work. "
-        f"Here: {'the diagonal and random blocks' if drawn else 'a window and a global block'}, "
-        f"in blocks of 128 tokens; at least {percent}% of the pairs of dense attention are not "
-        "computed",
+        _ABOUT[f"Sparse{'Random' * drawn}"].format(percent=percent),
         partial(sparse_pattern, percent=percent, drawn=drawn),
     )
     for drawn in (False, True)
     for percent in (50, 75, 90)
 }
-_ALL = (
-    Variant("SDPA", "torch's dense attention, with its flash backend", _DENSE, "sdpa-flash"),
-    Variant("Dense", "dense attention by dpflash", _DENSE),
-    Variant(
-        "DilatedAttention",
-        f"{_THEIRS} distributes heads over segments, divides by their number, and refuses T that "
-        "the longest segment does not divide. Here: LongNet's operator, all segments in every "
-        "head, of 2048, 4096 and 8192 tokens at rates 1, 2 and 4, any T",
-        _DILATED,
-    ),
-    Variant(
-        "BranchByBranch",
-        "not in their tables: LongNet's formula in plain torch, one flash attention for each "
-        "branch, with its true gradient; the baseline of DilatedAttention",
-        _DILATED,
-        "branch-by-branch",
-    ),
-    Variant(
-        "BranchByBranchDetached",
-        "the same formula as torchscale has it: no gradient flows through the weights of the "
-        "branches, so that only its output is checked",
-        _DILATED,
-        "branch-by-branch-detached",
-    ),
-    Variant(
-        "GroupedDilatedAttention",
-        f"what {_THEIRS} means by distributing heads: each has one segment length, undivided",
-        _GROUPED,
-    ),
-    Variant(
-        "ImprovedDilatedAttention",
-        f"{_THEIRS} attends over heads instead of tokens. Corrected it is DilatedAttention",
-        _DILATED,
-        same_as="DilatedAttention",
-    ),
-    Variant(
-        "MultiheadDilatedAttention",
-        "dpflash.nn.MultiheadAttention with DilatedAttention's pattern, projections included",
-        _DILATED,
-        "multihead",
-    ),
-    Variant(
-        "RingDilatedAttention",
-        f"{_THEIRS} gathers all keys and values on every rank, without gradients. Here: "
-        f"ring_attention with DilatedAttention's pattern; {_ONE_RANK}",
-        _DILATED,
-        "ring",
-        "DilatedAttention",
-    ),
-    Variant(
-        "RingDilatedAttentionV2",
-        f"{_THEIRS} is four independent pieces of the sequence on one GPU. Corrected it is "
-        "RingDilatedAttention",
-        _DILATED,
-        "ring",
-        "DilatedAttention",
-    ),
-    Variant(
-        "HybridRingDilated",
-        "ring attention and dilated attention together, which in dilated-attention-pytorch "
-        "receives into the buffer that it sends. Corrected it is RingDilatedAttention",
-        _DILATED,
-        "ring",
-        "DilatedAttention",
-    ),
-    Variant(
-        "BlockSparse",
-        f"{_THEIRS} adds up one softmax for each pair of blocks. Here: one softmax over a window "
-        "of 256 tokens and a global block, in blocks of 64",
-        _LOCAL_GLOBAL,
-    ),
-    Variant(
-        "BlockSparseOptimized",
-        "dilated-attention-pytorch's local_window, 256 tokens in blocks of 64, in one softmax",
-        _LOCAL,
-    ),
-    Variant(
-        "BlockSparseRing",
-        f"{_THEIRS} sends nothing and is the same window. Here: ring_attention with "
-        f"BlockSparseOptimized's pattern; {_ONE_RANK}",
-        _LOCAL,
-        "ring",
-        "BlockSparseOptimized",
-    ),
-    Variant(
-        "BlockSparseHierarchical",
-        "levels of (stride, window) (64, 256), (256, 1024), (1024, all) in blocks of 64, in one "
-        f"softmax; causal too, which {_THEIRS} refuses",
-        _LEVELS,
-    ),
-    Variant(
-        "BlockSparseAdaptive",
-        f"{_THEIRS} chooses blocks for the whole batch, by a network without gradient. Here: each "
-        "sample and head chooses a tenth of the blocks by scores of their means, with a gradient",
-        _adaptive,
-    ),
-    Variant(
-        "Ring",
-        "torchbridge publishes figures of it, but no code that measures them. Here: "
-        f"ring_attention, dense; {_ONE_RANK}",
-        _DENSE,
-        "ring",
-        "Dense",
-    ),
-)
-VARIANTS: Mapping[str, Variant] = {**{variant.name: variant for variant in _ALL}, **_SPARSE}
+VARIANTS = {name: Variant(_ABOUT[name], *own) for name, own in _MEASURED.items()} | _SPARSE
 
 
 def variant_subject(*, variant: str, causal: bool, **given: Any) -> Subject:
@@ -358,103 +252,68 @@ def _segment_rule(row: Row) -> str:
     return f"{list(lengths)} / {list(rates)}"
 
 
-_CHECKED = (*columns("checked_rows: checked rows"), *CORRECT)
-_WHO = (*columns("variant | direction"), *SHAPE, *FIGURES)
-_VARIANT = config("variant")[1]
-
+_CHECKED = "checked_rows: checked rows | correct"
+_WHO = columns("variant | direction", SHAPE, FIGURES)
+_TABLES = {
+    "names": columns("variant | about: what is run | same_as: measured as"),
+    "reports": columns(
+        "size | direction | variant",
+        SHAPE,
+        FIGURES,
+        [("speed-up over BranchByBranch", ratio)],
+        ROOFS,
+        "density | gradient",
+        _CHECKED,
+    ),
+    "sparse": columns(
+        _WHO,
+        [("speed-up over Dense", ratio), ("pairs left out", _pairs_left_out)],
+        _CHECKED,
+    ),
+    "segments": columns(
+        "segments",
+        [("lengths / rates", _segment_rule)],
+        "direction",
+        SHAPE,
+        FIGURES,
+        [SPEEDUP],
+        "coverage: pairs seen of all",
+        [("live tokens, by branch", _live)],
+        _CHECKED,
+    ),
+    "dense": columns(_WHO, [("speed-up over SDPA", ratio)], _CHECKED),
+    "quality": QUALITY,
+}
 SUITE = Suite(
     name="variants",
-    title="Attention variants of published tables",
-    about=(
-        "Each variant that dilated-attention-pytorch and torchbridge publish figures of, timed as "
-        "the operator that its name promises; the first table says what that is, and what their "
-        "code computes instead. Outputs and gradients are compared with the definition in float64 "
-        "before anything is timed, in 64 drawn query rows of a long sequence. The last table has "
-        "the held-out loss of a small model trained with each kind of pattern. float16 on a GPU, "
-        "float32 on a CPU, which takes fewer heads in the sparse and dense tables: their costs "
-        "are linear in them."
-    ),
+    **page("variants", _TABLES),
     plan=_plan,
-    tables=(
-        Table(
-            "names",
-            "What the names stand for",
-            columns("variant | about: what is run | same_as: measured as"),
-        ),
-        Table(
-            "reports",
-            "The sizes of the published tables",
-            (
-                *columns("size | direction | variant"),
-                *SHAPE,
-                *FIGURES,
-                ("speed-up over BranchByBranch", ratio),
-                *ROOFS,
-                *columns("density | gradient"),
-                *_CHECKED,
-            ),
-            "Not causal. At T = 2048 the shortest segment is the whole sequence: DilatedAttention "
-            "sees all pairs there (density 1) and cannot be faster than dense attention.",
-        ),
-        Table(
-            "sparse",
-            "Sparse causal attention over dense causal attention",
-            (
-                *_WHO,
-                ("speed-up over Dense", ratio),
-                ("pairs left out", _pairs_left_out),
-                *_CHECKED,
-            ),
-            "SparseRandom draws its blocks, and later tokens never learn of a block that no later "
-            "one has drawn: `dpflash.recommend` leaves such a pattern out.",
-        ),
-        Table(
-            "segments",
-            "Segments: their cost and what they see",
-            (
-                *columns("segments"),
-                ("lengths / rates", _segment_rule),
-                *columns("direction"),
-                *SHAPE,
-                *FIGURES,
-                SPEEDUP,
-                *columns("coverage: pairs seen of all"),
-                ("live tokens, by branch", _live),
-                *_CHECKED,
-            ),
-        ),
-        Table(
-            "dense",
-            "Dense attention, as torch has it today, beside dilated",
-            (*_WHO, ("speed-up over SDPA", ratio), *_CHECKED),
-            "Dense attention holds no matrix of T x T either.",
-        ),
-        QUALITY_TABLE,
-    ),
     charts=(
-        Chart(
+        chart(
             "reports",
             "DilatedAttention over LongNet's formula in plain torch",
             ("", lambda row: f"{row['size']}\n{row['config']['direction']}"),
-            ("times as fast", of_curve("speedup", variant=OURS)),
-            _VARIANT,
+            "speedup: times as fast",
+            "variant",
             logarithmic=False,
+            only={"variant": OURS},
         ),
-        Chart(
+        chart(
             "sparse",
             "Sparse causal attention",
-            column("density", "pairs of T x T"),
-            column("median_ms", "ms"),
-            _VARIANT,
+            "density: pairs of T x T",
+            "median_ms: ms",
+            "variant",
             logarithmic=False,
         ),
         *(
-            Chart(
+            chart(
                 "reports",
                 f"Variants, {direction}",
-                column("size"),
-                ("tokens/s", of_curve("tokens_per_s", direction=direction)),
-                _VARIANT,
+                "size",
+                "tokens_per_s: tokens/s",
+                "variant",
+                only={"direction": direction},
             )
             for direction in DIRECTIONS
         ),

@@ -8,7 +8,7 @@ import scipy.stats
 
 from dpflash.bench import output as results
 from dpflash.bench import quality
-from dpflash.bench.quality import QUALITY_TABLE, Contestant, Size, contestants
+from dpflash.bench.quality import QUALITY, Contestant, Size, contestants
 from dpflash.bench.suite import Request
 from dpflash.patterns import BlockSparse, Dense
 from dpflash.recommender import reaches_all
@@ -39,7 +39,7 @@ def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
             assert low <= row["difference"] <= high
         assert row["config"]["seed"] == REQUEST.seed + names_of_seeds.get(row["what"], 0)
         assert (row.get("epsilon") is not None) == row["what"].endswith("private")
-        for _, cell in QUALITY_TABLE.columns:
+        for _, cell in QUALITY:
             results.shown(cell(row))
 
 
