@@ -23,9 +23,9 @@ from .document import (
     page,
 )
 from .private_scaling import (
-    BATCH_CHARTS,
+    BATCH_CHART,
     BATCH_TABLES,
-    SEQUENCE_CHARTS,
+    SEQUENCE_CHART,
     SEQUENCE_TABLES,
     batch_plan,
     derive_batch,
@@ -181,29 +181,30 @@ _TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES)
         "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
     ),
 }
-_SEQUENCE = page("sequence", _TABLES)
-_BATCH = page("batch", {"dilated_batch": _COLUMNS, "exponents": EXPONENTS})
+_SEQUENCE = page("sequence", {**SEQUENCE_TABLES, **_TABLES})
+_BATCH_TABLES = {**BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
 _MS = "median_ms: ms"
 
 SEQUENCE = Suite(
     name="sequence",
-    **{**_SEQUENCE, "tables": [*SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
+    **_SEQUENCE,
     plan=_sequences,
     charts=[
-        *SEQUENCE_CHARTS,
+        SEQUENCE_CHART,
         *(
             chart(table.section, table.title, "tokens: T", _MS, "direction")
-            for table in _SEQUENCE["tables"][:3]
+            for table in _SEQUENCE["tables"]
+            if table.section in (FIXED, LONG, PROPORTIONAL)
         ),
     ],
     derive=_derive_sequences,
 )
 BATCH = Suite(
     name="batch",
-    **{**_BATCH, "tables": [*BATCH_TABLES, *_BATCH["tables"]]},
+    **page("batch", _BATCH_TABLES),
     plan=_batches,
     charts=[
-        *BATCH_CHARTS,
+        BATCH_CHART,
         chart(
             "dilated_batch",
             "Dilated attention by itself",

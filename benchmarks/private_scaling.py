@@ -7,16 +7,13 @@ from typing import Any
 
 from . import output as results
 from .document import (
+    EXPONENTS,
     FIGURES,
     LEAST_SIZES,
     ROOFS,
-    Chart,
     Column,
-    Table,
-    column,
+    chart,
     columns,
-    config,
-    exponent_table,
     fitted_row,
 )
 from .memory import device_memory
@@ -188,58 +185,20 @@ def _not_measured(row: Mapping[str, Any]) -> str:
     return ", ".join(str(size) for size in row["not_measured"]) or "none"
 
 
-OPTIMAL = (
-    *columns("curve | batch: optimal batch | tokens_per_s: tokens/s"),
-    *columns("memory_limit_mb: memory limit MiB"),
-    ("not measured", _not_measured),
-)
-OPTIMAL_NOTE = (
-    "The smallest batch whose tokens/s are within 5% of the most, among those that were "
-    "measured and whose peak memory is within the limit (8 GiB on a CPU, 80% of a GPU's). "
-    "Batches that were not measured might be faster."
+OPTIMAL = columns(
+    "curve | batch: optimal batch | tokens_per_s: tokens/s | memory_limit_mb: memory limit MiB",
+    [("not measured", _not_measured)],
 )
 OVER_NONPRIVATE: Column = ("time over nonprivate", shown_overhead)
-_STEP = (
-    "A step is loader, forward, backward, clipping, noise and AdamW, of one layer of causal "
-    "attention with its projections; a curve is named by its samples (b) or tokens (seq), heads "
-    "(h) and head dim (d)."
-)
-BATCH_TABLES = (
-    Table(
-        "private_batch",
-        "One private training step of causal attention, by batch",
-        (*columns("curve | batch | provider"), *FIGURES, OVER_NONPRIVATE, *ROOFS),
-        _STEP,
-    ),
-    exponent_table(
-        "private_batch_exponent",
-        "Private tokens/s grow with the batch to the power",
-        "0: a larger batch is no faster; 1: the time does not depend on it.",
-    ),
-    Table("private_batch_optimal", "Optimal batch", OPTIMAL, OPTIMAL_NOTE),
-)
-SEQUENCE_TABLES = (
-    Table(
-        "private_sequence",
-        "One private training step of causal attention, by tokens of a sample",
-        (*columns("curve | tokens"), *FIGURES, *ROOFS),
-        _STEP,
-    ),
-    exponent_table(
-        "private_sequence_exponent",
-        "The time of a private step grows with the tokens to the power",
-        "Between 1, the projections, and 2, the pairs of dense attention.",
-    ),
-)
-BATCH_CHARTS, SEQUENCE_CHARTS = (
-    (Chart(section, "Private training step of attention", config(x), y, series),)
-    for section, x, y, series in (
-        (
-            "private_batch",
-            "batch",
-            column("tokens_per_s", "tokens/s"),
-            lambda row: f"{row['curve']} {row['config']['provider']}",
-        ),
-        ("private_sequence", "tokens", column("median_ms", "ms"), lambda row: row["curve"]),
-    )
-)
+BATCH_TABLES = {
+    "private_batch": columns("curve | batch | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
+    "private_batch_exponent": EXPONENTS,
+    "private_batch_optimal": OPTIMAL,
+}
+SEQUENCE_TABLES = {
+    "private_sequence": columns("curve | tokens", FIGURES, ROOFS),
+    "private_sequence_exponent": EXPONENTS,
+}
+_TITLE = "Private training step of attention"
+BATCH_CHART = chart("private_batch", _TITLE, "batch", "tokens_per_s: tokens/s", "curve provider")
+SEQUENCE_CHART = chart("private_sequence", _TITLE, "tokens", "median_ms: ms", "curve")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Column, Table, column, config
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Column, columns, page
 from .private import (
     ALONE,
     AUTO,
@@ -20,7 +20,7 @@ from .private import (
 )
 from .private_scaling import (
     OPTIMAL,
-    OPTIMAL_NOTE,
+    OVER_NONPRIVATE,
     insight,
     memory_limit_mb,
     optimal_batch,
@@ -268,98 +268,55 @@ def _batch_and_epsilon(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("epsilon", text, ratio=times.median)
 
 
-def _chart(section: str, title: str, x: Column, y: Column, logarithmic: bool = False) -> Chart:
-    def series(row: Mapping[str, Any]) -> str:
-        return str(row["config"].get("provider", AUTO))
-
-    return Chart(section, title, x, y, series, logarithmic)
+def _provider(row: Mapping[str, Any]) -> str:
+    return str(row["config"].get("provider", AUTO))
 
 
-_OVER = ("time over nonprivate", shown_overhead)
-_TOKENS = column("tokens_per_s", "tokens/s")
-
+_TIMES: Column = ("times", overhead)
+_EPSILON = "target_epsilon: epsilon"
 SUITE = Suite(
     name="private-step",
-    title="Private training steps: time and memory beside Opacus and beside no privacy",
-    about=(
-        "One whole training step: loader, forward, backward, clipping of each sample's gradient, "
-        "noise, AdamW. A *provider* makes the step: `nonprivate` (torch alone), "
-        "`dpflash-CLIPPING-WAY` (flat: one norm over all parameters; per_layer, per_block: a norm "
-        "for each layer or tile; WAY is how norms are computed, auto leaves it to the planner), "
-        "`opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), and "
-        "`opacus-ghost-registered` (the same with this library's norms). All train the same model "
-        "on the same batch and take turns. Before a row is timed, its sum of clipped gradients, "
-        "without noise, is compared with a loop over single samples. dpflash's noise is by "
-        "ChaCha20, Opacus' by torch's generator (secure_mode is off)."
-    ),
     plan=_plan,
     derive=_derive,
-    tables=(
-        Table(
-            "step",
-            "A step of a language model",
-            (column("shape"), config("layers"), config("provider"), *FIGURES, _OVER, *ROOFS),
-            "LongContextLM over bytes, untied; fp32 on a CPU, bf16 autocast on a GPU. "
-            "'alone': no step but the noise of one, or a copy of as many numbers.",
-        ),
-        Table(
-            "ghost",
-            "Opacus' ghost clipping with dpflash.integrations.opacus.register()",
-            (config("tokens"), config("provider"), *FIGURES, SPEEDUP),
-            "Embedding, 2 x (LayerNorm, Linear, GELU), Linear; no attention; B = 1. Speed-up: "
-            "over Opacus' own ghost clipping.",
-        ),
-        Table(
-            "head",
-            "The head of a language model",
-            (
-                column("family"),
-                config("head"),
-                config("provider"),
-                config("batch"),
-                config("tokens"),
-                config("classes"),
-                *FIGURES,
-                SPEEDUP,
+    **page(
+        "private-step",
+        {
+            "step": columns("shape | layers | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
+            "ghost": columns("tokens | provider", FIGURES, [SPEEDUP]),
+            "head": columns(
+                "family | head | provider | batch | tokens | classes", FIGURES, [SPEEDUP]
             ),
-            "Dense: a linear layer and its logits; chunked: LinearCrossEntropy. Speed-up: over "
-            "the dense one of the family.",
-        ),
-        Table(
-            "throughput_batch",
-            "Private tokens/s by batch",
-            (config("batch"), config("tokens"), *FIGURES, *ROOFS),
-        ),
-        Table("throughput_optimal", "Optimal batch", OPTIMAL, OPTIMAL_NOTE),
-        Table(
-            "throughput_epsilon",
-            "Private tokens/s by epsilon",
-            (
-                config("target_epsilon", "epsilon"),
-                config("target_delta", "delta"),
-                config("sample_rate"),
-                config("steps"),
-                column("noise_multiplier"),
-                *FIGURES,
-                SPEEDUP,
+            "throughput_batch": columns("batch | tokens", FIGURES, ROOFS),
+            "throughput_optimal": OPTIMAL,
+            "throughput_epsilon": columns(
+                f"{_EPSILON} | target_delta: delta | sample_rate | steps | noise_multiplier",
+                FIGURES,
+                [SPEEDUP],
             ),
-            "The noise is that of a run of so many steps at this sample rate; the step that is "
-            "timed has a batch of 8. Speed-up: over the first row.",
-        ),
+        },
     ),
-    charts=(
-        _chart(
-            "step", "Time over that of a nonprivate step", column("shape"), ("times", overhead)
-        ),
-        _chart(
-            "ghost", "Opacus' ghost clipping", config("tokens"), column("median_ms", "ms"), True
-        ),
-        _chart("throughput_batch", "Private tokens/s by batch", config("batch"), _TOKENS, True),
-        _chart(
-            "throughput_epsilon",
-            "Private tokens/s by epsilon",
-            config("target_epsilon", "epsilon"),
-            _TOKENS,
-        ),
-    ),
+    charts=[
+        Chart(section, title, x, y, _provider, logarithmic)
+        for section, title, (x, y), logarithmic in (
+            (
+                "step",
+                "Time over that of a nonprivate step",
+                columns("shape", [_TIMES]),
+                False,
+            ),
+            ("ghost", "Opacus' ghost clipping", columns("tokens | median_ms: ms"), True),
+            (
+                "throughput_batch",
+                "Private tokens/s by batch",
+                columns("batch | tokens_per_s: tokens/s"),
+                True,
+            ),
+            (
+                "throughput_epsilon",
+                "Private tokens/s by epsilon",
+                columns(f"{_EPSILON} | tokens_per_s: tokens/s"),
+                False,
+            ),
+        )
+    ],
 )
