@@ -368,8 +368,8 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _beside_contour(section: str, name: str, subject: Build, given: dict[str, Any]) -> Comparison:
-    place, beside = f"{section}/{name}", {"section": section, "baseline": "contour"}
-    return compared(place, subject, "provider", PROVIDERS, given, **beside, peers=PEERS)
+    beside: dict[str, Any] = {"section": section, "baseline": "contour", "peers": PEERS}
+    return compared(f"{section}/{name}", subject, "provider", PROVIDERS, given, **beside)
 
 
 def _cold_or_warm(row: Row) -> str:
