@@ -68,10 +68,11 @@ def bytes_task(
     device: str,
     seed: int,
     dtype: str = "float32",
+    vocab: int = VOCABULARY,
 ) -> Task:
     """A model of logits on random bytes, `[batch, tokens]`, with its cross entropy."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator).to(device)
+    x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
     return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
 
 
