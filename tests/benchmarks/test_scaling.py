@@ -51,8 +51,10 @@ def roofs(monkeypatch):
 
 
 def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
-    # One test, since it starts some thirty processes.
+    # One test, since it starts some twenty processes.
     monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))
+    spreads = (("dilated", "contiguous"), ("dense causal", "zigzag"))
+    monkeypatch.setattr(scaling, "SPREADS", spreads)
     options = Options(ranks=(1, 2), sizes=TINY, flops=(1e14,), timeout=120.0)
     found = run_suite(scaling_suite(options), REQUEST, tmp_path)
     rows = found["rows"]
