@@ -23,7 +23,7 @@ from typing import Any
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
 from . import output as results
-from .document import SPEEDUP, TIME, Row, chart, column, columns, page
+from .document import SPEEDUP, TIME, Row, chart, column, columns
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
@@ -37,6 +37,7 @@ from .suite import (
     needs,
     recorded_warnings,
 )
+from .suite_pages import page
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -78,7 +79,7 @@ def build(provider: str, phases: Sequence[Phase]) -> Any:
 
 
 def _accountant(provider: str) -> Callable[[], Any]:
-    """What makes a new accountant of a provider."""
+    """The class of a provider's accountant."""
     if provider in OWN:
         return functools.partial(create_accountant, provider)
     package = "opacus" if provider.startswith("opacus") else "dp-accounting"
@@ -102,38 +103,25 @@ def _google_event(noise: float, rate: float) -> Any:
     return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
 
 
-def calibrator(provider: str) -> Callable[[float, float, int], float]:
-    """A provider's own search: (target epsilon, sample rate, steps) to a noise multiplier."""
+def calibrated(provider: str, target: float, rate: float, steps: int) -> float:
+    """The noise multiplier of a target epsilon, by the provider's own search."""
     accountant = _accountant(provider)
     if provider.startswith("google"):
-        import dp_accounting
+        import dp_accounting as google
 
-        def find(target: float, rate: float, steps: int) -> float:
-            def event(noise: float) -> Any:
-                return dp_accounting.SelfComposedDpEvent(_google_event(noise, rate), steps)
+        def event(noise: float) -> Any:
+            return google.SelfComposedDpEvent(_google_event(noise, rate), steps)
 
-            bracket = dp_accounting.LowerEndpointAndGuess(0.1, 1.0)
-            return float(
-                dp_accounting.calibrate_dp_mechanism(
-                    accountant, event, target, DELTA, bracket, tol=1e-4
-                )
-            )
-
-        return find
+        bracket = google.LowerEndpointAndGuess(0.1, 1.0)
+        noise = google.calibrate_dp_mechanism(accountant, event, target, DELTA, bracket, tol=1e-4)
+        return float(noise)
     search: Callable[..., float] = get_noise_multiplier
     if provider not in OWN:
         from opacus.accountants import utils
 
         search = utils.get_noise_multiplier
-    return lambda target, rate, steps: float(
-        search(
-            accountant=provider.removeprefix("opacus "),
-            target_epsilon=target,
-            target_delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-        )
-    )
+    given = {"target_epsilon": target, "target_delta": DELTA, "sample_rate": rate, "steps": steps}
+    return float(search(accountant=provider.removeprefix("opacus "), **given))
 
 
 def first_answer(provider: str, limit: float, call: Callable[[], float]) -> float:
@@ -174,49 +162,54 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def query(
-    *, device: str, seed: int, provider: str, warm: bool, noise: float, steps: int, limit_s: float
+    *,
+    device: str,
+    seed: int,
+    provider: str,
+    steps: int,
+    limit_s: float,
+    noise: float = NOISE,
+    phases: int = 1,
+    warm: bool = False,
 ) -> Subject:
-    """One epsilon of equal steps; `warm`: of an accountant that has answered, after one more step.
+    """One epsilon of phases whose noise rises by up to 1, each of so many steps.
 
-    `limit_s` is the limit for one call of a peer, in seconds.
+    `warm`: of an accountant that has answered, after one more step; else of a new one, and the
+    noise is shifted in each call so that no cache helps. `limit_s` is the limit for one call of a
+    peer, in seconds.
     """
-    if not warm:
-        return _cold(provider, lambda shift: [(noise + shift, RATE, steps)], limit_s)
-    phases = [(noise, RATE, steps)]
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
-    accountant = build(provider, phases)
+
+    def history(shift: float = 0.0) -> list[Phase]:
+        return [(noise + k / phases + shift, RATE, steps) for k in range(phases)]
+
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(), DELTA))
+    truth = lower_end(_judge_of(provider), history(), DELTA)
+    above = value / truth - 1 if truth else None
+    calls = itertools.count(1)
+
+    def cold_step() -> float:
+        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
+
+    return Subject(
+        _warm_step(provider, history()) if warm else cold_step,
+        lambda: _shortfall(value, truth),
+        _ROUNDING,
+        figures={"epsilon": value, "lower_end": truth, "above": above},
+    )
+
+
+def _warm_step(provider: str, phases: Sequence[Phase]) -> Callable[[], float]:
+    accountant, (noise, rate, _) = build(provider, phases), phases[-1]
     accountant.get_epsilon(DELTA)
 
     def step() -> float:
         if provider.startswith("google"):
-            accountant.compose(_google_event(noise, RATE))
+            accountant.compose(_google_event(noise, rate))
         else:
-            accountant.step(noise_multiplier=noise, sample_rate=RATE)
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
         return float(accountant.get_epsilon(DELTA))
 
-    return _judged(step, provider, value, phases)
-
-
-def schedule(
-    *, device: str, seed: int, provider: str, phases: int, steps: int, limit_s: float
-) -> Subject:
-    """One epsilon of phases whose noise rises from 1 to 2; see `query`."""
-
-    def history(shift: float) -> list[Phase]:
-        return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
-
-    return _cold(provider, history, limit_s)
-
-
-def _cold(provider: str, history: Callable[[float], list[Phase]], limit_s: float) -> Subject:
-    """The epsilon of a history, whose noise is shifted in each call so that no cache helps."""
-    calls = itertools.count(1)
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(0.0), DELTA))
-
-    def step() -> float:
-        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
-
-    return _judged(step, provider, value, history(0.0))
+    return step
 
 
 def calibration(
@@ -230,13 +223,16 @@ def calibration(
     limit_s: float,
 ) -> Subject:
     """The noise multiplier of a target; it is right where its true epsilon is not above that."""
-    find = calibrator(provider)
-    noise = first_answer(provider, limit_s, lambda: find(target_epsilon, sample_rate, steps))
+
+    def find(target: float) -> float:
+        return calibrated(provider, target, sample_rate, steps)
+
+    noise = first_answer(provider, limit_s, lambda: find(target_epsilon))
     phases = [(noise, sample_rate, steps)]
     certain = lower_end(_judge_of(provider), phases, DELTA)
     calls = itertools.count(1)
     return Subject(
-        lambda: find(target_epsilon * (1 + 1e-7 * next(calls)), sample_rate, steps),
+        lambda: find(target_epsilon * (1 + 1e-7 * next(calls))),
         lambda: _shortfall(target_epsilon, certain),
         _ROUNDING,
         figures={"noise_multiplier": noise, "true_epsilon": lower_end("contour", phases, DELTA)},
@@ -246,16 +242,6 @@ def calibration(
 def _judge_of(provider: str) -> str:
     """The accountant whose lower end judges a provider: never its own."""
     return "pld" if provider == "contour" else "contour"
-
-
-def _judged(
-    step: Callable[[], float], provider: str, value: float, phases: Sequence[Phase]
-) -> Subject:
-    """The subject of an epsilon of these phases."""
-    truth = lower_end(_judge_of(provider), phases, DELTA)
-    above = value / truth - 1 if truth else None
-    figures = {"epsilon": value, "lower_end": truth, "above": above}
-    return Subject(step, lambda: _shortfall(value, truth), _ROUNDING, figures=figures)
 
 
 def _shortfall(value: float, truth: float) -> float:
@@ -274,7 +260,6 @@ def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
     """Each provider beside the table of truths."""
     every, limit = (26, 0.5) if request.quick else (1, 2.0)
     settings = _settings(every)
-    truths = [truth for _, _, truth in settings]
     for provider in PROVIDERS:
         name, given = f"truth/{provider}", {"provider": provider, "limit_s": limit}
         figures: dict[str, Any] = {"section": "truth"}
@@ -300,7 +285,8 @@ def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
             continue
         if warned:
             figures["warnings"] = warned
-        yield results.row(name, given, **figures, **summary(answers, truths))
+        judged = summary(answers, [truth for _, _, truth in settings])
+        yield results.row(name, given, **figures, **judged)
 
 
 def answers_of(
@@ -321,21 +307,21 @@ def answers_of(
 
 def summary(answers: Sequence[float | str], truths: Sequence[float]) -> dict[str, Any]:
     """Columns of a provider's row; it is correct where no answer is below its truth."""
-    pairs = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
-    finite = [(a, t) for a, t in pairs if math.isfinite(a)]
+    given = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
+    finite = [(a, t) for a, t in given if math.isfinite(a)]
     errors = [abs(a / t - 1) for a, t in finite if t > 0]
-    shortfalls = [_shortfall(a, t) for a, t in pairs]
+    error = max((_shortfall(a, t) for a, t in given), default=None)
     late = sum(isinstance(answer, str) and answer.startswith("more time") for answer in answers)
     return {
         "answers": len(finite),
-        "infinite_or_nan": len(pairs) - len(finite),
+        "infinite_or_nan": len(given) - len(finite),
         "late": late,
-        "refused": len(answers) - len(pairs) - late,
+        "refused": len(answers) - len(given) - late,
         "below_truth": sum(_shortfall(a, t) > _ROUNDING for a, t in finite),
         "median_error": statistics.median(errors) if errors else None,
         "greatest_error": max(errors, default=None),
-        "error": max(shortfalls, default=None),
-        "correct": all(short <= _ROUNDING for short in shortfalls) if pairs else None,
+        "error": error,
+        "correct": None if error is None else error <= _ROUNDING,
         "epsilons": list(answers),
     }
 
@@ -363,13 +349,13 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
         yield _beside_contour("calibration", f"{target:g}", calibration, given)
     for phases, steps in () if quick else SCHEDULES:
         given = {"phases": phases, "steps": steps, **limit}
-        yield _beside_contour("schedule", str(phases), schedule, given)
+        yield _beside_contour("schedule", str(phases), query, given)
     yield truth_rows
 
 
 def _beside_contour(section: str, name: str, subject: Build, given: dict[str, Any]) -> Comparison:
-    beside: dict[str, Any] = {"section": section, "baseline": "contour", "peers": PEERS}
-    return compared(f"{section}/{name}", subject, "provider", PROVIDERS, given, **beside)
+    own = (f"{section}/{name}", subject, "provider", PROVIDERS, given, section, "contour")
+    return compared(*own, peers=PEERS)
 
 
 def _cold_or_warm(row: Row) -> str:

@@ -30,9 +30,10 @@ from .attention_cases import (
     not_finite,
     score_bias,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
 from .peers import FORWARD_ONLY, PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
+from .suite_pages import page
 from .timing import Step
 from .work import Work, attention_flops, count_work
 
@@ -41,25 +42,22 @@ DIRECTIONS = ("forward", "forward+backward")
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 4, 8
 _SPARSE_BLOCK = 128
 # LongNet's own segments, made for a million tokens.
-LONGNET = partial(
-    Dilated,
-    segment_lengths=(2048, 4096, 8192, 16384, 32768),
-    dilation_rates=(1, 2, 4, 6, 12),
-)
+_LENGTHS = (2048, 4096, 8192, 16384, 32768)
+LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6, 12))
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
     """One of `peers.OPERATORS`, with inputs drawn from the seed."""
     backward, is_detached = goes_backward(direction), operator in FORWARD_ONLY
-    run, inputs = build_run(operator, case), case.inputs(seed)
-    q, k, v, do = inputs
+    run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
+    q, k, v = inputs[:3]
 
     def forward() -> Tensor:
         with torch.no_grad():
             return run(q, k, v)
 
     def both() -> object:
-        return torch.autograd.grad(run(q, k, v), (q, k, v), do)
+        return torch.autograd.grad(run(q, k, v), (q, k, v), inputs[3])
 
     def error() -> float:
         with_grads = backward and not is_detached
@@ -76,18 +74,8 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
         "operator": operator,
     }
     step: Step = both if backward else forward
-    return _subject(case, step, error, work, figures)
-
-
-def _subject(
-    case: Case,
-    step: Step,
-    error: Callable[[], float],
-    work: Callable[[], Work],
-    figures: Mapping[str, Any],
-) -> Subject:
-    tokens = case.batch * case.tokens
-    return Subject(step, error, TOLERANCES[case.dtype], tokens, work, case.dtype, figures)
+    tolerance, tokens = TOLERANCES[case.dtype], case.batch * case.tokens
+    return Subject(step, error, tolerance, tokens, work, case.dtype, figures)
 
 
 def module_subject(case: Case, direction: str, seed: int) -> Subject:
@@ -131,7 +119,8 @@ def module_subject(case: Case, direction: str, seed: int) -> Subject:
 
     step: Step = both if backward else forward
     figures = {**case.figures(case.batch * case.heads), "operator": "multihead"}
-    return _subject(case, step, error, lambda: count_work(step), figures)
+    work, tolerance = partial(count_work, step), TOLERANCES[case.dtype]
+    return Subject(step, error, tolerance, case.batch * case.tokens, work, case.dtype, figures)
 
 
 def _module_rows(case: Case, exact: Mapping[str, Tensor], sample: int, rows: Tensor) -> Tensor:
@@ -213,34 +202,33 @@ def sparse_pattern(
         Unsupported: T is too short for a single block beside the diagonal.
     """
 
+    def blocks(width: int) -> BlockSparse:
+        near, drawn_blocks = (0, width) if drawn else (width, 0)
+        return BlockSparse(
+            block_size=block,
+            local_blocks=near,
+            global_blocks=int(not drawn),
+            random_blocks=drawn_blocks,
+            causal=causal,
+        )
+
     def fits(tokens: int, width: int) -> bool:
-        allowed = Dense(causal=causal).edges(tokens) * (100 - percent)
-        return 100 * _most_pairs(tokens, causal, drawn, block, width) <= allowed
+        pairs, count = blocks(0 if drawn else width).edges(tokens), -(-tokens // block)
+        if drawn:
+            # Random blocks differ from head to head: the most possible count.
+            pairs += block**2 * sum(min(width, i if causal else count) for i in range(count))
+        return 100 * pairs <= Dense(causal=causal).edges(tokens) * (100 - percent)
 
     count = -(-tokens // block)
     width = bisect.bisect_left(range(count), True, key=lambda width: not fits(tokens, width)) - 1
     if width >= 1:
-        return _blocks(causal, drawn, block, width)
+        return blocks(width)
     enough = next(n for n in itertools.count((count + 1) * block, block) if fits(n, 1))
     beside = "a random block" if drawn else "a block to each side and a global one"
     raise Unsupported(
         f"a longer sequence, from T = {enough:,} on: at T = {tokens:,} nothing leaves out "
         f"{percent}% of the pairs and sees {beside} beside the own block of {block} tokens"
     )
-
-
-def _blocks(causal: bool, drawn: bool, block: int, width: int) -> BlockSparse:
-    if drawn:
-        return BlockSparse(block_size=block, local_blocks=0, random_blocks=width, causal=causal)
-    return BlockSparse(block_size=block, local_blocks=width, global_blocks=1, causal=causal)
-
-
-def _most_pairs(tokens: int, causal: bool, drawn: bool, block: int, width: int) -> int:
-    """Pairs of one head; random blocks differ from head to head, and the most possible count."""
-    if not drawn:
-        return _blocks(causal, drawn, block, width).edges(tokens)
-    own, count = _blocks(causal, drawn, block, 0).edges(tokens), -(-tokens // block)
-    return own + block**2 * sum(min(width, i if causal else count) for i in range(count))
 
 
 def is_small(request: Request) -> bool:
@@ -304,7 +292,7 @@ def _plan(request: Request) -> Iterator[Comparison]:
             for peer in _PEERS_OF[pattern]
             # FlexAttention compiles for half a minute in each case.
             if not (peer == "flex" and quick and is_cuda)
-            # On a CPU, only the first comparison says that a peer needs a GPU.
+            # On a CPU, only the first comparison lists the peers that need a GPU.
             and (is_cuda or number == 0 or peer not in _ON_GPUS)
         ]
         batch = max(1, batch_tokens // tokens)
@@ -320,15 +308,11 @@ def _plan(request: Request) -> Iterator[Comparison]:
 def _comparison(pattern: str, peers: Sequence[str], given: Mapping[str, Any]) -> Comparison:
     reach = "causal" if given["causal"] else "full"
     place = f"{pattern}/{reach}/D{given['head_dim']}/T{given['tokens']}/{given['direction']}"
+    operators, baseline = ("dpflash", *peers), peers[0] if peers else None
+    own = {"pattern": pattern, **given}
+    section = "attention"
     return compared(
-        place,
-        pattern_subject,
-        "operator",
-        ("dpflash", *peers),
-        {"pattern": pattern, **given},
-        section="attention",
-        baseline=peers[0] if peers else None,
-        peers=PEERS,
+        place, pattern_subject, "operator", operators, own, section, baseline, peers=PEERS
     )
 
 

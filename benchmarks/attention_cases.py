@@ -75,16 +75,15 @@ class Case:
         size = getattr(torch, self.dtype).itemsize
         return self.batch * self.heads * self.tokens * self.head_dim * int(size)
 
-    def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (which require gradients) and do: contiguous, `[B, H, T, D]`."""
+    def inputs(self, seed: int, *, with_do: bool = True) -> list[Tensor]:
+        """q, k, v, which require gradients, and do: contiguous, `[B, H, T, D]`."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (self.batch, self.heads, self.tokens, self.head_dim)
-        dtype = getattr(torch, self.dtype)
-        q, k, v, do = (
-            torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
-            for _ in range(4)
-        )
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+        given: Any = {"dtype": getattr(torch, self.dtype), "device": self.device}
+        leaves = [
+            torch.randn(shape, generator=generator, requires_grad=True, **given) for _ in range(3)
+        ]
+        return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
         """`[R]`: all rows of a short sequence; one row drawn from each R-th part of a long one."""
@@ -258,14 +257,13 @@ def check(
     o is compared at rows drawn from the seed. do is 0 in all other rows, so that the gradients
     are exact for every query and key. The error is infinite where any entry is not finite.
     """
-    q, k, v, do = inputs
+    q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)
-    masked = torch.zeros_like(do)
-    masked[:, :, rows] = do[:, :, rows]
     with torch.set_grad_enabled(with_grads):
         o = run(q, k, v)
-    found = {"o": o.detach()}
+    found, masked = {"o": o.detach()}, torch.zeros_like(o)
     if with_grads:
+        masked[:, :, rows] = inputs[3][:, :, rows]
         grads = torch.autograd.grad(o, (q, k, v), masked)
         found.update(zip(("dq", "dk", "dv"), grads, strict=True))
     errors = {name: not_finite(x) for name, x in found.items()}

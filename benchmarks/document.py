@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output as results
@@ -109,53 +107,6 @@ def chart(
     return Chart(section, title, across, (label, figure), name, logarithmic)
 
 
-def page(
-    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The title, introduction and tables of a suite, with the texts of pages.md.
-
-    Args:
-        name: of the suite.
-        tables: the columns of each table, by its section.
-        values: for the words in braces.
-    """
-    made = []
-    for section in ("", *tables):
-        title, text = _texts()[f"{name}/{section}".rstrip("/")]
-        # A list is a glossary.
-        paragraphs = [] if text.startswith("- ") else text.split("\n\n")
-        joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        made.append((title.format_map(values or {}), joined.format_map(values or {})))
-    (title, about), *headed = made
-    own = zip(tables.items(), headed, strict=True)
-    return {
-        "title": title,
-        "about": about,
-        "tables": [Table(section, head, cols, note) for (section, cols), (head, note) in own],
-    }
-
-
-def glossary(name: str) -> dict[str, str]:
-    """The list "- TERM: text" below a heading of pages.md, given as SUITE/SECTION."""
-    items = ("\n" + _texts()[name][1]).split("\n- ")[1:]
-    terms = (item.partition(": ") for item in items)
-    return {term: " ".join(text.split()) for term, _, text in terms}
-
-
-@functools.cache
-def _texts() -> dict[str, tuple[str, str]]:
-    """The title and the text of each heading of pages.md, by SUITE or SUITE/SECTION."""
-    source = Path(__file__).with_name("pages.md").read_text(encoding="utf-8")
-    found, suite = {}, ""
-    for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
-        heading, _, text = part.partition("\n")
-        mark, _, words = heading.partition(" ")
-        name, _, title = words.partition(": ")
-        suite = name if mark == "#" else suite
-        found[suite if mark == "#" else f"{suite}/{name}"] = title, text.strip()
-    return found
-
-
 def why_not(row: Row) -> str | None:
     """Why a row has no figures; None where nothing speaks against them."""
     if row.get("failure"):
@@ -189,18 +140,23 @@ def wrong(row: Row) -> str:
     return f"{whose}WRONG (error {error:.1e})"
 
 
-def ratio(row: Row) -> str | None:
-    """The speed-up over the comparison's baseline, with its interval."""
-    if row.get("speedup") is None:
-        return None
-    low, high = row["speedup_ci95"]
-    return f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"
+def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
+    """A column of figures times a factor, each with its 95% interval."""
+
+    def cell(row: Row) -> str | None:
+        if row.get(key) is None:
+            return None
+        value, low, high = (factor * x for x in (row[key], *row[f"{key}_ci95"]))
+        return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+    return header, cell
 
 
 TIME: tuple[Column, ...] = (("ms", milliseconds),)
 FIGURES = columns(TIME, "tokens_per_s: tokens/s | peak_memory_mb: peak MiB")
 ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
-SPEEDUP: Column = ("speed-up", ratio)
+SPEEDUP = with_interval("speedup", "speed-up", ".2f")
+ratio = SPEEDUP[1]
 CORRECT = columns("correct")
 
 

@@ -11,29 +11,11 @@ from typing import Any
 import scipy.stats
 
 from . import output as results
+from . import private_scaling as private
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
-from .document import (
-    EXPONENTS,
-    FIGURES,
-    LEAST_SIZES,
-    ROOFS,
-    chart,
-    columns,
-    fitted_row,
-    page,
-)
-from .private_scaling import (
-    BATCH_CHART,
-    BATCH_TABLES,
-    SEQUENCE_CHART,
-    SEQUENCE_TABLES,
-    batch_plan,
-    derive_batch,
-    derive_sequence,
-    insight,
-    sequence_plan,
-)
+from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row
 from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
+from .suite_pages import page
 
 _MIB = 2**20
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
@@ -81,7 +63,7 @@ def _sequences(request: Request) -> Iterator[Comparison | Part]:
             yield _comparison(section, direction, request, "B{B}-T{T}", tried)
     tried = [(1, tokens, 2) for tokens in long]
     yield _comparison(LONG, "forward+backward", request, "B{B}-T{T}", tried)
-    yield from sequence_plan(request)
+    yield from private.sequence_plan(request)
 
 
 def _batches(request: Request) -> Iterator[Comparison | Part]:
@@ -89,7 +71,7 @@ def _batches(request: Request) -> Iterator[Comparison | Part]:
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
         yield _comparison("dilated_batch", direction, request, "B{B}", sizes)
-    yield from batch_plan(request)
+    yield from private.batch_plan(request)
 
 
 def _heads(request: Request) -> Iterator[Comparison | Part]:
@@ -119,7 +101,7 @@ def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
                 f"The time of dilated attention ({curve}) grows with the {size} to the power "
                 f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
             )
-            yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
+            yield private.insight(f"{section}/{direction}", text, exponent=row["exponent"])
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
@@ -135,28 +117,28 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _bytes_per_token(direction, measured)
-    yield from derive_sequence(rows)
+    yield from private.derive_sequence(rows)
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
     yield from _exponents(rows, "dilated_batch", "batch")
-    yield from derive_batch(rows)
+    yield from private.derive_batch(rows)
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
     """Bytes for each further token: measured, and the sizes of the results and sums."""
     tokens = [row["config"]["batch"] * row["config"]["tokens"] for row in rows]
     peaks = [_MIB * row["peak_memory_mb"] for row in rows]
-    shape = rows[0]["config"]
+    given = rows[0]["config"]
     # o and lse; with the backward dq, dk, dv and rowsum(o do) too. The sums are float32.
     tensors, sums = (4, 2) if direction == "forward+backward" else (1, 1)
-    itemsize = 4 if shape["dtype"] == "float32" else 2
+    itemsize = 4 if given["dtype"] == "float32" else 2
     return results.row(
         f"bytes_per_token/{direction}",
         {"direction": direction, "tokens": tokens},
         section="bytes_per_token",
         measured=float(scipy.stats.linregress(tokens, peaks).slope),
-        model=float(shape["heads"] * (tensors * shape["head_dim"] * itemsize + 4 * sums)),
+        model=float(given["heads"] * (tensors * given["head_dim"] * itemsize + 4 * sums)),
     )
 
 
@@ -181,8 +163,8 @@ _TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES)
         "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
     ),
 }
-_SEQUENCE = page("sequence", {**SEQUENCE_TABLES, **_TABLES})
-_BATCH_TABLES = {**BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
+_SEQUENCE = page("sequence", {**private.SEQUENCE_TABLES, **_TABLES})
+_BATCH_TABLES = {**private.BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
 _MS = "median_ms: ms"
 
 SEQUENCE = Suite(
@@ -190,7 +172,7 @@ SEQUENCE = Suite(
     **_SEQUENCE,
     plan=_sequences,
     charts=[
-        SEQUENCE_CHART,
+        private.SEQUENCE_CHART,
         *(
             chart(table.section, table.title, "tokens: T", _MS, "direction")
             for table in _SEQUENCE["tables"]
@@ -204,7 +186,7 @@ BATCH = Suite(
     **page("batch", _BATCH_TABLES),
     plan=_batches,
     charts=[
-        BATCH_CHART,
+        private.BATCH_CHART,
         chart(
             "dilated_batch",
             "Dilated attention by itself",

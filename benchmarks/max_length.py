@@ -6,7 +6,6 @@ sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,13 +15,13 @@ import torch
 from dpflash.patterns import SlidingWindow
 
 from . import output as results
-from .attention import DIRECTIONS, LONGNET, goes_backward
-from .attention_cases import TOLERANCES, Case, check
-from .document import Row, chart, columns, page, why_not
+from .attention import DIRECTIONS, LONGNET, case_subject
+from .attention_cases import TOLERANCES
+from .document import Row, chart, columns, why_not
 from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
 from .memory import device_memory, peak_growth
-from .peers import build_run
-from .suite import Part, Request, Suite, Unsupported, worst
+from .suite import Part, Request, Subject, Suite, Unsupported
+from .suite_pages import page
 from .timing import Stopwatch
 from .variants import VARIANTS, Variant, fixed
 
@@ -70,24 +69,19 @@ def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
     """Checks a variant of SEARCHED at a small T, then calls it once, causal and with B = 1."""
-    own, where, backward = SEARCHED[variant], torch.device(device), goes_backward(direction)
-    case = Case(own.pattern(tokens, True), tokens, 1, _HEADS, _HEAD_DIM, dtype, device)
-    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
-    run, inputs = build_run(own.operator, small), small.inputs(seed)
-    error = worst(check(small, run, inputs, with_grads=backward, seed=seed).values())
-    del inputs
-    run, seconds = build_run(own.operator, case), 0.0
-    size: Any = {"dtype": getattr(torch, dtype), "device": where}
-    shape = (1, _HEADS, tokens, _HEAD_DIM)
+    own, where = SEARCHED[variant], torch.device(device)
+
+    def subject(tokens: int, heads: int) -> Subject:
+        shape: Any = {"tokens": tokens, "batch": 1, "heads": heads, "head_dim": _HEAD_DIM}
+        shape |= {"dtype": dtype, "device": device}
+        pattern = own.pattern(tokens, True)
+        return case_subject(pattern, own.operator, direction=direction, seed=seed, **shape)
+
+    error, seconds = subject(_CHECKED_TOKENS, _CHECKED_HEADS).error(), 0.0
 
     def whole() -> None:
         nonlocal seconds
-        q, k, v = (torch.randn(shape, **size, requires_grad=backward) for _ in range(3))
-        if backward:
-            do = torch.randn(shape, **size)
-            seconds = _seconds(lambda: torch.autograd.grad(run(q, k, v), (q, k, v), do), where)
-        else:
-            seconds = _seconds(lambda: run(q, k, v), where)
+        seconds = _seconds(subject(tokens, _HEADS).step, where)
 
     peak = peak_growth(whole, where)
     return Measured(error, seconds, peak)

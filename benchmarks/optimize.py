@@ -11,11 +11,12 @@ from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config, page
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
 from .suite import Comparison, Measurement, Part, Request, Subject, Suite, not_measured
+from .suite_pages import page
 from .work import count_work
 
 # Batch, tokens, heads, head dim.
@@ -87,7 +88,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """What each level changes, and the range of its gains over the workloads."""
+    """The changes of each level, and the range of its gains over the workloads."""
     ran = [one for one in rows if one.get("changes") is not None]
     seen = {one["config"]["level"]: one["changes"] for one in reversed(ran)}
     first: list[str] = next(iter(seen.values()), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, chart, column, columns, config, page, ratio
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, chart, column, columns, config, ratio
 from .private import (
     ALONE,
     AUTO,
@@ -28,6 +28,7 @@ from .private_scaling import (
     shown_overhead,
 )
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
+from .suite_pages import page
 from .timing import Ratio, speedup
 
 # Libraries that are not measured, and why.

@@ -1,4 +1,4 @@
-"""What attention patterns cost in held-out loss: one small language model trained with each.
+"""The held-out loss of attention patterns: one small language model trained with each.
 
 All models start from the same weights and see the same bytes in the same order. T is the tokens
 of a window.
@@ -26,7 +26,7 @@ from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_
 from . import output as results
 from .attention import sparse_pattern
 from .attention_cases import TOLERANCES, Case, check
-from .document import Column, Row, columns
+from .document import Row, columns, with_interval
 from .peers import build_run
 from .suite import Request, worst
 
@@ -68,7 +68,7 @@ class Contestant:
     name: str
     pattern: Pattern
     baseline: str | None = DENSE  # the model whose loss is subtracted
-    large_batches: bool = False  # trained with `Sizes.private`
+    large_batches: bool = False  # trained with the second size
     private: bool = False
     seeds_on: int = 0  # added to the seed of weights and batches
 
@@ -128,7 +128,10 @@ def _trained(
     contestant: Contestant, size: Size, request: Request
 ) -> tuple[dict[str, Any], _Scores]:
     pattern, seed = contestant.pattern, request.seed + contestant.seeds_on
-    error = _attention_error(pattern, size, request)
+    head_dim = size.width // size.heads
+    case = Case(pattern, size.tokens, 1, size.heads, head_dim, _DTYPE, request.where.type)
+    run, inputs = build_run("dpflash", case), case.inputs(request.seed)
+    error = worst(check(case, run, inputs, with_grads=True).values())
     model = _initial_model(pattern, size, seed).to(request.where)
     before = _evaluate(model, size, request)["held_out_loss"].mean()
     privacy = _train_privately(model, size, seed) if contestant.private else {}
@@ -157,14 +160,6 @@ def _trained(
         **privacy,
     )
     return row, after
-
-
-def _attention_error(pattern: Pattern, size: Size, request: Request) -> float:
-    """The error of the models' attention, at their T."""
-    head_dim = size.width // size.heads
-    case = Case(pattern, size.tokens, 1, size.heads, head_dim, _DTYPE, request.where.type)
-    run, inputs = build_run("dpflash", case), case.inputs(request.seed)
-    return worst(check(case, run, inputs, with_grads=True).values())
 
 
 def _figures(found: _Scores, baseline: _Scores | None) -> dict[str, Any]:
@@ -283,23 +278,10 @@ def _evaluate(model: LongContextLM, size: Size, request: Request) -> _Scores:
     return {key: torch.cat(parts).double().cpu().numpy() for key, parts in found.items()}
 
 
-def _with_error(key: str, header: str) -> Column:
-    def cell(row: Row) -> str | None:
-        if row.get(key) is None:
-            return None
-        return f"{row[key]:.4f} ± {row[f'{key}_error']:.4f}"
-
-    return header, cell
-
-
-def _difference(key: str, header: str, factor: float = 1.0, digits: int = 4) -> Column:
-    def cell(row: Row) -> str | None:
-        if row.get(key) is None:
-            return None
-        low, high = (factor * end for end in row[f"{key}_ci95"])
-        return f"{factor * row[key]:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-    return header, cell
+def _loss(row: Row) -> str | None:
+    if row.get("held_out_loss") is None:
+        return None
+    return f"{row['held_out_loss']:.4f} ± {row['held_out_loss_error']:.4f}"
 
 
 def _relative(row: Row) -> str | None:
@@ -311,12 +293,9 @@ QUALITY = columns(
     "what: attention",
     [("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}")],
     "epsilon",
-    [_with_error("held_out_loss", "held-out loss, nats a byte")],
+    [("held-out loss, nats a byte", _loss)],
     "baseline",
-    [
-        _difference("difference", "difference"),
-        ("relative", _relative),
-        _difference("accuracy_difference", "bytes guessed right, points", 100, 2),
-    ],
+    [with_interval("difference", "difference", "+.4f"), ("relative", _relative)],
+    [with_interval("accuracy_difference", "bytes guessed right, points", "+.2f", 100)],
     "batch | steps | parameters | correct",
 )

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from . import output as results
-from .document import Chart, Column, column, columns, milliseconds, page
+from .document import Chart, Column, column, columns, milliseconds
 from .environment import usable_cores
 from .isolated import run_ranks
 from .private_scaling import insight
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
+from .suite_pages import page
 from .timing import Effort, speedup, summarize
 from .timing import columns as time_columns
 

@@ -14,7 +14,7 @@ import torch
 
 from dpflash import _validate
 
-from .document import Chart, Column, column, columns, config, milliseconds, page
+from .document import Chart, Column, column, columns, config, milliseconds
 from .environment import usable_cores
 from .ranks import EFFICIENCY, PEAK, TIMEOUT, P, X, blank_row, on_ranks
 from .scaling_model import ASSUMPTIONS, LINKS, Link, model_rows
@@ -29,6 +29,7 @@ from .scaling_tasks import (
     spread,
 )
 from .suite import Request, Row, Suite
+from .suite_pages import page
 
 SECTIONS = ("attention", "memory", "reported", "training", "model")
 

@@ -25,7 +25,7 @@ from .attention import (
     shape,
     sparse_pattern,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, glossary, page, ratio
+from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
 from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
@@ -37,13 +37,14 @@ from .suite import (
     compared,
     not_measured,
 )
+from .suite_pages import glossary, page
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name of published tables, and what is measured under it."""
+    """A name of published tables, and the attention that is measured under it."""
 
-    about: str  # what the class of that name computes elsewhere, and what is measured here
+    about: str  # the computation of that name elsewhere, and the one that is measured here
     pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
     operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
     same_as: str | None = None  # measured under this name: the same operator on one rank
@@ -85,7 +86,7 @@ _MEASURED: Mapping[str, tuple[Any, ...]] = {  # pattern, operator, same_as
     "BlockSparseAdaptive": (_adaptive,),
     "Ring": (_DENSE, "ring", "Dense"),
 }
-_ABOUT = glossary("variants/names")
+_ABOUT = glossary("glossary")
 _SPARSE = {
     f"Sparse{'Random' * drawn}{percent}": Variant(
         _ABOUT[f"Sparse{'Random' * drawn}"].format(percent=percent),
@@ -173,14 +174,9 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
     yield _beside_first("sparse", ["Dense", *_SPARSE], given)
     size = (4096, 1, 2) if small else (4096, 2 if is_cuda else 1, 8)
     for direction in DIRECTIONS:
+        place, given = f"segments/{direction}", shape(request, direction, *size)
         yield compared(
-            f"segments/{direction}",
-            segments_subject,
-            "segments",
-            SEGMENTS,
-            shape(request, direction, *size),
-            section="segments",
-            baseline="Standard",
+            place, segments_subject, "segments", SEGMENTS, given, "segments", "Standard"
         )
     size = (4096, 1, 1) if small else (16384, 1, 8 if is_cuda else 1)
     for direction in DIRECTIONS:
@@ -189,7 +185,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _names(request: Request) -> Iterator[dict[str, Any]]:
-    """What each name stands for."""
+    """The meaning of each name."""
     for name, variant in VARIANTS.items():
         figures = {"section": "names", "about": variant.about, "same_as": variant.same_as}
         yield results.row(f"names/{name}", {"variant": name}, **figures)

@@ -106,7 +106,7 @@ def private_step(
     def private(noise_multiplier: float) -> tuple[Any, nn.Module, Any]:
         module = model()
         engine = dpflash.PrivacyEngine()
-        mode = {"grad_sample_mode": grad_sample_mode}
+        mode: dict[str, Any] = {"grad_sample_mode": grad_sample_mode}
         if "grad_sample_mode" not in inspect.signature(engine.make_private).parameters:
             mode = {"way": {"instantiate": "stored"}.get(grad_sample_mode, grad_sample_mode)}
         made, optimizer, _ = engine.make_private(

@@ -140,7 +140,7 @@ def altered(case, change):
 
 @pytest.mark.parametrize("which", PARTS)
 @pytest.mark.parametrize("place", [(0, 0), (1, 0), (2, 1)])
-def test_what_is_wrong_in_one_sample_and_head_is_found(which, place):
+def test_an_error_in_one_sample_and_head_is_found(which, place):
     case = case_of(patterns.Dense(causal=True), tokens=96, batch=3, heads=2)
 
     def change(name, x):
@@ -153,7 +153,7 @@ def test_what_is_wrong_in_one_sample_and_head_is_found(which, place):
 
 
 @pytest.mark.parametrize("which", PARTS)
-def test_what_is_not_finite_is_found_beyond_what_is_checked(which, monkeypatch):
+def test_a_value_that_is_not_finite_is_found_outside_of_the_checked_rows(which, monkeypatch):
     monkeypatch.setattr(attention_cases, "CHECKED_SCORES", 0)
     monkeypatch.setattr(attention_cases, "CHECKED_TOKENS", 0)
     case = case_of(patterns.Dense(causal=True), tokens=128, batch=2, heads=4)
@@ -300,7 +300,7 @@ def test_ring_attention_of_one_rank_is_the_operator_itself():
         ("flash-attn", "dense", "CUDA"),
     ],
 )
-def test_what_cannot_run_says_what_it_needs(operator, name, reason):
+def test_an_operator_that_cannot_run_names_its_needs(operator, name, reason):
     assert operator in OPERATORS
     with pytest.raises(Unsupported, match=reason):
         build_run(operator, case_of(pattern_of(name), tokens=322))

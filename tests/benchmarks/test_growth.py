@@ -1,4 +1,4 @@
-"""The suites over sequence length, batch and heads: their sizes, and what follows from rows."""
+"""The suites over sequence length, batch and heads: their sizes, exponents and memory."""
 
 from dataclasses import replace
 

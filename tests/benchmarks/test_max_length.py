@@ -45,7 +45,7 @@ def test_a_search_ends_within_an_eighth_of_the_limit(first):
         assert found.stopped_by == "memory" and len(set(tried)) == len(tried)
 
 
-def test_the_ceiling_is_no_limit_of_what_is_searched():
+def test_a_search_that_ends_at_the_ceiling_found_no_limit():
     tried = []
     found = search(tried.append, 1000, 5000)
     assert (found.tokens, found.failed_tokens, found.stopped_by) == (5000, None, CEILING)
@@ -64,7 +64,7 @@ def test_the_reason_is_that_of_the_shortest_sequence_that_failed():
     ("variant", "direction"),
     [("LongNet", "forward"), *((variant, "forward+backward") for variant in SEARCHED)],
 )
-def test_every_variant_is_what_its_definition_says(variant, direction):
+def test_every_variant_agrees_with_its_definition(variant, direction):
     taken = called(variant, direction)
     assert taken.error < 1e-4 and taken.seconds > 0
 
@@ -82,7 +82,7 @@ def test_attention_that_leaves_nothing_out_does_not_pass_the_check(variant, monk
 
 def test_a_backward_pass_and_the_inputs_count_into_memory():
     if called("Dense", "forward", 256).peak_mb is None:
-        pytest.skip("this system does not tell how memory grows")
+        pytest.skip("this system does not report the growth of memory")
     forward = called("SlidingWindow", "forward", 4096)
     both = called("SlidingWindow", "forward+backward", 4096)
     of_a_tensor = 4096 * 8 * 64 * 4 / 2**20
@@ -94,6 +94,7 @@ def test_a_search_stops_where_memory_ends(monkeypatch):
     limit = 475 * 2**20
     monkeypatch.setattr(max_length, "_CPU_MEMORY", limit)
     monkeypatch.setattr(max_length, "_range", lambda request: (2**12, 2**16))
+    monkeypatch.setattr(max_length, "_WITHIN", 1)
     row = max_length._search_row("BlockSparseOptimized", "forward", PATIENT)
     assert row["stopped_by"] == "memory" and row["limit_bytes"] == limit
     assert 256 <= row["max_tokens"] < row["failed_tokens"] < limit / (4 * 8 * 64 * 4)
@@ -111,7 +112,7 @@ def test_a_call_beyond_its_time_is_no_length(monkeypatch):
     assert row["failed_tokens"] == 1536
 
 
-def test_memory_and_failures_are_told_apart(monkeypatch):
+def test_memory_and_failures_are_distinguished(monkeypatch):
     def fail(error):
         def answer(tokens):
             raise error
@@ -162,7 +163,7 @@ def test_a_call_that_raises_is_a_row_that_failed(monkeypatch):
     assert "FAILED: ArithmeticError" in dict(SUITE.tables[0].columns)["longest T"](row)
 
 
-def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):
+def test_the_time_limit_of_a_call_follows_that_of_the_row(monkeypatch):
     limits = []
 
     def spy(function, *, timeout, memory_limit, **_):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpflash.bench.document import markdown, page
+from dpflash.bench.document import markdown
 from dpflash.bench.output import row
 from dpflash.bench.private_scaling import (
     BATCH_TABLES,
@@ -16,6 +16,7 @@ from dpflash.bench.private_scaling import (
     sequence_plan,
 )
 from dpflash.bench.suite import Request, Suite
+from dpflash.bench.suite_pages import page
 
 LIMIT = 1000.0
 

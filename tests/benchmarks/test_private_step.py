@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpflash.bench import private, private_step, suite
+from dpflash.bench import private, private_step
 from dpflash.bench.output import row
 from dpflash.bench.private_step import ABSENT, ALONE, AUTO, SUITE
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort, speedup, summarize
-from dpflash.clipping.device_speed import Ceilings
 
 
 def planned(request):

@@ -1,4 +1,4 @@
-"""What patterns cost in quality, with models of a toy."""
+"""The held-out loss of patterns, with tiny models."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_patterns_that_see_the_same_learn_the_same(monkeypatch):
     assert abs(rows["all blocks"]["difference"]) < 1e-4 < abs(rows["seed"]["difference"])
 
 
-def test_a_private_model_spends_what_its_row_says(monkeypatch):
+def test_a_private_model_spends_the_epsilon_of_its_row(monkeypatch):
     row = rows_of(monkeypatch, Contestant("p", DENSE, baseline=None, private=True))["p"]
     assert 0.99 * TINY.epsilon < row["epsilon"] <= TINY.epsilon
     assert row["config"]["epsilon"] == row["epsilon"] and row["noise_multiplier"] > 0
@@ -73,7 +73,7 @@ def test_a_model_that_learns_nothing_has_no_loss(monkeypatch):
     assert row["correct"] is False and "held_out_loss" not in row
 
 
-def test_what_follows_a_wrong_baseline_has_no_difference(monkeypatch):
+def test_a_model_after_a_wrong_baseline_has_no_difference(monkeypatch):
     errors = iter([1.0, 0.0])
     monkeypatch.setattr(quality, "check", lambda *_, **__: {"o": next(errors)})
     rows = rows_of(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # forked processes find the module there too
+# Forked processes find the modules there too.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import distributed_world  # noqa: E402
 
 

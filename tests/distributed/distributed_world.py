@@ -12,7 +12,6 @@ in a group and ranks in the world differ.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import queue
 import socket
 import sys
@@ -25,8 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "dpflash"])
+from fresh_process import FORKED
+
 MEMBERS = {1: [1], 2: [1, 3], 3: [0, 2, 3]}
 
 
@@ -56,9 +55,9 @@ class World:
         self._processes: list[BaseProcess] = []
         self._channels: list[Connection] = []
         for rank in range(size):
-            ours, theirs = _PROCESSES.Pipe()
+            ours, theirs = FORKED.Pipe()
             arguments = (rank, size, port, timeout, theirs)
-            process = _PROCESSES.Process(target=_work, args=arguments)
+            process = FORKED.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
             self._processes.append(process)
