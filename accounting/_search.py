@@ -1,4 +1,4 @@
-"""The one root search of this house."""
+"""The one root search of the accountants."""
 
 import math
 from collections.abc import Callable
