@@ -23,7 +23,7 @@ from typing import Any
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
 from . import output as results
-from .document import SPEEDUP, TIME, Row, chart, column, columns, page
+from .document import SPEEDUP, TIME, Row, chart, column, columns
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
@@ -37,6 +37,7 @@ from .suite import (
     needs,
     recorded_warnings,
 )
+from .suite_pages import page
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 

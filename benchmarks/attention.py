@@ -30,9 +30,10 @@ from .attention_cases import (
     not_finite,
     score_bias,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
 from .peers import FORWARD_ONLY, PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
+from .suite_pages import page
 from .timing import Step
 from .work import Work, attention_flops, count_work
 

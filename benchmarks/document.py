@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import output as results
 from .output import environment_table, markdown_table
-from .suite_pages import glossary, heading_and_text
+from .page_texts import glossary
 from .timing import exponent
 
 if TYPE_CHECKING:
@@ -106,24 +106,6 @@ def chart(
 
     across = _named(x) if isinstance(x, str) else x
     return Chart(section, title, across, (label, figure), name, logarithmic)
-
-
-def page(
-    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The title, introduction and tables of a suite, with the texts of suite_pages.md.
-
-    Args:
-        name: of the suite.
-        tables: the columns of each table, by its section.
-        values: for the words in braces.
-    """
-    title, about = heading_and_text(name, values or {})
-    made = []
-    for section, own in tables.items():
-        heading, note = heading_and_text(f"{name}/{section}", values or {})
-        made.append(Table(section, heading, own, note))
-    return {"title": title, "about": about, "tables": made}
 
 
 def why_not(row: Row) -> str | None:
@@ -337,12 +319,6 @@ EXPONENTS = columns(
         ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
     ],
 )
-
-
-def exponent_table(section: str, title: str, note: str) -> Table:
-    """The table of a section of exponents."""
-    note += " The interval is that of the fit to the logarithms."
-    return Table(section, title, EXPONENTS, note)
 
 
 LEGEND = glossary("legend")

@@ -13,8 +13,9 @@ import scipy.stats
 from . import output as results
 from . import private_scaling as private
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
-from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row, page
+from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row
 from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
+from .suite_pages import page
 
 _MIB = 2**20
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
@@ -162,29 +163,30 @@ _TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES)
         "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
     ),
 }
-_SEQUENCE = page("sequence", _TABLES)
-_BATCH = page("batch", {"dilated_batch": _COLUMNS, "exponents": EXPONENTS})
+_SEQUENCE = page("sequence", {**private.SEQUENCE_TABLES, **_TABLES})
+_BATCH_TABLES = {**private.BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
 _MS = "median_ms: ms"
 
 SEQUENCE = Suite(
     name="sequence",
-    **{**_SEQUENCE, "tables": [*private.SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
+    **_SEQUENCE,
     plan=_sequences,
     charts=[
-        *private.SEQUENCE_CHARTS,
+        private.SEQUENCE_CHART,
         *(
             chart(table.section, table.title, "tokens: T", _MS, "direction")
-            for table in _SEQUENCE["tables"][:3]
+            for table in _SEQUENCE["tables"]
+            if table.section in (FIXED, LONG, PROPORTIONAL)
         ),
     ],
     derive=_derive_sequences,
 )
 BATCH = Suite(
     name="batch",
-    **{**_BATCH, "tables": [*private.BATCH_TABLES, *_BATCH["tables"]]},
+    **page("batch", _BATCH_TABLES),
     plan=_batches,
     charts=[
-        *private.BATCH_CHARTS,
+        private.BATCH_CHART,
         chart(
             "dilated_batch",
             "Dilated attention by itself",

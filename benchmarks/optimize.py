@@ -11,11 +11,12 @@ from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config, page
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
 from .suite import Comparison, Part, Request, Subject, Suite, compared, not_measured
+from .suite_pages import page
 from .work import count_work
 
 # Batch, tokens, heads, head dim.
