@@ -1,8 +1,6 @@
 """Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
 
 from .block_reference import BLOCK
-from .capture import refuse_capture
-from .factors import bound_share, clip_factors
 from .grads import (
     block_clip_reduce,
     block_clipped_grad,
@@ -19,8 +17,10 @@ from .grads import (
     squared_norm,
 )
 from .grid import exact_slots, grid_of
-from .noise import NoiseStream, gaussian_noise_, settle_noise
+from .noise import NoiseStream, gaussian_noise_, refuse_capture, settle_noise
 from .reference import (
+    bound_share,
+    clip_factors,
     embedding_grad_inner,
     grad_inner,
     grad_magnitude,

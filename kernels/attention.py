@@ -69,11 +69,11 @@ def attention_backward(
             "wide=True together with out: expected one of them, since the dtype of out decides; "
             "pass out of the wanted dtype alone"
         )
-    if key_range is not None or graph.rows.leaves_rows_blind(q.shape[2]):
+    if key_range is not None or graph.rows.has_fully_masked_rows(q.shape[2]):
         # A row without key has gradient 0 whatever comes from above, NaN included.
-        blind = lse == -math.inf
-        do = do.masked_fill(blind.unsqueeze(3), 0.0)
-        dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+        fully_masked = lse == -math.inf
+        do = do.masked_fill(fully_masked.unsqueeze(3), 0.0)
+        dlse = None if dlse is None else dlse.masked_fill(fully_masked, 0.0)
     turned, positive = _positive_scale(q, scale)
     backend = _backend(q)
     # Only the Triton kernels write where they are told to.
@@ -109,6 +109,25 @@ def attention_backward(
         if written is not grad:
             written.copy_(grad)
     return grads._replace(dq=out[0], dk=out[1], dv=out[2])
+
+
+def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
+    """Merge the result over further keys into o and lse, in place.
+
+    ``lse' = log(e^lse + e^lse_new)`` and ``o' = e^(lse - lse') o + e^(lse_new - lse') o_new``. A
+    fully masked query has o = 0 and lse = -inf, on either side.
+
+    Args:
+        o: `[B, H, T, D]`, float32 or float64; may be a view.
+        lse: `[B, H, T]`, of the same dtype; may be a view.
+        o_new: `[B, H, T, D]`, over keys that o has not seen.
+        lse_new: `[B, H, T]`.
+    """
+    total = torch.logaddexp(lse, lse_new)
+    pivot = total.masked_fill(total == -math.inf, 0.0)
+    o.mul_((lse - pivot).exp().unsqueeze(3))
+    o.addcmul_(o_new, (lse_new - pivot).exp().unsqueeze(3))
+    lse.copy_(total)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

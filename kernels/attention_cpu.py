@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .attention_reference import AttentionGrads, squared_norms
+from .attention_reference import AttentionGrads, delta_of, sinks_grad, squared_norms
 from .tile_graph import TileGraph, real_cpu_tensors
 
 # Products of numbers that are worth another thread.
@@ -102,7 +102,7 @@ def attention_backward(
         dq,
         dk,
         dv,
-        dsinks=None if sinks is None else _sinks_grad(sinks, lse, do, o, dlse),
+        dsinks=None if sinks is None else sinks_grad(sinks, lse, delta_of(do, o, lse, dlse)),
         dslopes=None if dslopes is None else dslopes.to(dtype),
         dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
     )
@@ -112,17 +112,6 @@ def attention_backward(
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     grads = grads._replace(dq=dq, dk=dk.contiguous(), dv=dv.contiguous())
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
-
-
-def _sinks_grad(sinks: Tensor, lse: Tensor, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
-    """`[B, H]`: a sink is a key whose value is 0, so that its ds is -p delta."""
-    dtype = lse.dtype
-    delta = (do.to(dtype) * o.to(dtype)).sum(3)
-    if dlse is not None:
-        delta -= dlse.to(dtype)
-    blind = lse == -math.inf
-    p = (sinks.to(dtype).unsqueeze(2) - lse.masked_fill(blind, math.inf)).exp()
-    return -(p * delta).sum(2)
 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, config
-from .attention_reference import AttentionGrads, squared_norms
+from .attention_reference import AttentionGrads, sinks_grad, squared_norms
 from .layout import heads_outside, is_aligned, on_device
 from .tile_graph import Side, TileGraph
 
@@ -111,10 +111,7 @@ def attention_backward(
     of_samples = None
     if q_squares is not None and kv_squares is not None:
         of_samples = q_squares + kv_squares
-    dsinks = None
-    if sinks is not None:
-        weights = (sinks.float().unsqueeze(2) - lse.masked_fill(lse == -math.inf, math.inf)).exp()
-        dsinks = -(weights * delta).sum(2)
+    dsinks = None if sinks is None else sinks_grad(sinks, lse, delta)
     return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, q_sum, k_sum, v_sum, of_samples)
 
 

@@ -128,16 +128,14 @@ def attention_backward(
     p = (scores - _finite(lse).unsqueeze(3)).exp()
     keys = k.to(dtype).repeat_interleave(heads_per_group, dim=1)
     values = v.to(dtype).repeat_interleave(heads_per_group, dim=1)
-    delta = (do.to(dtype) * o.to(dtype)).sum(3)
-    if dlse is not None:
-        delta = delta - dlse.to(dtype)
+    delta = delta_of(do, o, lse, dlse)
     ds = p * (do.to(dtype) @ values.transpose(2, 3) - delta.unsqueeze(3))
     dq = scale * (ds @ keys)
     dk = scale * (ds.transpose(2, 3) @ q.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
     dv = (p.transpose(2, 3) @ do.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
     dsinks = dslopes = dlog = None
     if sinks is not None:
-        dsinks = -((sinks.to(dtype).unsqueeze(2) - _finite(lse)).exp() * delta).sum(2)
+        dsinks = sinks_grad(sinks, lse, delta)
     if slopes is not None:
         dslopes = -(ds * _distances(graph, dtype, ds.device)).sum((2, 3))
     if run_grads:
@@ -147,6 +145,18 @@ def attention_backward(
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums)
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
+
+
+def delta_of(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """`[B, H, T]`, dtype of lse: ``rowsum(do o) - dlse``."""
+    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(3)
+    return delta if dlse is None else delta - dlse.to(lse.dtype)
+
+
+def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """`[B, H]`, dtype of lse: ``-sum_i e^(sink - lse_i) delta_i``; a sink's value is 0."""
+    p = (sinks.to(lse.dtype).unsqueeze(2) - _finite(lse)).exp()
+    return -(p * delta.masked_fill(lse == -math.inf, 0.0)).sum(2)
 
 
 def squared_norms(*grads: Tensor) -> Tensor:

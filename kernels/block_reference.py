@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .factors import ROOT_SLACK
 from .grid import truncated
-from .reference import hard_clip_factors, upper_bound
+from .reference import ROOT_SLACK, hard_clip_factors, upper_bound
 
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 21

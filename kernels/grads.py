@@ -130,7 +130,7 @@ def block_clipped_grad(
     bound = _positive("bound", bound, "a number above 0, in the units of the norms")
     _check_block(block)
     _check_into(into, grid, torch.Size((dy.shape[2], x.shape[2])))
-    return _block_house(x, dy).block_clipped_grad(
+    return _block_backend(x, dy).block_clipped_grad(
         x, dy, bound, block=block, grid=grid, into=into, return_factors=return_factors
     )
 
@@ -170,7 +170,7 @@ def block_clip_reduce(
     bound = _positive("bound", bound, "a number above 0, in the units of the norms")
     _check_block(block)
     _check_into(into, grid, grads.shape[1:])
-    return _block_house(grads).block_clip_reduce(
+    return _block_backend(grads).block_clip_reduce(
         grads, bound, block=block, grid=grid, into=into, return_factors=return_factors
     )
 
@@ -264,7 +264,7 @@ def _backend(*tensors: Tensor) -> ModuleType:
     return grad_launch
 
 
-def _block_house(*tensors: Tensor) -> ModuleType:
+def _block_backend(*tensors: Tensor) -> ModuleType:
     backend = _backend(*tensors)
     return block_reference if backend is reference else backend
 

@@ -9,6 +9,7 @@ A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,42 @@ _FUSED_CALL_ELEMENTS = 1 << 15
 _CHUNK = 1 << 18
 # What sums of up to 2^12 squared norms, a root, a quotient and a product round, in fp64.
 FP64_SLACK = 2.0**-40
+# Rounds a root down by more than the root, and later products with it, may round up.
+ROOT_SLACK = 1.0 - 2.0**-50
+# gamma of automatic clipping, as in its paper.
+_STABILITY = 0.01
+
+
+def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+    """c_i = min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic", rounded down.
+
+    Args:
+        squared_norms: [B], fp64, upper bounds of the n_i^2, see `squared_norm`.
+        bound: clipping bound, in the units of the norms.
+        function: "hard" or "automatic"; the latter needs a finite bound.
+
+    Source: automatic clipping is AUTO-S of Bu et al. (arXiv:2206.07136).
+
+    Returns:
+        [B], fp32. A non-finite norm gives 0, as does one so large that c_i would be subnormal.
+
+    Guarantees:
+        c_i n_i <= bound in real arithmetic; c_i depends on sample i alone.
+    """
+    squares = squared_norms.double()
+    if function == "hard":
+        return hard_clip_factors(squares, bound)
+    norms = squares.sqrt()
+    return rounded_down(bound / (norms + _STABILITY) * (1 - 2 * FP64_SLACK))
+
+
+def bound_share(part: int, whole: int) -> float:
+    """sqrt(part / whole), rounded down: the bound of a part, as a fraction of the whole bound.
+
+    Guarantees:
+        The squares of the shares of disjoint parts sum to at most 1.
+    """
+    return math.sqrt(part / whole) * ROOT_SLACK
 
 
 def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:

@@ -100,7 +100,7 @@ class Side:
             totals = torch.cat((lengths.new_zeros(1), lengths))[self.variants.long().cpu()].diff()
             return bool((totals == num_rows).all())
 
-    def leaves_rows_blind(self, num_rows: int) -> bool:
+    def has_fully_masked_rows(self, num_rows: int) -> bool:
         """Whether some row may see no column at all; False only if that is certain."""
         if self.runtime:
             return self.partial  # a whole run-time side promises that every row sees itself

@@ -20,7 +20,7 @@ from dpflash.kernels.tile_graph import TileGraph
 
 from ..patterns import Adaptive, Dense, Pattern, from_key
 from ..patterns.adaptive import runtime_graph
-from ..patterns.cross import cross_graph
+from ..patterns.dense import cross_graph
 
 _LIBRARY = torch.library.Library("dpflash", "DEF")
 

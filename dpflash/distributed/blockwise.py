@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
-from dpflash.kernels.attention import attention_backward, attention_forward
-from dpflash.kernels.merge import merge_
+from dpflash.kernels.attention import attention_backward, attention_forward, merge_
+from dpflash.kernels.attention_reference import delta_of, sinks_grad
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
@@ -249,21 +249,15 @@ class BlockwiseBackward:
             self._sum_of_dq().to(self._q.dtype),
             None if dkv is None else dkv[0].to(k.dtype),
             None if dkv is None else dkv[1].to(v.dtype),
-            None if sinks is None else self._sink_gradients(sinks),
+            None if sinks is None else self._sinks_grad(sinks),
             None if slopes is None else self._dslopes.to(slopes.dtype),
             None,
             None if gates is None else self._druns.view(gates.shape).to(gates.dtype),
         )
 
-    def _sink_gradients(self, sinks: Tensor) -> Tensor:
-        """`[B, H]`: ``-sum_i e^(sink - lse_i) (rowsum(do o) - dlse)``."""
-        dtype = self._lse.dtype
-        fully_masked = self._lse == -math.inf
-        delta = (self._do.to(dtype) * self._o.to(dtype)).sum(3)
-        if self._dlse is not None:
-            delta = delta - self._dlse
-        p = (sinks.to(dtype).unsqueeze(2) - self._lse.masked_fill(fully_masked, math.inf)).exp()
-        return -(p * delta.masked_fill(fully_masked, 0.0)).sum(2).to(sinks.dtype)
+    def _sinks_grad(self, sinks: Tensor) -> Tensor:
+        grad = sinks_grad(sinks, self._lse, delta_of(self._do, self._o, self._lse, self._dlse))
+        return grad.to(sinks.dtype)
 
 
 def _is_all(tokens: slice, x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from dpflash.patterns import (
     SlidingWindow,
 )
 from dpflash.patterns.adaptive import runtime_graph
-from dpflash.patterns.cross import cross_graph
+from dpflash.patterns.dense import cross_graph
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.attention_launch")

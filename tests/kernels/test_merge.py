@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dpflash.kernels.merge import merge_
+from dpflash.kernels.attention import merge_
 
 
 def attention(scores, v):

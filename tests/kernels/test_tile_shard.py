@@ -25,7 +25,7 @@ from dpflash.patterns import (
     SlidingWindow,
 )
 from dpflash.patterns.adaptive import runtime_graph
-from dpflash.patterns.cross import cross_graph
+from dpflash.patterns.dense import cross_graph
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (37, 64, 101)
@@ -192,7 +192,7 @@ def test_a_dense_pair_of_shards_needs_no_mask():
     graph = Dense(causal=True).graph(4096, 2)
     part = restrict(graph, [Chunk(2048, 512, 0)], 512, [Chunk(512, 512, 0)], 512)
     assert part.rows.runs.tolist() == [[0, 1, 512, -UNBOUNDED, UNBOUNDED]]
-    assert part.rows.is_complete(512) and not part.rows.leaves_rows_blind(512)
+    assert part.rows.is_complete(512) and not part.rows.has_fully_masked_rows(512)
     assert part.distance_shift == part.to(torch.device("cpu")).distance_shift == 1536
     again = restrict(part, [Chunk(100, 50, 0)], 50, [Chunk(0, 60, 0)], 60)
     assert again.distance_shift == 1636
@@ -296,7 +296,7 @@ def test_graphs_built_at_run_time_are_restricted_without_a_look(tokens, causal):
             for side, of_whole in ((part.rows, graph.rows), (part.cols, graph.cols)):
                 assert side.runtime and side.partial
                 assert not side.is_complete(queries.size)
-                assert side.leaves_rows_blind(queries.size)
+                assert side.has_fully_masked_rows(queries.size)
                 copies = len(queries.chunks) * len(keys.chunks)
                 assert len(side.runs) == copies * len(of_whole.runs)
                 assert side.max_length >= side.groups[:, 2].max()
