@@ -1,4 +1,4 @@
-"""Per-sample gradient operations: each once, the tensor's device chooses how it is computed."""
+"""Per-sample gradient operations and noise, dispatched by the tensors' device."""
 
 from .block_reference import BLOCK
 from .grads import (

@@ -1,4 +1,4 @@
-"""Attention over a tile graph: the tensors' device chooses how it is computed.
+"""Attention over a tile graph: dispatches to the backend of the tensors' device.
 
 Signatures and semantics are those of the reference implementation, `attention_reference.py`.
 """
@@ -62,7 +62,7 @@ def attention_backward(
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
 
     Raises:
-        ValueError: `out`, whose dtype decides, together with `wide`.
+        ValueError: `out` together with `wide`: the dtype of `out` decides.
     """
     if wide and out is not None:
         raise ValueError(
@@ -70,13 +70,13 @@ def attention_backward(
             "pass out of the wanted dtype alone"
         )
     if key_range is not None or graph.rows.has_fully_masked_rows(q.shape[2]):
-        # A row without key has gradient 0 whatever comes from above, NaN included.
+        # A fully masked row has gradient 0 for every do, NaN included.
         fully_masked = lse == -math.inf
         do = do.masked_fill(fully_masked.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(fully_masked, 0.0)
     turned, positive = _positive_scale(q, scale)
     backend = _backend(q)
-    # Only the Triton kernels write where they are told to.
+    # Only the Triton kernels take `out`.
     where = {} if out is None or q.device.type == "cpu" else {"out": out}
     grads = backend.attention_backward(
         do,
@@ -131,7 +131,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Scores with a scale that is not positive, by another q: -inf * scale must stay -inf."""
+    """Negates or zeroes q, so that the scale is positive: -inf * scale must stay -inf."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)

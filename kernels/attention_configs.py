@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 class Config(NamedTuple):
-    """How a kernel is cut.
+    """Tile sizes and launch options of a kernel.
 
     Attributes:
         block_m: rows of a tile (queries; keys for dkdv).

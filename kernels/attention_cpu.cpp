@@ -1,8 +1,8 @@
-// Attention over tile graphs on the CPU. attention_cpu.py calls it, and says what the tensors are.
+// Attention over tile graphs on the CPU. attention_cpu.py calls it and describes the tensors.
 //
 // The queries of a tile are the lanes of vectors: scores stand as S[key][query]. So keys and
-// values are read where they lie, number by number, whatever their stride, and what belongs to a
-// query (maximum, sum, lse) needs no sum over lanes. Keys of several runs go together, kKeys at a
+// values are read where they lie, number by number, whatever their stride, and a query's
+// maximum, sum and lse need no sum over lanes. Keys of several runs go together, kKeys at a
 // time.
 // Flash attention's recurrences: Dao, arXiv:2307.08691, algorithms 1 and 2.
 //
@@ -26,7 +26,7 @@ int64_t distance(const Problem& p, int64_t query, int64_t key) {
   return d < 0 ? -d : d;
 }
 
-// What weights, slope and bands make of scores [key][query].
+// Applies weights, slope and bands to scores [key][query].
 template <class F>
 void bias(const Problem& p, const Keys& keys, const Rows& rows, bool masked, F slope, F* scores) {
   using Integer = typename Number<F>::Integer;
@@ -169,7 +169,7 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
     for (int r = 0; r < all[i].count; ++r) {
       int64_t row = line + all[i].at(r);
       F most = top[i * width + r], total = sum[i * width + r], factor = 1;
-      bool blind = total == 0;
+      bool fully_masked = total == 0;
       if (sink > most) {
         factor = std::exp(most - sink);
         total = total * factor + 1;
@@ -180,13 +180,13 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
       F* o = static_cast<F*>(p.o) + row * p.dim;
       const F* from = os + i * block + r;
       factor /= total;
-      for (int64_t d = 0; d < p.dim; ++d) o[d] = blind ? F(0) : from[d * width] * factor;
+      for (int64_t d = 0; d < p.dim; ++d) o[d] = fully_masked ? F(0) : from[d * width] * factor;
       static_cast<F*>(p.lse)[row] = most + std::log(total);
     }
   }
 }
 
-// Takes ds [key][query] into the gradients of the slope and of the runs' weights.
+// Adds ds [key][query] to the gradients of the slope and of the runs' weights.
 template <class F>
 void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F* ds,
                    double* dslope, double* dweights) {

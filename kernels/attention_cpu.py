@@ -17,7 +17,7 @@ from . import native
 from .attention_reference import AttentionGrads, delta_of, sinks_grad, squared_norms
 from .tile_graph import TileGraph, real_cpu_tensors
 
-# Products of numbers that are worth another thread.
+# Multiplications per thread.
 _WORK_OF_A_THREAD = 2**22
 
 
@@ -39,7 +39,7 @@ def attention_forward(
     of threads or on other samples.
 
     Raises:
-        MemoryError: for working memory, besides what torch raises for tensors.
+        MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
@@ -79,7 +79,7 @@ def attention_backward(
     With run_grads one thread works on each sample and key head, otherwise several may.
 
     Raises:
-        MemoryError: for working memory, besides what torch raises for tensors.
+        MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
     """
     dtype = lse.dtype
     call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
@@ -121,7 +121,7 @@ def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _RunGrads:
-    """The gradients of the runs' weights: each head sums those of its variant by itself."""
+    """Gradients of the runs' weights: each head sums those of its own variant."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows
@@ -185,7 +185,7 @@ class _Problem(ctypes.Structure):
 
 
 class _Call:
-    """The inputs of both directions as the kernels read them, and what holds their memory."""
+    """Arguments of forward and backward as the C++ kernels read them; keeps their memory alive."""
 
     def __init__(
         self,

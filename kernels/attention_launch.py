@@ -1,4 +1,4 @@
-"""Runs the Triton attention kernels: allocation, grids, and what is summed outside of them.
+"""Launches the Triton attention kernels: allocation, grids, sums outside of them.
 
 Signatures are those of `attention_reference.py`, plus the buffers to write into.
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
@@ -35,7 +35,7 @@ def attention_forward(
     key_range: Tensor | None = None,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `attention_reference.attention_forward`; scale > 0, and o lies in memory as q does."""
+    """See `attention_reference.attention_forward`; scale > 0, and o has the memory layout of q."""
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     batch, heads, queries, head_dim = q.shape
     complete = graph.rows.is_complete(queries)
@@ -156,7 +156,7 @@ def _launch_dq(
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=graph.causal)
     num_runs = side.runs.shape[0]
     places = -(-side.max_length // sizes.block_m)
-    # Variants may have fewer tiles than the longest one: what no program writes must be 0.
+    # Variants may have fewer tiles than the longest one: unwritten entries must be 0.
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=q.device)
     q_sums = zeros((batch, heads, num_tiles, head_dim)) if token_sums else None
     slope_sums = zeros((batch, heads, num_tiles)) if slopes is not None else None
@@ -263,12 +263,12 @@ def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
 
 
 def _tables(side: Side, variants: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a kernel reads of a side, beside its tiles."""
+    """The tables of a side that a kernel reads, except its tiles."""
     return variants, side.groups, side.runs, side.float_log_multiplicity()
 
 
 def _distance_shift(graph: TileGraph, slopes: Tensor | None) -> int:
-    """What slopes add to query - key; kernels without slopes do not look at it."""
+    """The graph's `distance_shift`; kernels without slopes do not read it."""
     return 0 if slopes is None else graph.distance_shift
 
 
@@ -325,7 +325,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _result_like(x: Tensor, complete: bool, wide: bool) -> Tensor:
-    """A tensor of x's shape that lies in memory as x does; zeros if not complete."""
+    """An empty tensor of x's shape and memory layout; zeros if not complete."""
     dtype = torch.float32 if wide else x.dtype
     make = x.new_empty if complete else x.new_zeros
     if heads_outside(x):

@@ -15,7 +15,7 @@ from .tile_graph import TileGraph
 
 
 class AttentionGrads(NamedTuple):
-    """What the backward pass of attention gives.
+    """Gradients that the backward of attention returns.
 
     Attributes:
         dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.
@@ -67,7 +67,7 @@ def attention_forward(
             ``|i - j + graph.distance_shift|``.
         key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
             including, ``key_range[b, 1]``.
-        wide: give o in the dtype of lse, before it is rounded.
+        wide: return o in the dtype of lse, before it is rounded.
 
     Returns:
         o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
@@ -110,13 +110,13 @@ def attention_backward(
     Args:
         do: gradient of o, shape of o; may be wider than q, as o may.
         dlse: gradient of lse, shape of lse; None means 0.
-        q, k, v, graph, scale, sinks, slopes, key_range: as they went into `attention_forward`.
-        o, lse: as they came out of it; or those over more keys than the graph has, of which the
-            gradients are then the part that goes through the graph's keys.
+        q, k, v, graph, scale, sinks, slopes, key_range: the arguments of `attention_forward`.
+        o, lse: its results; or results over more keys than the graph has: the gradients are then
+            the part that flows through the graph's keys.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
         squares: also return the squared norms of (dq, dk, dv).
-        wide: give dq, dk and dv in the dtype of lse, before they are rounded.
+        wide: return dq, dk and dv in the dtype of lse, before they are rounded.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
@@ -196,7 +196,7 @@ def _distances(graph: TileGraph, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """The lse, +inf where a row has no key, so that its probabilities come out as 0."""
+    """The lse, +inf for fully masked rows, so that their probabilities are 0."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 

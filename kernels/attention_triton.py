@@ -40,7 +40,7 @@ def _load(
 
 @triton.jit
 def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Writes what `_load` would read."""
+    """Writes the layout that `_load` reads."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=seen[:, None] & (dims < D)[None, :])
@@ -48,7 +48,7 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 @triton.jit
 def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Each row's sum of squares of what `_store` writes, rounding included; fp64 holds 1e30^2."""
+    """Each row's sum of squares, as rounded by `_store`; in fp64, which holds 1e30^2."""
     stored = x.to(ptr.dtype.element_ty).to(tl.float64)
     if FIRST + WIDTH > D:
         dims = FIRST + tl.arange(0, WIDTH)
@@ -250,13 +250,13 @@ def _attention_forward_kernel(
             )  # fmt: skip
 
     # Not "total > 0": a NaN must stay one.
-    blind = total == 0.0
-    total = tl.where(blind, 1.0, total)
-    inverse = tl.where(blind, 0.0, 1.0 / total)
+    fully_masked = total == 0.0
+    total = tl.where(fully_masked, 1.0, total)
+    inverse = tl.where(fully_masked, 0.0, 1.0 / total)
     _store(o_ptr, row_offsets * stride_ot, there, acc0 * inverse[:, None], 0, D0, D)
     if D1 > 0:
         _store(o_ptr, row_offsets * stride_ot, there, acc1 * inverse[:, None], D0, D1, D)
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) / log2e)
+    lse = tl.where(fully_masked, float("-inf"), (m + tl.log2(total)) / log2e)
     tl.store(lse_ptr + rows, lse, mask=there)
 
 
@@ -353,7 +353,7 @@ def _attention_dq_kernel(
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and what is summed on the way."""
+    """``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -648,6 +648,6 @@ def _attention_dkdv_kernel(
         if D1 > 0:
             squares += _squares(dk_ptr, dk1, D0, D1, D)
             squares += _squares(dv_ptr, dv1, D0, D1, D)
-        # The rows that are there, said by what the loop holds in registers anyway.
+        # Existing rows, from values that the loop holds in registers anyway.
         squares = tl.where(rows <= last, squares, 0.0)
         tl.store(squares_ptr + pid, tl.sum(squares, 0))

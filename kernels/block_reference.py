@@ -14,8 +14,8 @@ from .reference import ROOT_SLACK, hard_clip_factors, upper_bound
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 21
 
-# Outputs and inputs of a clipping group of block_clipped_grad. It says what is released, so it
-# depends on no device, dtype or tuning.
+# Outputs and inputs of a clipping group of block_clipped_grad. The release depends on
+# it, so it is the same for every device, dtype and tuning.
 BLOCK = (128, 128)
 
 
@@ -62,10 +62,10 @@ def block_clipped_grad(
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
-        bound: what one sample may move the whole result by, in L2; above 0. math.inf clips
+        bound: most that one sample may change the whole result by, in L2; above 0. math.inf clips
             nothing, but still removes the tiles whose norm is not finite.
-        block: outputs and inputs of a tile, powers of two from 16 to 128. Part of what the
-            result means: the tiles are the clipping groups.
+        block: outputs and inputs of a tile, powers of two from 16 to 128. They define
+            the result: the tiles are the clipping groups.
         grid: a power of two: each clipped tile is truncated toward zero onto the grid, and the
             sum is exact. None for a sum in fp32 (fp64), rounded.
         into: [O, I], contiguous, fp64, on the grid: the sum of earlier samples, which the sum of

@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine: which one it is, and one call of it."""
+"""Finds and calls this machine's C++ compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find() -> list[str]:
     """The command of the C++ compiler: the environment's CXX, or the first that is installed.
 
     Raises:
-        OSError: there is none; the message says what to do.
+        OSError: there is none; the message names the way out.
     """
     named = os.environ.get("CXX")
     try:
@@ -39,7 +39,7 @@ def find() -> list[str]:
 
 
 def identity(command: list[str]) -> dict[str, str | int]:
-    """What changes when the compiler is replaced: path, size, time and version of the command."""
+    """Identifies the compiler: path, size, time and version of the command."""
     path = os.path.realpath(shutil.which(command[0]) or command[0])
     status = os.stat(path)
     try:
@@ -56,7 +56,7 @@ def identity(command: list[str]) -> dict[str, str | int]:
 
 
 def compile_library(command: list[str], sources: list[Path], made: Path) -> str:
-    """Compile all sources to one library; returns what went wrong, or nothing.
+    """Compile all sources to one library; returns its error, or an empty string.
 
     Args:
         command: of the compiler, with its options.

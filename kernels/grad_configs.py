@@ -18,7 +18,7 @@ KERNELS: tuple[Kernel, ...] = ("per_sample_grad", "gram", "clipped_grad", "block
 
 
 class GradConfig(NamedTuple):
-    """How a product is cut.
+    """Tile sizes and launch options of a kernel.
 
     Attributes:
         block_m: rows of a tile (outputs; tokens for gram).

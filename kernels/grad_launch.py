@@ -1,4 +1,4 @@
-"""Runs the Triton per-sample gradient kernels: allocation, grids, and what is summed outside.
+"""Launches the Triton per-sample gradient kernels: allocation, grids, sums outside of them.
 
 Signatures are those of `reference.py`; `grads.py` checks the arguments.
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
@@ -43,7 +43,7 @@ OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
 # Elements of per-sample gradients that an exact block_clipped_grad holds, one sample at least.
 CHUNK = 1 << 24
 
-# What an addition in fp32 may round: tensor cores truncate.
+# Relative rounding error of an fp32 addition: tensor cores truncate.
 _ROUNDING = 2.0**-23
 # Products below it are not normal numbers in fp32.
 _LEAST_NORMAL = 2.0**-126
@@ -62,16 +62,16 @@ def per_sample_grad(
 
 
 def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
-    """See `reference.grad_norm`; an upper bound, of what depends on the form.
+    """See `reference.grad_norm`; an upper bound of ||H_i||^2 or ||G_i||^2, by form.
 
     "tile": of ||H_i||^2 for H_i = G_i as `per_sample_grad` makes it, with products and sums in
     fp32 (of fp32 operands, with three TF32 products for each). H_i differs from G_i by the
     rounding of T products, at most T 2^-20 `grad_magnitude`, which is not added here.
 
-    "gram": of ||G_i||^2 in real arithmetic. What fp32 may round in the products of tokens, see
-    `_gram_rounding`, is added relative to `grad_magnitude` squared: where tokens are orthogonal
-    and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in 32. A product that
-    overflows gives a non-finite square.
+    "gram": of ||G_i||^2 in real arithmetic. The rounding error of fp32 in the products of tokens,
+    see `_gram_rounding`, is added relative to `grad_magnitude` squared: where tokens are
+    orthogonal and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in 32. A
+    product that overflows gives a non-finite square.
     """
     x, dy = _operands(x, dy)
     if form is None:
@@ -183,7 +183,7 @@ def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) 
 def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row.
 
-    An upper bound of the squared norm in real arithmetic: what fp64 may round is included.
+    An upper bound of the squared norm in real arithmetic: it includes the rounding error of fp64.
     """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
@@ -278,7 +278,7 @@ def _launch_per_sample(
 
 
 def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
-    """||G_i||^2 [B] by pairs of token tiles, raised by what the pairs' products may round."""
+    """||G_i||^2 [B] by pairs of token tiles, raised by the products' rounding error."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("gram", x, dy)
     run = GRAM_STEPS * sizes.block_k
@@ -297,13 +297,13 @@ def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
     dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     size = (x_norms * dy_norms).sum(1).square()
     rounding = _gram_rounding(inputs, run, x.dtype) + _gram_rounding(outputs, run, x.dtype)
-    # A vanished product of inputs meets the product of the outputs, and the other way round.
+    # An underflowed product of inputs multiplies the product of outputs, and vice versa.
     vanished = inputs * dy_norms.sum(1).square() + outputs * x_norms.sum(1).square()
     return squares + (rounding + tokens**2 * 2.0**-52) * size + _LEAST_NORMAL * vanished
 
 
 def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
-    """What a Gram kernel's product of two tokens may be off by, relative to their norms.
+    """Error bound of a Gram kernel's product of two tokens, relative to their norms.
 
     Each addition rounds by at most 2^-23 of the terms added up so far, and a tensor core's block
     of four or more terms by once more. A product of fp32 is three chains of TF32 products, which
@@ -385,7 +385,7 @@ def _launch_reduce(
                 EXACT=grid is not None, INTO=into is not None, **_noise_options(found),
             )  # fmt: skip
     if into is not None:
-        # Autograd shall notice, as it does with PyTorch's own operations.
+        # Autograd must notice the change, as it does with PyTorch's own operations.
         torch.autograd.graph.increment_version(into)
     if found is not None:
         settle_or_keep(found)
@@ -479,7 +479,7 @@ def _options(sizes: GradConfig) -> dict[str, object]:
 
 
 def _address(grid: float | None, found: OpenList | None) -> tuple[int, ...]:
-    """What kernels take as `ADDRESS`."""
+    """The kernels' `ADDRESS` arguments."""
     if found is not None:
         return address_of(found.stream)
     return (bits_of(1.0 if grid is None else float(grid)), *(0,) * 13)

@@ -1,9 +1,9 @@
 """Per-sample gradient kernels: products, norms, clipped sums and the reductions of norm layers.
 
 Each program owns its outputs and walks samples and tokens in order. No result depends on the order
-of atomics: what several programs contribute to is written as partial sums and added outside, so
-results repeat bit for bit. Products accumulate in fp32; squares are taken and added in fp64, where
-neither 1e30 overflows nor 1e-30 vanishes.
+of atomics: programs write partial sums, which are added outside, so results repeat bit
+for bit. Products accumulate in fp32; squares are taken and added in fp64, where neither 1e30
+overflows nor 1e-30 vanishes.
 
 No kernel compiles anew for another number of samples or tokens.
 
@@ -241,10 +241,10 @@ def _clip_reduce_kernel(
     EXACT: tl.constexpr, INTO: tl.constexpr,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i G_i`` for a run of elements; what c_i = 0 is not read.
+    """``sum_i c_i G_i`` for a run of elements; samples with c_i = 0 are not read.
 
     c_i is ``factors[i]``, or if TILED ``factors[i, tile]`` for the tiles of ``[O, I]``. The sum is
-    in fp32, or if EXACT of multiples of the grid in fp64, with INTO on top of what out holds. With
+    in fp32, or if EXACT of multiples of the grid in fp64, with INTO added to out. With
     NOISE `noisy` adds that of the stream's elements from ``first`` on and the sum is rounded
     to fp32 once; unless ALIGNED the runs begin so many elements earlier that groups are whole.
     """
@@ -329,7 +329,7 @@ def _embedding_grad_norm_kernel(
 ):  # fmt: skip
     """``||sum of dy_t over the tokens of one row||^2``, written where the row's tokens start.
 
-    Each element of the sum is raised by what adding its n terms in fp64 may round, which is below
+    Each element of the sum is raised by the rounding error of adding its n terms in fp64, below
     (n - 1) 2^-53 of the sum of their sizes.
 
     order: a sample's tokens sorted by row; ends: for each, the place behind its row's last one.

@@ -1,4 +1,4 @@
-"""Per-sample gradient operations: the tensors' device chooses how they are computed.
+"""Per-sample gradient operations: dispatches to the backend of the tensors' device.
 
 Signatures and semantics are those of the reference implementations, `reference.py` and
 `block_reference.py`. On a CPU `grads_cpu.py` runs, or where its C++ cannot be compiled, and inside

@@ -1,5 +1,5 @@
 // Squared norms of per-sample gradients, sums of clipped ones on a grid, and noise on it, on the
-// CPU. grads_cpu.py and noise_cpu.py call it, and say what the tensors are.
+// CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
 //
 // Letters: B samples, P elements of a sample, O outputs and I inputs of a matrix.
 
@@ -89,8 +89,8 @@ void squared_norms(const F* grads, int64_t stride, int64_t batch, int64_t elemen
   }
 }
 
-// Toward zero. The sign leaves and comes back as bits, so that no product before it and no sum
-// after it is fused with what happens here.
+// Toward zero. The sign leaves and comes back as bits, so that the compiler fuses no product
+// before it and no sum after it.
 inline Doubles truncated(Doubles x) {
   Longs bits = as_longs(x), sign = bits & ~kMagnitude;
   Doubles size = as_doubles(bits & kMagnitude), whole = rounded(size);
@@ -221,7 +221,7 @@ void normals_of_words(const int64_t* words, int64_t count, double scale, double*
   });
 }
 
-// What out holds, rounded to the grid, and noise.
+// out, rounded to the grid, plus noise.
 template <class F>
 void noise_alone(Noise& noise, int64_t elements, F* out) {
   Grid grid(noise.grid);

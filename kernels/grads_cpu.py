@@ -1,6 +1,6 @@
 """Per-sample gradient operations on the CPU: products by torch, norms and sums by grads_cpu.cpp.
 
-What has no faster form here is that of `reference.py`. The kernels need `native.library`.
+Other operations come from `reference.py`. The kernels need `native.library`.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 """
@@ -43,7 +43,7 @@ __all__ = [
     "squared_norm",
 ]
 
-# Elements of per-sample gradients that are worth another thread.
+# Elements of per-sample gradients per thread.
 _WORK_OF_A_THREAD = 1 << 19
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 21

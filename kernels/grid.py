@@ -12,7 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-# Of a bound C: C is at least 2^30 grid steps and less than 2^31.
+# A bound C is at least 2^30 grid steps and less than 2^31.
 _BITS = 30
 
 
@@ -20,13 +20,13 @@ def grid_of(bound: float) -> float:
     """The grid that belongs to a bound, 2^(floor(log2 bound) - 30), from the bound alone.
 
     Args:
-        bound: what one sample may move a sum by, in L2; positive and finite.
+        bound: most that one sample may change a sum by, in L2; positive and finite.
     """
     return math.ldexp(1.0, math.frexp(bound)[1] - 1 - _BITS)
 
 
 def check_grid(grid: float) -> None:
-    """Refuse what is no grid.
+    """Check that a grid is a power of two.
 
     Raises:
         ValueError: grid is not a power of two whose quotients are exact in fp64.
@@ -45,7 +45,7 @@ def truncated(values: Tensor, grid: float) -> Tensor:
 
 
 def exact_slots(grid: float, bound: float) -> int:
-    """How many samples of a bound fp64 adds up on a grid without rounding, noise left room for."""
+    """Number of samples of a bound that fp64 adds on a grid exactly, with room for noise."""
     return int(2.0**52 // math.ceil(bound / grid))
 
 

@@ -1,4 +1,4 @@
-"""How and where tensors lie in memory."""
+"""Memory layout, alignment and device of tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def heads_outside(x: Tensor) -> bool:
-    """Whether `[B, H, T, D]` lies as such, heads outside of tokens; else tokens lie outside."""
+    """Whether the head stride of `[B, H, T, D]` is at least the token stride."""
     return x.stride(1) >= x.stride(2)
 
 

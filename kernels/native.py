@@ -1,8 +1,8 @@
-"""Compiles the C++ sources of this folder for the machine at hand, once, and loads them.
+"""Compiles the C++ sources of this folder for this machine, once, and loads the library.
 
-No torch headers, no build system: one call of the compiler, some seconds. The library is kept in
-the user's cache under a name that says what it was made from, by whom and for which processor and
-system libraries. A kept library is code: it is loaded only where nobody but the user and root can
+No torch headers, no build system: one call of the compiler, some seconds. The library is cached in
+the user's cache folder. Its name is a hash of the sources, options, CXX, the processor and the
+system libraries. A cached library is code: it is loaded only if nobody but the user and root could
 have written it.
 """
 
@@ -34,7 +34,7 @@ _SOURCES = (
     *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h"),
 )
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-# The last resort is what the compiler takes for granted on this kind of machine.
+# The last resort is the compiler's default for this kind of machine.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _loads = itertools.count()
 _lock = threading.Lock()
@@ -51,12 +51,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, after one warning, where they cannot be had."""
+    """The compiled kernels; None, after one warning, if they cannot be compiled or loaded."""
     return _found()[0]
 
 
 def describe() -> str:
-    """In words, what runs attention, exact sums and noise on this machine's CPU."""
+    """Names the implementation of attention, exact sums and noise on this machine's CPU."""
     found, missing = _found()
     if found is None:
         return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
@@ -70,7 +70,7 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
 
 @functools.lru_cache(maxsize=1)
 def _load_once() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     try:
         return load(), ""
     except OSError as error:
@@ -85,16 +85,16 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Compiles what has not been compiled before, and loads it.
+    """Loads the library; compiles it first if it is not in the cache.
 
     Args:
-        processor: the compiler's options that say for which processor; None, the one at hand.
+        processor: compiler options that select the processor; None for this machine's.
 
     Returns:
-        The library; its `_name` says where it is kept, or why it is not.
+        The library; its `_name` is its path in the cache, or the reason why it has none.
 
     Raises:
-        OSError: there is no C++ compiler, or it failed; the message says what to do.
+        OSError: there is no C++ compiler, or it failed; the message names the way out.
     """
     origin = _origin()
     names = {
@@ -105,22 +105,22 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
         folder = OwnedFolder(_cache(), make=True)
     except OSError as error:
         reason = f"the cache folder is not used: {error}"
-        _warn_not_kept(reason)
+        _warn_not_cached(reason)
         library = _compiled(names, None, "")
         library._name = f"compiled for this process: {reason}"
         return library
-    found = _kept(folder, names.values(), warn=False)
+    found = _cached(folder, names.values(), warn=False)
     if found is not None:
         return found
     job = hashlib.sha256("".join(names.values()).encode()).hexdigest()[:32]
     with folder.locked(f"kernels-{job}.lock", "another process that compiles CPU kernels"):
-        found = _kept(folder, names.values(), warn=True)  # compiled since by another process?
+        found = _cached(folder, names.values(), warn=True)  # compiled since by another process?
         if found is not None:
             return found
         return _compiled(names, folder, f"kernels-{job}.failed")
 
 
-def _warn_not_kept(reason: str) -> None:
+def _warn_not_cached(reason: str) -> None:
     warnings.warn(
         f"CPU kernels are compiled again in each process, since {reason}; to keep them, repair "
         "that or let XDG_CACHE_HOME name a folder that only you can write",
@@ -129,11 +129,11 @@ def _warn_not_kept(reason: str) -> None:
     )
 
 
-def _kept(folder: OwnedFolder, names: Iterable[str], *, warn: bool) -> ctypes.CDLL | None:
-    """The first library that is kept, safe and whole, and loads."""
+def _cached(folder: OwnedFolder, names: Iterable[str], *, warn: bool) -> ctypes.CDLL | None:
+    """The first cached library that is safe, undamaged and loads."""
     for name in names:
         try:
-            return _load_kept(folder, name)
+            return _load_cached(folder, name)
         except UnsafePathError as error:
             if warn:
                 message = f"CPU kernels are compiled again and replaced, since {error}"
@@ -143,8 +143,8 @@ def _kept(folder: OwnedFolder, names: Iterable[str], *, warn: bool) -> ctypes.CD
     return None
 
 
-def _load_kept(folder: OwnedFolder, name: str) -> ctypes.CDLL:
-    """Loads a kept library from the descriptor that was checked, or else a copy of it."""
+def _load_cached(folder: OwnedFolder, name: str) -> ctypes.CDLL:
+    """Loads a cached library from the checked file descriptor, or else a copy of it."""
     path = folder.path / name
     with open(folder.open(name), "rb") as file:
         content = file.read()
@@ -153,7 +153,7 @@ def _load_kept(folder: OwnedFolder, name: str) -> ctypes.CDLL:
             raise OSError(f"{path} is damaged")
         try:
             library = _dlopen(file.fileno(), path)
-        except OSError as error:  # the file system may forbid to run what is on it (noexec)
+        except OSError as error:  # the file system may be mounted noexec
             library = _load_elsewhere(content, [str(error)])
     library._name = str(path)
     return library
@@ -163,7 +163,7 @@ def _load_elsewhere(content: bytes, reasons: list[str]) -> ctypes.CDLL:
     """Loads a library from the first place that allows it: temporary folders, then memory.
 
     Raises:
-        OSError: none does; the message has every place's reason, after those given.
+        OSError: none does; the message lists the reason of every place.
     """
     for base in temporary_bases():
         try:
@@ -187,13 +187,13 @@ def _load_elsewhere(content: bytes, reasons: list[str]) -> ctypes.CDLL:
 def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
     """Loads the file that is open; by its path where the system has no /proc/self/fd.
 
-    By its path it is safe as well: nobody else can replace a file of an `OwnedFolder`.
+    Its path is safe too: nobody else can replace a file of an `OwnedFolder`.
     """
     open_files = "/proc/self/fd"
     folder, file = path.parent, path.name
     if os.path.exists(open_files):
         folder, file = Path(open_files), str(descriptor)
-    # A name of its own: the loader takes a name that it had before for the library of that time.
+    # A unique name: for a known name the loader returns the library that it loaded before.
     name = f"{folder}/{'./' * next(_loads)}{file}"
     try:
         library = ctypes.CDLL(name)
@@ -208,12 +208,12 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
 def _compiled(
     names: dict[tuple[str, ...], str], folder: OwnedFolder | None, record: str
 ) -> ctypes.CDLL:
-    """Compiles for the first processor that the compiler knows, keeps the library and loads it.
+    """Compiles for the first processor that the compiler supports, caches the library, loads it.
 
     Args:
         names: the library's file name by the compiler's options for a processor.
-        folder: where to keep it; None, nowhere.
-        record: the file in `folder` that remembers a failure.
+        folder: where to cache it; None for no cache.
+        record: the file in `folder` that records a failure.
 
     Raises:
         OSError: no compiler, or it failed now, or it failed before and was not changed since.
@@ -248,7 +248,7 @@ def _compiled(
 
 
 def _compile(command: list[str], folder: OwnedFolder | None) -> tuple[bytes, str]:
-    """The library's content, or what the compiler complained about.
+    """The library's content, or the compiler's error.
 
     Raises:
         OSError: there is no folder to compile in.
@@ -267,19 +267,19 @@ def _compile(command: list[str], folder: OwnedFolder | None) -> tuple[bytes, str
 
 
 def _keep(content: bytes, folder: OwnedFolder | None, name: str) -> ctypes.CDLL:
-    """Loads what was compiled, from where it is kept if it can be kept."""
+    """Writes a compiled library to the cache and loads it; without a cache, loads a copy."""
     if folder is None:
         return _load_elsewhere(content, [])
     try:
         folder.write(name, content + hashlib.sha256(content).digest())
     except OSError as error:
         reason = f"{folder.path} cannot be written: {error}"
-        _warn_not_kept(reason)
+        _warn_not_cached(reason)
         library = _load_elsewhere(content, [])
         library._name = f"compiled for this process: {reason}"
         return library
     try:
-        return _load_kept(folder, name)
+        return _load_cached(folder, name)
     except OSError:
         folder.remove(name)
         raise
@@ -301,7 +301,7 @@ def _raise_if_failed_before(
 def _remember_failure(
     folder: OwnedFolder, record: str, identity: dict[str, str | int], reason: str
 ) -> str:
-    """Spares later processes the time; returns the reason with how to try again."""
+    """Records a failure, so that later processes skip the attempt; returns a message."""
     date = datetime.date.today().isoformat()
     failure = {"reason": reason, "date": date, "compiler": identity}
     try:
@@ -316,10 +316,10 @@ def _how_to_retry(reason: str, record: Path) -> str:
 
 
 def _cache() -> Path:
-    """The user's own folder.
+    """The user's cache folder.
 
     Raises:
-        OSError: the system names none, or one that moves with the working directory.
+        OSError: the system names none, or a relative path.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path(os.path.expanduser("~"), ".cache")
@@ -329,9 +329,9 @@ def _cache() -> Path:
 
 
 def _origin() -> bytes:
-    """What a library depends on, but for the options.
+    """Everything that a library depends on, except the compiler's options.
 
-    Not the compiler, unless CXX names it: where there is none, what was made before still runs.
+    The compiler counts only if CXX names it: without one, a cached library still runs.
     """
     sources = [(_FOLDER / name).read_bytes() for name in _SOURCES]
     machine = (platform.machine(), *_processor(), *_system_libraries())
@@ -344,7 +344,7 @@ def _digest(origin: bytes, options: tuple[str, ...]) -> str:
 
 
 def _processor() -> Iterator[str]:
-    """What this processor can do: home folders are shared between machines that differ."""
+    """The processor's features: machines with different ones may share a home folder."""
     yield platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -354,7 +354,7 @@ def _processor() -> Iterator[str]:
 
 
 def _system_libraries() -> Iterator[str]:
-    """Versions of libc and libstdc++: what was linked against newer ones does not load."""
+    """Versions of libc and libstdc++: libraries linked against newer ones do not load."""
     yield from platform.libc_ver()
     yield sysconfig.get_config_var("MULTIARCH") or ""
     yield platform.mac_ver()[0]

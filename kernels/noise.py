@@ -32,7 +32,7 @@ WORDS_PER_BLOCK = 8
 MAX_WORDS = (1 << 32) * WORDS_PER_BLOCK
 # Both counters have 32 bits for the block, which holds 8 elements or 2.
 _ELEMENTS = {"chacha20": MAX_WORDS, "philox": 1 << 33}
-# What is made at a time: the scratch memory of it stays in a cache.
+# Words made at a time: their scratch memory fits into a cache.
 _CHUNK_WORDS = 1 << 17
 _ZEROS = bytes(1 << 19)
 # The next so many words of a stream.
@@ -45,9 +45,9 @@ def refuse_capture(reason: str) -> None:
     """Raise RuntimeError while the current CUDA stream is capturing.
 
     Args:
-        reason: what would be captured and what a replay would do, for the message.
+        reason: the effect of a replay, for the message.
     """
-    # Without CUDA in the build the second would raise, and nothing captures before the first.
+    # The second call raises without CUDA; nothing captures before CUDA is initialized.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"a CUDA stream is capturing a graph, and {reason}. Leave it out of the capture: call "
@@ -58,7 +58,7 @@ def refuse_capture(reason: str) -> None:
 def _keystream(
     key: bytes, *, step: int, parameter_id: int, block: int
 ) -> Callable[[bytearray | memoryview], None]:
-    """What fills one buffer after another with the ChaCha20 keystream, from a block on."""
+    """A function that fills buffers with the ChaCha20 keystream, starting at a block."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     nonce = struct.pack("<IQI", block, step, parameter_id)
@@ -141,7 +141,7 @@ def gaussian_noise_(
 
     Guarantees:
         Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
-        ChaCha20 is a random function: `rounded_normal` tells how. Distinct (step, parameter_id,
+        ChaCha20 is a random function, see `rounded_normal`. Distinct (step, parameter_id,
         element) never share bits. The block counter (32 bits), step (64) and parameter_id (32)
         fill the counter and nonce of ChaCha20, and the counter of Philox, in this order, without
         overlap; further words, where the first leave a rounding open, come from a hash of its own.
@@ -174,9 +174,9 @@ class NoiseStream:
         offset: element of the stream that the result's first element gets; the others follow in
             row-major order.
         generator: "chacha20", or "philox" for speed tests.
-        unsettled: where kernels of a GPU put what they could not decide, for a later
-            `settle_noise` of many at once; until then the result is NaN there. None settles it at
-            once, which waits for the GPU.
+        unsettled: list to which GPU kernels append the elements that they leave undecided,
+            for a later `settle_noise` of many at once; until then the result is NaN there. None settles
+            them at once, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.
@@ -251,7 +251,7 @@ class NoiseStream:
             group=self.offset // WORDS_PER_BLOCK,
         )
         for start in range(0, skip + count, _CHUNK_WORDS):
-            # A whole number of pairs, which is what Philox makes.
+            # Philox makes pairs: an even number.
             size = min(_CHUNK_WORDS, skip + count - start)
             words = draw(size + size % 2)[skip if start == 0 else 0 : size]
             begin = max(0, start - skip)
@@ -300,7 +300,7 @@ _WORDS = {"chacha20": _chacha20_words, "philox": _philox_words}
 
 
 def settle_noise(unsettled: Sequence[OpenList]) -> bool:
-    """Write what kernels of a GPU put into `NoiseStream.unsettled`. Waits for the GPU once.
+    """Settle the elements in `NoiseStream.unsettled`. Waits for the GPU once.
 
     Returns:
         Whether there were such elements.
@@ -351,7 +351,7 @@ def _check_stream(
     offset: int,
     generator: str,
 ) -> None:
-    """Refuses what is no address of a stream; the key's bytes stay out of the message."""
+    """Checks the address of a stream; the message does not contain the key's bytes."""
     number = isinstance(std, Real) and not isinstance(std, bool)
     if not number or not 0 <= std < math.inf:
         remedy = "0 or a greater finite number" if number else "a plain float"
@@ -385,7 +385,7 @@ def _check_stream(
 
 
 def _check_use(elements: int, offset: int, generator: str) -> None:
-    """What every way to draw noise passes before it does."""
+    """Checks that every function runs before it draws noise."""
     refuse_capture("each replay would add the same noise")
     if offset + elements > _ELEMENTS[generator]:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Noise on the CPU by the C++ kernels of grads_cpu.cpp, which make ChaCha20's words themselves.
 
-Bit for bit it is that of the reference implementation in `noise.py`. The kernels settle all words
+Its bits equal those of the reference implementation in `noise.py`. The kernels settle all words
 but about one in 2^60 / scale, which Python settles. They need `native.library`.
 """
 
@@ -18,7 +18,7 @@ from . import native, rounded_normal
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
-# Elements that are worth another thread.
+# Elements per thread.
 _WORK_OF_A_THREAD = 1 << 17
 _NUMBERS = {torch.float32: "float", torch.float64: "double"}
 
@@ -60,7 +60,7 @@ def add_noise_(out: Tensor, stream: NoiseStream) -> Tensor:
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `rounded_normal.rounded_normals`, which decides less and runs without a library."""
+    """See `rounded_normal.rounded_normals`, which leaves more undecided and needs no library."""
     if native.library() is None:
         return rounded_normal.rounded_normals(words, scale)
     words = words.contiguous()
@@ -132,7 +132,7 @@ def _argument(x: Tensor | ctypes.Structure | int | float) -> object:
 
 
 def written(out: Tensor) -> Tensor:
-    """The tensor, of which autograd learns that a kernel wrote it."""
+    """Marks a tensor as changed in place, for autograd, and returns it."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out

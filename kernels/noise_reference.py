@@ -1,4 +1,4 @@
-"""Counter-based noise in plain PyTorch: the oracle of the noise kernels and their specification.
+"""Reference implementation of the noise kernels, in plain PyTorch.
 
 A 32-bit word is held in an int64, since PyTorch has no arithmetic of unsigned integers. An address
 is (key, step, parameter_id, block); no two addresses share a counter.
@@ -65,7 +65,7 @@ def chacha20(key: bytes, *, step: int, parameter_id: int, blocks: Tensor) -> Ten
 
 
 def philox_key(key: bytes) -> int:
-    """Philox's 64-bit key: a hash, since Philox can be inverted and must not tell of `key`."""
+    """Philox's 64-bit key: a hash, since Philox can be inverted and must not reveal `key`."""
     digest = hashlib.blake2b(key=key, digest_size=8, person=b"dpflash-philox").digest()
     return int.from_bytes(digest, "little")
 
@@ -114,7 +114,7 @@ def gaussian_noise_(
     offset: int = 0,
     generator: str = "chacha20",
 ) -> Tensor:
-    """See `noise.gaussian_noise_`; this one makes all words at once, and settles each element."""
+    """See `noise.gaussian_noise_`; makes all words at once, and settles each element."""
     words = {"chacha20": 8, "philox": 2}[generator]
     stream = {"chacha20": chacha20, "philox": philox}[generator]
     blocks = torch.arange(offset // words, -(-(offset + out.numel()) // words))

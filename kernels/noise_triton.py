@@ -29,7 +29,7 @@ from .noise import NoiseStream
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Groups of 8 elements that a program of the noise kernel makes.
 GROUPS = 128
-# What the launcher passes: nothing compiles anew for another address or grid.
+# Unspecialized arguments: no recompilation for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
     "step_low", "step_high", "parameter_id", "first",
@@ -145,7 +145,7 @@ def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.c
 
 @triton.jit
 def rounded_normals(words, scale):
-    """``round(scale * N)`` of 64-bit words where fp64 can tell; `rounded_normal.rounded_normals`.
+    """``round(scale * N)`` of 64-bit words where fp64 decides; `rounded_normal.rounded_normals`.
 
     words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided.
 
@@ -203,7 +203,7 @@ def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
 
 @triton.jit
 def as_fp64(bits):
-    """The fp64 number of its bits: a kernel's float arguments are fp32."""
+    """Bits of an fp64 number as that number: a kernel's float arguments are fp32."""
     return bits.to(tl.uint64).to(tl.float64, bitcast=True)
 
 
@@ -218,10 +218,10 @@ def noisy(
     steps, elements, inside, groups, open_ptr, capacity, grid_bits, scale_bits,
     key, step_low, step_high, parameter_id, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``grid (steps + Z)``, fp64, for a run of whole groups; NaN for what is undecided.
+    """``grid (steps + Z)``, fp64, for a run of whole groups; NaN where undecided.
 
-    steps: [8 N], fp64 integers, with the stream's groups [N]. What is undecided is appended to
-    the list, see `OpenList`, with its number in the result.
+    steps: [8 N], fp64 integers, with the stream's groups [N]. Undecided elements are
+    appended to the list, see `OpenList`, with their number in the result.
     """
     words = words_of_groups(
         key, groups.to(tl.uint32), step_low.to(tl.uint32), step_high.to(tl.uint32),
@@ -279,12 +279,12 @@ def key_words(key: bytes, generator: str) -> tuple[int, ...]:
 
 
 def bits_of(number: float) -> int:
-    """What `as_fp64` takes."""
+    """The bits of an fp64 number, for `as_fp64`."""
     return int(struct.unpack("<Q", struct.pack("<d", number))[0])
 
 
 def address_of(stream: NoiseStream) -> tuple[int, ...]:
-    """What kernels take as `ADDRESS`."""
+    """The kernels' `ADDRESS` arguments."""
     step = int(stream.step)
     return (
         bits_of(float(stream.grid)),
@@ -301,8 +301,8 @@ class OpenList(NamedTuple):
         out: the result, which has NaN there until they are settled.
         stream: the noise that out gets.
         entries: [1 + 3 capacity], int64, on out's device: how many there are, then their numbers
-            in out, their words, and the bits of what the noise is added to, fp64 in units of the
-            grid. Their order is any.
+            in out, their words, and the bits of their sums before noise, fp64 in units of the
+            grid, in any order.
     """
 
     out: Tensor
@@ -330,7 +330,7 @@ def expected_capacity(elements: int, scale: float) -> int:
 
 
 def settle(lists: Sequence[OpenList]) -> bool:
-    """Write the elements that kernels left undecided, as `NoiseStream.settled` says.
+    """Write the elements that kernels left undecided, see `NoiseStream.settled`.
 
     Waits for the device once for all lists of one device and scale. The C++ kernel for words
     computes nearly all of the integers, `NoiseStream.settled` the others.
@@ -403,13 +403,13 @@ def add_noise_(out: Tensor, stream: NoiseStream) -> None:
                 found.out, found.entries, found.capacity, out.numel(), *address_of(stream),
                 BLOCK=GROUPS, ALIGNED=skip == 0, PHILOX=stream.generator == "philox", **OPTIONS,
             )  # fmt: skip
-    # Autograd shall notice that out has changed, as it does with PyTorch's own operations.
+    # Autograd must notice the change, as it does with PyTorch's own operations.
     torch.autograd.graph.increment_version(out)
     settle_or_keep(found)
 
 
 def settle_or_keep(found: OpenList) -> None:
-    """Settle a list, or leave that to who asked for the noise with `NoiseStream.unsettled`."""
+    """Settle a list now, or append it to `NoiseStream.unsettled` for later."""
     if found.stream.unsettled is None:
         settle([found])
     else:

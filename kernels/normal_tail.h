@@ -28,11 +28,11 @@ struct Tail {
 
 // Terms of the density's Taylor series, and nodes a unit, from which steps are made.
 constexpr int kTerms = 16, kNodes = 64;
-// Behind it lies less than a word can say: P(N > 9.2) < 2^-65.
+// The tail behind it is less than a word resolves: P(N > 9.2) < 2^-65.
 constexpr double kEnd = 9.2;
 
 // From x to x + d, for 0 <= d <= 1 / kNodes. The terms b_n = d^n times the density's derivatives
-// over n! follow (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)). After 16 of them what is left is
+// over n! follow (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)). After 16 of them the rest is
 // below 2^-118 (Cramer: |b_n| < 0.44 d^n / sqrt(n!)), and the roundings make less than 2^-113.
 inline Tail moved(Tail at, Fixed x, Fixed d) {
   Fixed xd = product(x, d), dd = product(d, d), before = 0, term = at.density;

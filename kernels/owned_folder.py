@@ -1,4 +1,4 @@
-"""A folder whose files nobody but the user and root can have written, for what runs as code.
+"""Folders for code: only the user and root can have written their files.
 
 Where the system has no owners of files (Windows), nothing is checked.
 """
@@ -29,7 +29,7 @@ _READ = (
     | getattr(os, "O_NONBLOCK", 0)
     | getattr(os, "O_BINARY", 0)
 )
-_IS_A_LINK = (errno.ELOOP, errno.EMLINK)  # what O_NOFOLLOW reports, by system
+_IS_A_LINK = (errno.ELOOP, errno.EMLINK)  # error numbers of O_NOFOLLOW, by system
 _LOCK = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _locks_held: set[int] = set()
 
@@ -46,20 +46,21 @@ if hasattr(os, "register_at_fork"):
 
 
 class UnsafePathError(OSError):
-    """Somebody besides the user and root can change what a path names."""
+    """Somebody other than the user and root could replace the file at a path."""
 
 
 class OwnedFolder:
     """A folder that was checked, and is safe to use by its path: nobody else can change that path.
 
     Every component of the path must belong to the user or root and must not be writable by its
-    group or others. Sticky folders (/tmp) may be above the folder: what the user owns there stays.
+    group or others. Sticky folders (/tmp) may be above the folder: nobody else can remove the
+    user's files there.
     Links are followed component by component and checked like folders; the folder itself
     must not be a link.
 
     Args:
         path: an absolute path.
-        make: make what is missing of the path, with mode 0700.
+        make: create missing folders of the path, with mode 0700.
 
     Raises:
         UnsafePathError: a component fails the check; the message names it.
@@ -144,7 +145,7 @@ class OwnedFolder:
 
     @contextmanager
     def locked(self, name: str, waiting_for: str) -> Iterator[None]:
-        """One process at a time; the system unlocks what a crashed process held.
+        """One process at a time; the system releases the lock of a crashed process.
 
         Where the lock file cannot be made, or the file system has no locks, nobody waits.
 
@@ -211,7 +212,7 @@ def _status(path: Path, make: bool) -> os.stat_result:
             raise
     try:
         os.mkdir(path, 0o700)
-    except FileExistsError:  # another process was faster; whose it is, is checked next
+    except FileExistsError:  # another process was faster; its owner is checked next
         pass
     return os.lstat(path)
 

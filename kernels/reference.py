@@ -1,4 +1,4 @@
-"""Per-sample gradient operations in plain PyTorch: the oracle, the CPU path and the specification.
+"""Reference implementation of the per-sample gradient operations, in plain PyTorch.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of an embedding table,
 E its width, P elements of a parameter. A linear layer y = x W^T has the per-sample gradient
@@ -20,13 +20,13 @@ from .grid import truncated
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
-# Below this many elements a sample, one vectorised pass beats a loop of fused calls.
+# Below this many elements per sample, one vectorised call beats a loop of fused calls.
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# What sums of up to 2^12 squared norms, a root, a quotient and a product round, in fp64.
+# Rounding error in fp64 of sums of up to 2^12 squared norms, a root, a quotient and a product.
 FP64_SLACK = 2.0**-40
-# Rounds a root down by more than the root, and later products with it, may round up.
+# Factor that exceeds the upward rounding of a root and of later products with it.
 ROOT_SLACK = 1.0 - 2.0**-50
 # gamma of automatic clipping, as in its paper.
 _STABILITY = 0.01
@@ -56,7 +56,7 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
 
 
 def bound_share(part: int, whole: int) -> float:
-    """sqrt(part / whole), rounded down: the bound of a part, as a fraction of the whole bound.
+    """sqrt(part / whole), rounded down: the fraction of the bound that a part gets.
 
     Guarantees:
         The squares of the shares of disjoint parts sum to at most 1.
@@ -84,7 +84,7 @@ def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
 
 
 def rounded_down(factors: Tensor) -> Tensor:
-    """Factors from 0 to 1 as fp32, never greater; 0 for NaN and for what is subnormal in fp32."""
+    """Factors from 0 to 1 as fp32, rounded down; 0 for NaN and for fp32 subnormals."""
     narrow = factors.float()
     narrow = torch.where(narrow > factors, torch.nextafter(narrow, narrow.new_zeros(())), narrow)
     return torch.where(narrow >= torch.finfo(torch.float32).tiny, narrow, 0.0)
@@ -100,7 +100,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Drop the samples of factor 0, so that what they hold cannot reach a sum as 0 * NaN."""
+    """Drop the samples of factor 0: their NaNs must not reach a sum as 0 * NaN."""
     keep = factors != 0
     if bool(keep.all()):
         return (factors, *operands)
@@ -213,7 +213,7 @@ def cheaper_norm(x: Tensor, dy: Tensor) -> str:
 
 
 def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
-    """sum_t ||x_t|| ||dy_t||, the size of what cancels in G_i; never below ||G_i||.
+    """sum_t ||x_t|| ||dy_t||, the norm of G_i's terms before they cancel; at least ||G_i||.
 
     Args:
         x: [B, T, I].
@@ -297,7 +297,7 @@ def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) 
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
-        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
         num_embeddings: V, rows of the table; indices are below it, which is not checked.
 
     Returns:
@@ -315,7 +315,7 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
-        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
 
     Returns:
         Squared norms [B], fp64: take the root before comparing them with a bound.
@@ -338,7 +338,7 @@ def embedding_clipped_grad(
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
-        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of what was looked up, E wide.
+        dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
         factors: [B], fp32 or narrower (for fp64 dy also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
             one that is negative, NaN or greater breaks the bound.

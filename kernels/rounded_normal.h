@@ -1,5 +1,6 @@
-// round(scale * N) for a standard normal N, of the words of which rounded_normal.py says it, and
-// which says why it is exact. Here are three steps, each for what the one before leaves open: fp64
+// round(scale * N) for a standard normal N, of the words described in rounded_normal.py,
+// which proves that it is exact. Each of three steps decides the cases that the one before leaves
+// open: fp64
 // in vectors, integers of 128 bits, and the caller, who has further words.
 #pragma once
 
@@ -149,7 +150,7 @@ inline double settled(int64_t word, double scale) {
   return double(word < 0 ? -k : k);
 }
 
-// Words that are made at a time: what belongs to them stays in the nearest cache.
+// Words made at a time: their buffers stay in the nearest cache.
 constexpr int kRun = 2048, kGroup = 64;
 
 struct Run {
@@ -188,7 +189,7 @@ inline bool normals_of_words(const int64_t* words, int count, double scale, Run&
       Longs unsure = (distance + (y * kRelativeError + scale * k2_minus_51) >= 0.5) |
                    ((word & kMagnitude) < kVectorsFrom);
       any |= unsure;
-      // No zero is negative: added to a zero it would tell that one's sign.
+      // No negative zeros: added to a zero, one would reveal that zero's sign.
       whole = word < 0 ? 0.0 - whole : whole;
       store<double>(normals + i, unsure ? splat(kOpen) : whole);
     }

@@ -92,7 +92,7 @@ SPLIT_SQUARE = 0.180625
 FAR_FROM = 5.0
 TAIL_ORIGIN = 1.6
 
-# What the fp64 quantile may be off by, relative to itself, in units of 2^-53. All coefficients and
+# Relative error of the fp64 quantile, in units of 2^-53. All coefficients and
 # arguments are positive, so no step cancels: two polynomials of degree 7 with rounded
 # coefficients (15 each), a quotient and a product (2), AS 241's own error (2). CENTER: q off by 2
 # moves the result by 2.1 times as much; q^2 and the difference are off by 0.5 absolutely, and
@@ -107,7 +107,7 @@ EXACT_INTEGERS = 2.0**53
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """round(scale * N) of one word each, in fp64, where fp64 can tell.
+    """round(scale * N) of one word each, in fp64, where fp64 decides.
 
     Args:
         words: [N], int64, uniform over all 2^64 values.
@@ -118,7 +118,7 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         `settle` replaces.
     """
     magnitudes = words & _MAGNITUDE
-    # Near the median 1/2 - p would lose its digits, were it not made of integers.
+    # From integers: near the median, 1/2 - p in fp64 would lose its digits.
     q = (_MAGNITUDE - magnitudes).double() * 2.0**-64
     magnitudes = magnitudes.double()
     y = tail_quantiles(magnitudes * 2.0**-64, q).mul_(scale)
@@ -127,7 +127,7 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     whole = y.floor()
     undecided = ~((y - whole - 0.5).abs() > margins)
     rounded = torch.where(y - whole > 0.5, whole + 1, whole)
-    # No zero is negative: added to a zero it would tell that one's sign.
+    # No negative zeros: added to a zero, one would reveal that zero's sign.
     return torch.where(words < 0, 0.0 - rounded, rounded), undecided
 
 

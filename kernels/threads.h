@@ -12,7 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
-// The processor's register of how it rounds, and what flushes to zero.
+// The processor's register of rounding and flush-to-zero modes.
 #if defined(__SSE2__)
 typedef unsigned Control;
 constexpr Control kFlush = 0x8040, kPlain = 0x1F80;

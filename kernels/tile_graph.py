@@ -1,4 +1,4 @@
-"""Tile graphs: which queries see which keys, as data that one kernel family runs over.
+"""Tile graphs: tables that list which keys each query sees, read by all attention kernels.
 
 A side of the graph cuts its rows into *groups*, arithmetic progressions of token positions, and
 gives each group *runs* of columns, again progressions. A run is never expanded: which of its
@@ -26,7 +26,7 @@ MAX_TOKENS = UNBOUNDED
 
 @contextmanager
 def real_cpu_tensors() -> Iterator[None]:
-    """What is kept for later calls is made of real CPU tensors, whatever the caller's modes."""
+    """Inside, tensors are real CPU tensors even under fake-tensor or device modes."""
     with _disable_current_modes(), torch.device("cpu"):
         yield
 
@@ -62,7 +62,7 @@ class Side:
         default_factory=dict, repr=False
     )
     _complete: dict[int, bool] = field(default_factory=dict, repr=False)
-    _blind: dict[int, bool] = field(default_factory=dict, repr=False)
+    _fully_masked: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def tiles(self, block: int, last_first: bool) -> tuple[Tensor, Tensor, int]:
         """The rows in tiles of at most `block`.
@@ -87,7 +87,7 @@ class Side:
         return self._tiles[key]
 
     def is_complete(self, num_rows: int) -> bool:
-        """Whether every row is in a group of each variant; run-time sides promise it or not."""
+        """Whether every row is in a group of each variant; for run-time sides, see `partial`."""
         if self.runtime:
             return not self.partial
         if num_rows not in self._complete:
@@ -103,10 +103,10 @@ class Side:
     def has_fully_masked_rows(self, num_rows: int) -> bool:
         """Whether some row may see no column at all; False only if that is certain."""
         if self.runtime:
-            return self.partial  # a whole run-time side promises that every row sees itself
-        if num_rows not in self._blind:
-            self._blind[num_rows] = not (self.is_complete(num_rows) and self._all_see())
-        return self._blind[num_rows]
+            return self.partial  # in a complete run-time side every row sees itself
+        if num_rows not in self._fully_masked:
+            self._fully_masked[num_rows] = not (self.is_complete(num_rows) and self._all_see())
+        return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
         """Whether each group has a run that all of its rows see, or that holds the row itself."""
@@ -180,7 +180,7 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class TileGraph:
-    """Who sees whom, from both sides.
+    """Which queries and keys see each other, as tables by query and by key.
 
     Attributes:
         num_queries: T.
@@ -191,9 +191,9 @@ class TileGraph:
             variant of `rows` that each query head uses.
         col_variants: the same for `cols`.
         causal: no query sees a key behind its own position.
-        distance_shift: what is added to query - key where slopes want the distance of the two:
+        distance_shift: added to query - key before slopes take the distance of the two:
             in a shard of a longer sequence, positions count from the shard's begin.
-        plans: what an executor derived from the graph and wants to find again.
+        plans: cache for data that a caller derives from the graph.
     """
 
     num_queries: int
@@ -290,7 +290,7 @@ def _edges_per_variant(side: Side) -> Tensor:
     run = torch.arange(len(group)) + begin[group]
     start, stride, length = groups[group, :3].unbind(1)
     column, step, count, lo, hi = runs[run].unbind(1)
-    # Only where a run lies relative to its rows matters, and few such cases differ.
+    # Only a run's position relative to its rows matters; few cases are distinct.
     relative = torch.stack((column - start, stride, length, step, count, lo, hi), dim=1)
     cases, case_of = relative.unique(dim=0, return_inverse=True)
     counts = torch.tensor([_pairs(*case) for case in cases.tolist()], dtype=torch.int64)[case_of]

@@ -1,7 +1,7 @@
 """Tile graphs between shards of a sequence: some queries and some keys, in local coordinates.
 
 One step of ring attention is the graph of a whole sequence restricted to the queries of one rank
-and the keys of another. What all steps give together, merged by their log-sum-exp, is the whole.
+and the keys of another. The results of all steps, merged by log-sum-exp, equal the whole result.
 
 Letters: H query heads, T query tokens, S key tokens, N groups, R runs; P and C chunks of rows
 and of columns.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .tile_graph import UNBOUNDED, Side, TileGraph, real_cpu_tensors
 
-# Most pairs (key, run) that are looked at one by one at a time.
+# Most pairs (key, run) that are examined at once.
 _PAIRS = 2**20
 
 
@@ -76,7 +76,7 @@ def restrict(
 
 
 def is_empty(graph: TileGraph) -> bool:
-    """Whether no query sees any key; False for a graph built at run time, which may not tell."""
+    """Whether no query sees any key; False for a graph built at run time: it is not examined."""
     if graph.cols.runtime:
         return False
     if "is_empty" not in graph.plans:
@@ -95,7 +95,7 @@ def live_keys(graph: TileGraph) -> Tensor:
         `[H, S]` (`[B, H, S]` for a graph that differs between samples), bool, on the CPU.
 
     Raises:
-        ValueError: a graph built at run time, which the host may not look at.
+        ValueError: a graph built at run time, whose tables the host cannot read.
     """
     if graph.cols.runtime:
         raise ValueError(
@@ -127,7 +127,7 @@ def _restrict_side(side: Side, rows: Sequence[Chunk], columns: Sequence[Chunk]) 
 
 
 def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """The side without what nobody sees; its groups stay in the order of their variants."""
+    """The side without empty groups and runs; groups stay in the order of their variants."""
     groups, runs = side.groups.long().cpu(), side.runs.long().cpu()
     rows = _within(groups[:, :3], row_chunks)
     parent, row_chunk = (rows[:, :, 2] > 0).nonzero().unbind(1)
@@ -160,7 +160,7 @@ def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequenc
 
 
 def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]:
-    """Which runs some row can reach, and these, `[kept, 5]`, clipped to the columns it can reach.
+    """Mask of the runs that some row reaches, and these runs, `[kept, 5]`, clipped to that.
 
     Args:
         rows: `[n, 3]`, the rows of each run.
@@ -183,7 +183,7 @@ def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """Groups `[N, P]` and runs `[P, R, C]`, flattened; what nobody sees has become empty."""
+    """Groups `[N, P]` and runs `[P, R, C]`, flattened; unseen ones have length 0."""
     device = side.groups.device
     groups, runs = side.groups.long(), side.runs.long()
     rows, columns = _within(groups[:, :3], row_chunks), _within(runs[:, :3], column_chunks)
@@ -209,7 +209,7 @@ def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequen
 def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     """`[n, chunks, 3]`: progressions `[n, 3]` within each chunk, in local coordinates.
 
-    What is empty starts at 0, so that no position lies outside of the shard.
+    Empty progressions start at 0, so that no position lies outside of the shard.
     """
     table = torch.tensor(chunks, dtype=torch.int64, device=progressions.device).view(-1, 3)
     begin, size, local = table.unbind(1)
@@ -223,13 +223,13 @@ def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _offsets(chunks: Sequence[Chunk], device: torch.device | None = None) -> Tensor:
-    """`[chunks]`: what local coordinates lack of positions in the sequence."""
+    """`[chunks]`: position in the sequence minus local position."""
     offsets = [chunk.start - chunk.local for chunk in chunks]
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 
 def _shifted(band: Tensor, shift: Tensor) -> Tensor:
-    """Bands `[..., 2]` of row - column once that is smaller by `shift`; open sides stay open."""
+    """Bands `[..., 2]` moved down by `shift`; open sides stay open."""
     moved = (band - shift).clamp(-UNBOUNDED, UNBOUNDED)
     return torch.where(band.abs() >= UNBOUNDED, band, moved)
 

@@ -21,7 +21,7 @@ struct Tokens {
   }
 };
 
-// The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where it says so.
+// The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where noted.
 struct Problem {
   Tokens q, k, v, o_in, dout;
   const void *sinks, *slopes;      // [B, H], or null
@@ -205,7 +205,7 @@ inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
     }
     if (part.end_key == 0) part.first_key = 0;
   }
-  // Those whose turn comes first are begun first, so that nobody waits for what is not begun.
+  // Started in the order of their turns, so that no thread waits for a part that has not started.
   auto before = [](const Part& a, const Part& b) { return a.turn < b.turn; };
   std::stable_sort(parts.begin(), parts.end(), before);
   return parts;

@@ -73,7 +73,7 @@ constexpr F kInverseFactorial = kInverseFactorial<F, N - 1> / N;
 template <class F>
 constexpr F kInverseFactorial<F, 0> = 1;
 
-// sum of r^n / n! from `degree` down to 0, by Horner; `sum` holds what is above.
+// sum of r^n / n! from `degree` down to 0, by Horner; `sum` holds the terms above.
 template <class F, int degree>
 inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
   if constexpr (degree < 0) {

@@ -30,7 +30,7 @@ _key = master_key()
 
 
 def _new_key() -> None:
-    """Gives a forked process noise of its own."""
+    """Draws a new key in a forked process, so that it does not repeat its parent's noise."""
     global _key
     _key = master_key()
 
@@ -65,12 +65,12 @@ def without_noise() -> Iterator[NoiseOff]:
     """Boundaries crossed inside the block, by this thread, clip but add no noise.
 
     **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
-    gradients that go to nobody, on a copy of the model.
+    gradients that are not released, on a copy of the model.
 
-    A boundary takes it up in the forward, since its backward may run in a thread of autograd's.
-    Noise is back once the block is left, however it is left: for boundaries crossed afterwards,
+    A boundary reads this in the forward, since its backward may run in a thread of autograd.
+    Noise is on again after the block, also after an exception: for boundaries crossed afterwards,
     and for backwards that run afterwards through boundaries crossed inside. A boundary that is
-    crossed by another thread (in a reentrant checkpoint, by autograd's) has its noise.
+    crossed by another thread (in a reentrant checkpoint, by autograd's) keeps its noise.
     """
     off = NoiseOff()
     before, _switch.off = _switch.off, off
@@ -105,11 +105,11 @@ class Boundary:
 
 
 def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
-    """Identity whose backward passes on a private gradient.
+    """Identity whose backward returns a private gradient.
 
     In the backward, row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with
     ``c_i = min(1, C / ||dx_i||)``, the norm taken over all dimensions but the first. It is meant
-    for split and federated learning, where the gradients of activations are what one party hands
+    for split and federated learning, where the gradients of activations are sent from one party
     to another.
 
     Args:
@@ -132,13 +132,13 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
         on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
         sigma under zero_out (one sample's loss replaced by one whose gradient at its row is zero),
         if row i depends on sample i alone; n backwards compose as n full Gaussian steps, whose
-        epsilon `dpflash epsilon --sample-rate 1 --steps n` tells. Nothing is amplified by
+        epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Nothing is amplified by
         sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from the
         operating system in each process and never repeated.
 
-        Not private: the forward pass (x itself, the loss), gradients of parameters behind the
+        Not private: the forward (x itself, the loss), gradients of parameters behind the
         boundary, the number and order of rows, and parameters before it as far as they also get
-        gradients by other roads. For weights use `PrivacyEngine`.
+        gradients along other paths. For weights use `PrivacyEngine`.
     """
     boundary = Boundary(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
     return cross(boundary, x)[0]

@@ -68,17 +68,17 @@ def attention(
     ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
     and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
     views are taken as they are (last stride 1) and an empty batch gives an empty result.
-    Differentiable once with respect to q, k, v, sinks and alibi_slopes, through o and lse.
+    Differentiable once, with respect to q, k, v, sinks and alibi_slopes, through o and lse.
 
     Args:
         q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU); D up to 256. Heads come
             before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` this would
-            attend over heads, which no check can tell.
+            attend over heads, which no check can detect.
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, S, D]`, dtype and device of `q`.
         pattern: one of `dpflash.patterns`; None means dense attention.
-        causal: query t sees the keys 0..t only, for dense attention with T = S; a pattern says
-            this itself.
+        causal: query t sees the keys 0..t only, for dense attention with T = S; a pattern
+            has its own `causal`.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
         return_lse: also return the log-sum-exp of each query's scores.
         key_padding_mask: `[B, S]`, bool, True where a key is *not* attended to, as in torch's
@@ -88,8 +88,8 @@ def attention(
         alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
             et al., arXiv:2108.12409, equation in section 3).
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
-            each sample's three together, see `dpflash.private_boundary` for what that makes
-            private and what not. With an `Adaptive` pattern those through its choice count too.
+            each sample's three together, see `dpflash.private_boundary` for the guarantee.
+            With an `Adaptive` pattern gradients through its choice count too.
             Gradients of sinks and alibi_slopes are not covered, so they are refused beside it.
 
     Returns:

@@ -72,7 +72,7 @@ class Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         arguments = (do, dlse, o, lse, *tensors, ctx.pattern, ctx.scale)
         if torch.compiler.is_compiling():
-            # The compiler differentiates once by itself, and does not know nodes within nodes.
+            # The compiler differentiates once, and does not support autograd nodes inside nodes.
             grads = torch.ops.dpflash.attention_backward(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
@@ -270,7 +270,7 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """The fake tensor of what `_laid_out` gives."""
+    """A fake tensor for the result of `_laid_out`."""
     if kernels.heads_outside(x):
         return x.new_empty(x.shape)
     batch, heads, tokens, head_dim = x.shape

@@ -42,7 +42,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotate_(x: Tensor, angles: Tensor) -> Tensor:
-    """`rotate` in place, with fewer passes over memory; x may be a view."""
+    """`rotate` in place, with less memory traffic; x may be a view."""
     if x.dtype not in (torch.float32, torch.float64):
         return x.copy_(rotate(x, angles))
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

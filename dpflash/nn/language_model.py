@@ -37,20 +37,20 @@ class LongContextLM(nn.Module):
         bias: whether projections and layer norms have biases; the head has none.
         pattern: a causal one of `dpflash.patterns`; None means dense attention.
         num_kv_heads: key/value heads; divides num_heads; None means num_heads.
-        activation_checkpointing: recompute each block in the backward pass instead of keeping its
-            activations.
+        activation_checkpointing: recompute each block's activations in the backward instead of
+            saving them.
         positions: "rotary", which has no parameters, "learned", one embedding for each of
             max_seq_len positions, or "alibi", one slope for each head of each block.
         attention_sinks: learn the score of one more key for each head, whose value is 0.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`: tokens and targets are this worker's, as
+            `dpflash.distributed.ContextParallel`: tokens and targets are this rank's, as
             `dpflash.distributed.shard_sequence` cuts them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
             holds the logits; its parameters are those of `torch.nn.Linear`.
 
     Raises:
-        ValueError: for a value outside of what is written above; with context_parallel also for
-            what `dpflash.distributed.context_parallel` refuses.
+        ValueError: for a value outside of the ranges above; with context_parallel also for
+            arguments that `dpflash.distributed.context_parallel` refuses.
     """
 
     takes_context_parallel = True
@@ -123,7 +123,7 @@ class LongContextLM(nn.Module):
             context_parallel.apply(self)
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew and sets all biases to 0."""
+        """Redraws all weights and sets all biases to 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_INIT_STD)
@@ -142,13 +142,13 @@ class LongContextLM(nn.Module):
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
-                this worker's.
+                this rank's.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
             With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`; with
-            context_parallel this worker's part of it, whose sum over the workers is the whole.
+            context_parallel this rank's part of it; the sum over all ranks is the whole.
 
         Raises:
             ValueError: for another shape or dtype, or a T above max_seq_len.
@@ -170,7 +170,7 @@ class LongContextLM(nn.Module):
             together = (
                 ""
                 if self.context_parallel is None
-                else " of all workers together (cut them by model.context_parallel.shard)"
+                else " of all ranks together (cut them by model.context_parallel.shard)"
             )
             raise ValueError(
                 f"tokens have {length} positions{together}: expected at most "

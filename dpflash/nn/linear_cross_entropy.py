@@ -1,4 +1,4 @@
-"""The head of a language model and its loss in one layer that never holds all logits."""
+"""Head and loss of a language model in one layer that never holds all logits."""
 
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ class LinearCrossEntropy(nn.Linear):
     """Cross-entropy of each sample under the logits x W^T + b, computed in chunks of tokens.
 
     Value and gradients are those of ``dpflash.losses.cross_entropy(F.linear(x, W, b), targets)``,
-    but at no time is there more of the logits than a chunk: the backward pass computes them
-    anew. Its parameters are those of `torch.nn.Linear`, so that ``head.weight = embedding.weight``
-    ties it; without targets it returns the logits.
+    but only one chunk of logits exists at a time: the backward recomputes them. Its parameters are
+    those of `torch.nn.Linear`, so that ``head.weight = embedding.weight`` ties it; without
+    targets it returns the logits.
 
     Letters: B samples, T tokens, E features, V classes.
 
@@ -33,7 +33,7 @@ class LinearCrossEntropy(nn.Linear):
             in float32, or wider.
 
     Raises:
-        ValueError: for a value outside of what is written above.
+        ValueError: for a value outside of the ranges above.
 
     Guarantees:
         Entry i of the losses depends on ``x[i]`` and ``targets[i]`` alone.
@@ -91,7 +91,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def check(self, x: Tensor, targets: Tensor) -> None:
-        """Refuses what `forward` does not take."""
+        """Raises for arguments that `forward` does not take."""
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x has dtype {x.dtype}, the weight {self.weight.dtype}: expected the same; use "
@@ -120,7 +120,7 @@ class LinearCrossEntropy(nn.Linear):
                 )
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, and what this layer adds."""
+        """The fields of nn.Linear and of this layer."""
         return (
             f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
             f"reduction={self.reduction!r}, chunk_tokens={self.chunk_tokens}"

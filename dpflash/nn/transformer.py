@@ -30,7 +30,7 @@ class TransformerBlock(nn.Module):
         alibi: learn for each head a slope by which scores fall with distance.
 
     Raises:
-        ValueError: for a value outside of what is written above.
+        ValueError: for a value outside of the ranges above.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TransformerBlock(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Passes a batch through the block.
+        """Applies the block to a batch.
 
         Args:
             x: `[B, T, E]`.

@@ -1,7 +1,7 @@
-"""From progressions of tokens, or lists of blocks, to the tables of a tile graph.
+"""Builds the tables of a tile graph from progressions of tokens or lists of blocks.
 
 Patterns list runs as if there were no band; `make_graph` clips every run to the columns that some
-row of its group can reach, drops what is empty and opens the bands that no longer cut anything.
+row of its group can reach, drops empty runs and opens bands that cut nothing.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> 
 
 
 def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
-    """(row, begin, end), sorted; what overlaps or touches in a row has become one."""
+    """(row, begin, end), sorted; merges intervals of a row that overlap or touch."""
     bounds = intervals[:, 1:].clip(0, num_blocks)
     kept = bounds[:, 0] < bounds[:, 1]
     # Rows one after another on one line, with a gap so that they never touch.

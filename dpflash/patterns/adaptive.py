@@ -1,6 +1,6 @@
 """Attention to the key blocks that score highest.
 
-Letters: B samples, H query heads, T tokens, n blocks, K kept blocks, D head dim.
+Letters: B samples, H query heads, T tokens, n blocks, K chosen blocks, D head dim.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Adaptive(Pattern):
         self._fix_key()
 
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
-        """Refused: what is seen depends on q and k."""
+        """Raises: the mask depends on q and k."""
         raise ValueError(
             f"{self!r} has no mask of its own, since it chooses from q and k: call "
             "choose(q, k, softmax_scale) and look at the blocks it returns"
@@ -105,7 +105,7 @@ class Adaptive(Pattern):
         """`choose`, given the means `[B, H, n, D]` and `[B, G, n, D]` of the blocks of q and k."""
         k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
-            # The block before: a mean over the own block would tell of later tokens.
+            # The block before: a mean over its own block would depend on later tokens.
             q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
         n = q_means.shape[2]
         own = torch.arange(n, device=q_means.device).expand(*q_means.shape[:3]).unsqueeze(3)
@@ -154,13 +154,13 @@ def block_counts(num_tokens: int, block_size: int, device: torch.device) -> Tens
 
 
 def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:
-    """The tile graph of chosen blocks, built on their device without looking at them from here.
+    """The tile graph of chosen blocks, built on their device without synchronizing with it.
 
     Args:
         blocks: `[B, H, n, K]` from `Adaptive.choose`.
         gates: `[B, H, n, K]` from `Adaptive.choose`; run r of `rows` has the gate
             ``gates.flatten()[r]``.
-        pattern: which chose.
+        pattern: the pattern that chose.
         num_tokens: T.
     """
     batch, heads, n, kept = blocks.shape

@@ -1,4 +1,4 @@
-"""What every attention pattern offers. Letters: T tokens, S key tokens, H query heads."""
+"""Base class of attention patterns. Letters: T tokens, S key tokens, H query heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
-        """The definition: the multiplicity m of each key for each query, for small T.
+        """Definition of the pattern: the multiplicity m of each key for each query, for small T.
 
         Args:
             num_tokens: T.
@@ -42,8 +42,9 @@ class Pattern(ABC):
 
         Returns:
             `[H, T, T]`, float32: ``m[h, i, j]`` is how often key j counts for query i in head h, 0
-            where it is not seen. Attention is ``softmax_j(s_ij + log m_ij) v_j``, so what torch's
-            `scaled_dot_product_attention` adds as its `attn_mask` is ``mask.log()``.
+            where it is not seen. Attention is ``softmax_j(s_ij + log m_ij) v_j``, so
+            ``attn_mask=mask.log()`` gives the same result in torch's
+            `scaled_dot_product_attention`.
 
         Raises:
             ValueError: for a T or H that the pattern does not take.
@@ -54,7 +55,7 @@ class Pattern(ABC):
         """The tile graph on the CPU, built without looking at pairs of tokens."""
 
     def _check_size(self, num_tokens: int, num_heads: int) -> None:
-        """Refuses a T or H that the pattern does not take."""
+        """Raises for a T or H that the pattern does not support."""
         _arguments.integer("num_heads", num_heads, 1)
         if _arguments.integer("num_tokens", num_tokens, 0) > MAX_TOKENS:
             expected = f"at most {MAX_TOKENS}"

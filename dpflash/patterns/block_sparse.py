@@ -27,7 +27,8 @@ class BlockSparse(Pattern):
 
     With ``n = ceil(T / block_size)``, query block i sees key block j where one of these holds:
     ``|i - j| <= local_blocks``; ``(i - j) % stride_blocks == 0``; i or j is one of the first
-    `global_blocks`; j is among the random blocks of i. Or as `block_lists` says, and nowhere else.
+    `global_blocks`; j is among the random blocks of i. With
+    `block_lists`, it sees exactly the blocks listed.
 
     Source: Child et al., arXiv:1904.10509 (strided); Zaheer et al., BigBird, arXiv:2007.14062.
 

@@ -146,7 +146,7 @@ def _tables(
 ) -> _builder.Tables:
     groups: list[tuple[int, int, int]] = []
     per_variant = []
-    # What a group's rows see, relative to its start; most groups of a long sequence see alike.
+    # Runs of a group relative to its start; most groups of a long sequence share them.
     templates: dict[tuple[tuple[int, int, int], ...], int] = {}
     used = []
     for branches in variants:
@@ -184,7 +184,7 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups that reach up to the cut, by what must agree for them to go on behind it.
+    # Groups that reach the cut, by the key that must match to continue behind it.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)

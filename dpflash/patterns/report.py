@@ -1,7 +1,7 @@
-"""Patterns in words and pictures, made from their graphs, so that any length can be shown.
+"""Text and pictures of patterns of any length, made from their tile graphs.
 
-A picture has cells, each of many pairs of tokens. Where a cell has more rows than are looked at,
-some are drawn at random, the same every time.
+A picture has cells, each of many pairs of tokens. Where a cell has too many rows, some are
+sampled with a fixed seed.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _row_counts(
     weights: NDArray[np.float64],
     borders: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """`[C]`: what a row sees between each two borders."""
+    """`[C]`: number of columns that a row sees between neighbouring borders."""
     index, rest = np.divmod(row - groups[:, 0], groups[:, 1])
     holds = np.flatnonzero((rest == 0) & (index >= 0) & (index < groups[:, 2]))
     if not len(holds):
