@@ -235,7 +235,7 @@ def _compiled(
             library = _keep(content, folder, name)
         except OSError as error:
             complaint = (
-                f"what it made does not load (is it a compiler of C alone, like gcc?): {error}"
+                f"its library does not load (is it a compiler of C alone, like gcc?): {error}"
             )
             continue
         if folder is not None:

@@ -175,8 +175,8 @@ class NoiseStream:
             row-major order.
         generator: "chacha20", or "philox" for speed tests.
         unsettled: list to which GPU kernels append the elements that they leave undecided,
-            for a later `settle_noise` of many at once; until then the result is NaN there. None settles
-            them at once, which waits for the GPU.
+            for a later `settle_noise` of many at once; until then the result is NaN there. None
+            settles them at once, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.

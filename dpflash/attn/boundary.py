@@ -174,7 +174,7 @@ def _refuse_compiling() -> None:
         # A compiled graph would keep the number of its release, and so repeat its noise.
         raise RuntimeError(
             "private_boundary inside of a compiled function: its noise would be compiled in; "
-            "compile what lies before and behind it apart"
+            "compile the code before and after it separately"
         )
 
 

@@ -152,20 +152,20 @@ def attention(
 
 
 def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
-    """The pattern of a call; refuses one that does not fit the number of queries and keys."""
+    """The pattern of a call; raises if it does not fit the numbers of queries and keys."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
     if causal and not resolved.causal:
         raise ValueError(
-            f"causal=True beside pattern={resolved!r}: the pattern says itself whether it is "
-            "causal; build it with causal=True"
+            f"causal=True beside pattern={resolved!r}: the pattern is not causal; "
+            "build it with causal=True"
         )
     if queries != keys and (resolved.causal or not isinstance(resolved, Dense)):
         name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
         raise ValueError(
-            f"{name} with {queries} queries and {keys} keys: which key is a query's "
-            "own would be a guess; pass as many queries as keys, or dense attention that is not "
+            f"{name} with {queries} queries and {keys} keys: causal alignment is "
+            "undefined; pass as many queries as keys, or dense attention that is not "
             "causal"
         )
     return resolved

@@ -284,7 +284,7 @@ class MultiheadAttention(nn.Module):
         if given:
             reason = (
                 f"{given[0]} with context_parallel: a mask over other ranks' tokens is not "
-                "known here; say what is seen with pattern=, and mark padding in the targets"
+                "known here; define visible keys with pattern=, and mark padding in the targets"
             )
         pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
         context = self.context_parallel.agree(
@@ -312,11 +312,11 @@ class MultiheadAttention(nn.Module):
     def refuse_context_parallel(self) -> str | None:
         """Why the module cannot attend to other ranks' tokens; None if it can."""
         if not self.self_attention:
-            return "keys of another source are not shared out; pass self_attention=True"
+            return "keys of another source are not sharded; pass self_attention=True"
         if self.dropout > 0:
             return (
-                f"dropout={self.dropout} of attention weights: ranks do not know of each "
-                "other's; pass dropout=0"
+                f"dropout={self.dropout} of attention weights: ranks cannot coordinate "
+                "their masks; pass dropout=0"
             )
         return None
 
@@ -367,7 +367,7 @@ class MultiheadAttention(nn.Module):
         if attn_mask is not None:
             raise ValueError(
                 f"attn_mask of shape {tuple(attn_mask.shape)} with pattern={self.pattern!r}: "
-                "expected None; say what is seen with the pattern, or build the module without "
+                "expected None; define visible keys with the pattern, or build the module without "
                 "pattern, attention_sinks and alibi"
             )
         return attention(
@@ -398,7 +398,7 @@ class MultiheadAttention(nn.Module):
         if is_causal and q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"is_causal=True with {q.shape[2]} queries and {k.shape[2]} keys: expected equal "
-                "numbers; say with attn_mask which keys each query sees"
+                "numbers; pass attn_mask to define the keys that each query sees"
             )
         if is_causal and masks:
             causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

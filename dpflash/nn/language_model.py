@@ -138,7 +138,7 @@ class LongContextLM(nn.Module):
             nn.init.normal_(block.mlp_down.weight, std=residual_std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Scores the next token at each position, or the targets that are given.
+        """Logits of the next token at each position, or with targets the losses.
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel

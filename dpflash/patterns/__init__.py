@@ -50,5 +50,5 @@ def from_key(key: str) -> Pattern:
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         known = ", ".join(sorted(_PATTERNS))
         raise ValueError(
-            f"key={key!r}: expected the key of one of {known}; pass what Pattern.key gave"
+            f"key={key!r}: expected the key of one of {known}; pass the value of Pattern.key"
         ) from error

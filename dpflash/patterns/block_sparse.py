@@ -99,7 +99,7 @@ class BlockSparse(Pattern):
             for j in blocks
         ):
             raise _arguments.refusal(
-                "block_lists", self.block_lists, "some pair of blocks", "list what shall be seen"
+                "block_lists", self.block_lists, "some pair of blocks", "list the visible blocks"
             )
 
     def _lists(self) -> tuple[_Lists, ...]:

@@ -269,7 +269,7 @@ def test_without_a_compiler_what_was_kept_runs(tiny, tmp_path, monkeypatch):
 def test_a_compiler_of_c_is_told_apart(tiny, cache, monkeypatch):
     (tiny / "other.cpp").write_text("long long other() { return *new long long(16); }\n")
     monkeypatch.setenv("CXX", "gcc")
-    with pytest.raises(OSError, match="gcc: what it made does not load .is it a compiler of C"):
+    with pytest.raises(OSError, match="gcc: its library does not load .is it a compiler of C"):
         native.load()
     assert not list(cache.glob("*.so"))
 
@@ -549,6 +549,6 @@ def test_a_success_ends_the_memory_of_failures(compiler, cache):
 
 def test_what_never_loads_is_not_kept(compiler, cache):
     compiler.does('while [ "$1" != -o ]; do shift; done; echo no library > "$2"')
-    with pytest.raises(OSError, match="what it made does not load"):
+    with pytest.raises(OSError, match="its library does not load"):
         native.load()
     assert sorted(path.suffix for path in cache.iterdir()) == [".failed", ".lock"]
