@@ -119,9 +119,9 @@ def measure_attention(
 
     Returns:
         For each case "error" (of the check, relative) and "correct"; where it is correct also
-        "peak_memory_mb" of a call and either "saved_mb", or the figures for `ranks.fill`: "seconds"
-        of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone", "counted" and
-        "predicted" bytes that this rank sent, and further "columns" of the row.
+        "peak_memory_mb" of a call and either "saved_mb", or the figures for `ranks.fill`:
+        "seconds" of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone",
+        "counted" and "predicted" bytes that this rank sent, and further "columns" of the row.
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
