@@ -59,7 +59,7 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connectio
     """
     context = multiprocessing.get_context("forkserver")
     # An optimizer imports torch._dynamo.
-    context.set_forkserver_preload(["dpflash.bench.suite", "torch._dynamo"])
+    context.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()

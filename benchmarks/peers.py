@@ -7,7 +7,7 @@ segment.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,42 +37,46 @@ FORWARD_ONLY = ("branch-by-branch-detached",)
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn")
 
 
+_NEEDS_CUDA = {
+    "sdpa-cudnn": "a CUDA device: cuDNN has no attention on the CPU",
+    "flex": "a GPU: FlexAttention has no backward on the CPU",
+    "flash-attn": "a CUDA device: flash-attn has no attention on the CPU",
+}
+
+
 def build_run(operator: str, case: Case) -> Run:
     """Attention by one of OPERATORS, as a function of q, k and v.
 
     Raises:
         Unsupported: the operator cannot compute this case here.
     """
-    pattern = case.pattern
-    if operator == "dpflash":
-        return lambda q, k, v: dpflash.attention(q, k, v, pattern=pattern)
-    if operator == "ring":
-        return lambda q, k, v: ring_attention(q, k, v, pattern=pattern)
+    if case.device == "cpu" and operator in _NEEDS_CUDA:
+        raise Unsupported(_NEEDS_CUDA[operator])
+    if operator in ("dpflash", "ring"):
+        attend = dpflash.attention if operator == "dpflash" else ring_attention
+        return lambda q, k, v: attend(q, k, v, pattern=case.pattern)
     if operator == "flex":
-        if case.device == "cpu":
-            raise Unsupported("a GPU: FlexAttention has no backward on the CPU")
         return flex(case)
     if operator == "flash-attn":
         return _flash_attn(case)
     if operator.startswith("branch-by-branch"):
         branches = _branches(case)
-        run = _detached if operator.endswith("detached") else _BranchByBranch.apply
-        return lambda q, k, v: run(q, k, v, branches, pattern.causal)
+        run = _detached if operator in FORWARD_ONLY else _BranchByBranch.apply
+        return lambda q, k, v: run(q, k, v, branches, case.pattern.causal)
     if operator.startswith("sdpa-"):
-        return _sdpa(operator.removeprefix("sdpa-"), case)
+        return _sdpa(operator, case)
     raise ValueError(f"operator={operator!r}: expected one of {', '.join(OPERATORS)}")
 
 
-def _sdpa(name: str, case: Case) -> Run:
+def _sdpa(operator: str, case: Case) -> Run:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if case.device == "cpu" and name == "cudnn":
-        raise Unsupported("a CUDA device: cuDNN has no attention on the CPU")
     if not isinstance(case.pattern, Dense):
         raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
-    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+    is_flash = operator == "sdpa-flash"
+    backend = SDPBackend.FLASH_ATTENTION if is_flash else SDPBackend.CUDNN_ATTENTION
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -116,8 +120,6 @@ def flex(case: Case, *, compiled: bool = True) -> Run:
 
 
 def _flash_attn(case: Case) -> Run:
-    if case.device == "cpu":
-        raise Unsupported("a CUDA device: flash-attn has no attention on the CPU")
     if case.dtype == "float32":
         raise Unsupported("fp16 or bf16: flash-attn takes no fp32")
     try:
@@ -217,6 +219,20 @@ def _branches(case: Case) -> _Branches:
     return tuple(branches)
 
 
+def _attended(piece: _Piece, *inputs: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, `[B n, H, m, .]`, of the live tokens of q, k and v."""
+    q, k, v = map(piece.gather, inputs)
+    o, lse, *_ = _aten("", q)(q, k, v, 0.0, causal)
+    return o, lse.unsqueeze(3)
+
+
+def _aten(direction: str, x: Tensor) -> Callable[..., Any]:
+    """Torch's flash attention on the device of x, or its "_backward"."""
+    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * (x.device.type == "cpu")
+    found: Callable[..., Any] = getattr(torch.ops.aten, name + direction)
+    return found
+
+
 def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool) -> Tensor:
     """The form of torchscale: no gradient flows through the weights that mix the branches."""
     outputs, sums = [], []
@@ -224,9 +240,9 @@ def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool
         o = torch.zeros_like(q)
         lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
         for piece in pieces:
-            live, own = _flash(piece.gather(q), piece.gather(k), piece.gather(v), causal)
+            live, own = _attended(piece, q, k, v, causal=causal)
             piece.scatter(o, live, add=False)
-            piece.scatter(lse, own.unsqueeze(3), add=False)
+            piece.scatter(lse, own, add=False)
         outputs.append(o)
         sums.append(lse)
     weights = torch.stack(sums).softmax(0).to(q.dtype)
@@ -247,8 +263,7 @@ class _BranchByBranch(torch.autograd.Function):
         lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
         found = []
         for piece in _all(branches):
-            live, own = _flash(piece.gather(q), piece.gather(k), piece.gather(v), causal)
-            found.append((live, own.unsqueeze(3)))
+            found.append(_attended(piece, q, k, v, causal=causal))
             piece.scatter(lse, torch.logaddexp(piece.gather(lse), found[-1][1]), add=False)
         o = torch.zeros_like(q, dtype=torch.float32)
         for piece, (live, own) in zip(_all(branches), found, strict=True):
@@ -263,15 +278,8 @@ class _BranchByBranch(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for piece in _all(ctx.branches):
-            parts = _flash_backward(
-                piece.gather(do),
-                piece.gather(q),
-                piece.gather(k),
-                piece.gather(v),
-                piece.gather(o),
-                piece.gather(lse).squeeze(3),
-                ctx.causal,
-            )
+            own = [piece.gather(x) for x in (do, q, k, v, o)]
+            parts = _flash_backward(own, piece.gather(lse).squeeze(3), ctx.causal)
             for grad, part in zip(grads, parts, strict=True):
                 piece.scatter(grad, part, add=True)
         return *(grad.to(q.dtype) for grad in grads), None, None
@@ -281,25 +289,12 @@ def _all(branches: _Branches) -> list[_Piece]:
     return [piece for pieces in branches for piece in pieces]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's flash attention: o, which is differentiable, and lse `[B, H, T]`."""
-    name = "_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu")
-    o, lse, *_ = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal)
-    return o, lse
-
-
-def _flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, causal
-        )
-        return dq, dk, dv
+def _flash_backward(inputs: Sequence[Tensor], lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """dq, dk and dv from do, q, k, v and o."""
+    backward = _aten("_backward", lse)
+    if lse.device.type == "cpu":
+        return tuple(backward(*inputs, lse, 0.0, causal))
     # The random state of dropout, which is off.
-    none = torch.zeros(2, dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
-        none, none,
-    )  # fmt: skip
-    return dq, dk, dv
+    none = torch.zeros(2, dtype=torch.int64, device=lse.device)
+    sizes = (None, None, inputs[1].shape[2], inputs[2].shape[2])
+    return tuple(backward(*inputs, lse.contiguous(), *sizes, 0.0, causal, none, none))

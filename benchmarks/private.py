@@ -1,8 +1,7 @@
-"""Private training steps as subjects: who makes the step, and whether its gradients are right.
+"""Private training steps by each provider, and the check of their clipped gradients.
 
 All providers train the same model on the same batch, which each one's loader draws at sample rate
-1, so that a step is loader, forward, backward, clipping, noise and optimizer. Letters: B samples,
-T tokens.
+1. So a step is loader, forward, backward, clipping, noise and optimizer.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of the steps that are timed."""
+    """The optimizer of the timed steps."""
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
@@ -252,7 +251,7 @@ class GradientKeeper(torch.optim.SGD):
         self._given = given
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Keeps the gradients."""
+        """Copies the gradients."""
         grads = (parameter.grad for parameter in self.param_groups[0]["params"])
         self._given += [grad.detach().float().clone() for grad in grads]
 

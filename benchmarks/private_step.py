@@ -27,7 +27,7 @@ from .private_scaling import (
     overhead,
     shown_overhead,
 )
-from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
+from .suite import Build, Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
 from .suite_pages import page
 from .timing import Ratio, speedup
 
@@ -105,31 +105,29 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequenc
     batch, tokens, classes = _HEADS[size]
     shape: _Shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
     for family, members in HEAD_FAMILIES.items():
-        columns = {"section": "head", "family": family}
-        rows = [
-            Measurement(
-                f"head/{head}-{name}",
-                head_subject,
-                {"provider": name, "head": head, **shape},
-                columns,
-            )
-            for head, name in members
-        ]
-        yield Comparison(rows, rows[0].name)
+        heads = {
+            f"{head}-{name}": {"provider": name, "head": head, **shape} for head, name in members
+        }
+        yield _comparison("head", head_subject, heads, family=family)
     shape, batches = _THROUGHPUT[size]
     for batch in batches:
         yield throughput({**shape, "batch": batch, **dtype}, memory_limit_mb(request))
-    section = "throughput_epsilon"
-    rows = [
-        Measurement(
-            f"{section}/{epsilon:g}",
-            epsilon_subject,
-            {"target_epsilon": epsilon, **_RUN, **shape, **dtype},
-            {"section": section},
-        )
+    epsilons = {
+        f"{epsilon:g}": {"target_epsilon": epsilon, **_RUN, **shape, **dtype}
         for epsilon in EPSILONS
+    }
+    yield _comparison("throughput_epsilon", epsilon_subject, epsilons)
+
+
+def _comparison(
+    section: str, build: Build, given: Mapping[str, _Shape], **columns: Any
+) -> Comparison:
+    """Rows SECTION/NAME, of which the first is the baseline."""
+    rows = [
+        Measurement(f"{section}/{name}", build, config, {"section": section, **columns})
+        for name, config in given.items()
     ]
-    yield Comparison(rows, rows[0].name)
+    return Comparison(rows, rows[0].name if rows[1:] else None)
 
 
 def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
@@ -157,11 +155,9 @@ def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
 
 def throughput(shape: _Shape, limit: float) -> Comparison:
     """A step of dpflash at one batch size."""
-    section = "throughput_batch"
-    name = f"{section}/B{shape['batch']}-T{shape['tokens']}"
     given = {"provider": AUTO, "model": "lm", **shape}
-    columns = {"section": section, "memory_limit_mb": limit}
-    return Comparison([Measurement(name, private_subject, given, columns)])
+    name = f"B{shape['batch']}-T{shape['tokens']}"
+    return _comparison("throughput_batch", private_subject, {name: given}, memory_limit_mb=limit)
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
@@ -221,13 +217,10 @@ def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
 
 
 def _register_gain(rows: Sequence[Row]) -> Iterator[Row]:
-    registered = [
-        row
-        for row in _timed(rows, "ghost")
-        if row["config"]["provider"] == OPACUS[2] and row.get("speedup") is not None
-    ]
-    if registered:
-        row = max(registered, key=lambda row: row["config"]["tokens"])
+    own = [row for row in _timed(rows, "ghost") if row["config"]["provider"] == OPACUS[2]]
+    own = [row for row in own if row.get("speedup") is not None]
+    if own:
+        row = max(own, key=lambda row: row["config"]["tokens"])
         text = (
             f"register() makes Opacus' ghost clipping {ratio(row)} times as fast "
             f"at T = {row['config']['tokens']}."
@@ -236,11 +229,8 @@ def _register_gain(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _head_memory(rows: Sequence[Row]) -> Iterator[Row]:
-    peaks = {
-        (row["config"]["head"], row["config"]["provider"]): row["peak_memory_mb"]
-        for row in _timed(rows, "head")
-    }
-    dense, chunked = (peaks.get((head, AUTO)) for head in ("dense", "chunked"))
+    peaks = {row["name"]: row["peak_memory_mb"] for row in _timed(rows, "head")}
+    dense, chunked = (peaks.get(f"head/{head}-{AUTO}") for head in ("dense", "chunked"))
     if dense and chunked:
         text = (
             f"A private step of the dense head takes {dense / chunked:.1f} times the memory of "

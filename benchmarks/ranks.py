@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import output as results
-from .document import Chart, Column, column, columns, milliseconds
+from .document import Chart, Column, column, columns, milliseconds, ratio
 from .environment import usable_cores
 from .isolated import run_ranks
 from .private_scaling import insight
@@ -30,7 +30,7 @@ TIMEOUT = 900.0
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
-    """Writes what a function of `scaling_tasks` returned for a row, by rank, into it."""
+    """Writes the results of a function of `scaling_tasks` by rank into the row."""
     row.update(
         error=worst(one["error"] for one in returned),
         correct=all(one["correct"] for one in returned),
@@ -83,7 +83,7 @@ def on_ranks(
     is_short: bool = False,
     **arguments: Any,
 ) -> Sequence[Row]:
-    """Runs a function on ranks and fills each row with what it returned for it."""
+    """Runs a function on ranks and fills each row with its results."""
     ranks, device = rows[0]["ranks"], request.where.type
     try:
         if device == "cuda" and ranks > torch.cuda.device_count():
@@ -149,15 +149,8 @@ def sample_cases(request: Request) -> list[TrainingCase]:
     return sorted(cases, key=lambda case: (case.batch * case.tokens, case.batch))
 
 
-def sample_rows(
-    request: Request, seconds_of: Callable[[TrainingCase, Request], float] = step_seconds
-) -> Iterator[Row]:
-    """Strong scaling: the samples of a step are spread over the ranks.
-
-    Args:
-        request: how to measure.
-        seconds_of: times a step by one rank, which decides how many calls a row makes.
-    """
+def sample_rows(request: Request) -> Iterator[Row]:
+    """Strong scaling: the samples of a step are spread over the ranks."""
     slow: list[tuple[TrainingCase, float]] = []
     for case in sample_cases(request):
         # A step with as many samples and tokens, or more, takes no less time.
@@ -166,7 +159,7 @@ def sample_rows(
         ]
         effort = None
         if not known:
-            seconds = seconds_of(case, request)
+            seconds = step_seconds(case, request)
             effort = request.calls.within(seconds, request.limit)
             known = [(case, seconds)]
             slow += known if effort is None else []
@@ -207,11 +200,10 @@ def throughput_rows(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
         if row.get("efficiency_ci95") is not None:
             ranks, case = row["ranks"], row["config"]
-            low, high = row["speedup_ci95"]
             yield insight(
                 row["name"],
                 f"{ranks} ranks with B = {case['batch']}, T = {case['tokens']:,} train "
-                f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}] times the tokens/s of one, "
+                f"{ratio(row)} times the tokens/s of one, "
                 f"{row['efficiency']:.0%} of {ranks} times.",
                 efficiency=row["efficiency"],
             )

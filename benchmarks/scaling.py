@@ -87,7 +87,7 @@ QUICK_SIZES = Sizes(
 
 @dataclass(frozen=True)
 class Options:
-    """What the suite "scaling" measures."""
+    """Options of the suite "scaling"."""
 
     ranks: Sequence[int] = (1, 2, 4)  # numbers of ranks
     sections: Sequence[str] = SECTIONS
@@ -114,8 +114,8 @@ class Options:
         most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
         if max(self.ranks) > most:
             raise ValueError(
-                f"ranks={max(self.ranks)}: this machine has {usable_cores()} cores, on which more "
-                f"than {most} ranks tell nothing; pass fewer"
+                f"ranks={max(self.ranks)}: this machine has {usable_cores()} cores, too few "
+                f"for more than {most} ranks; pass fewer"
             )
 
 

@@ -1,4 +1,4 @@
-"""What each rank of the scaling benchmarks runs: attention, its memory, private training steps.
+"""Attention, its memory and private training steps, as each rank of a benchmark runs them.
 
 Each function runs on all ranks at once and returns plain values. Letters: B samples, T tokens, H
 heads, D head dim, P ranks.
@@ -46,7 +46,7 @@ PATTERNS: dict[str, Pattern] = {
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }
-# Pattern and sharding of what is measured and modelled.
+# Pattern and sharding of the calls that are measured and modelled.
 SPREADS = (
     ("dense causal", "contiguous"),
     ("dense causal", "zigzag"),
@@ -119,9 +119,9 @@ def measure_attention(
 
     Returns:
         For each case "error" (of the check, relative) and "correct"; where it is correct also
-        "peak_memory_mb" of a call and either "saved_mb", or what `scaling.fill` reads: "seconds"
-        of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone", "counted" and
-        "predicted" bytes that this rank sent, and further "columns" of the row.
+        "peak_memory_mb" of a call and either "saved_mb", or the figures for `ranks.fill`:
+        "seconds" of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone",
+        "counted" and "predicted" bytes that this rank sent, and further "columns" of the row.
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -134,10 +134,8 @@ def measure_attention(
         place.barrier()
         if effort is None:
             figures.update(peak_memory_mb=peak_growth(step, place.device), columns={})
-            q, k, v, _ = _shards(place, case, case.tokens)
             place.barrier()
-            forward = functools.partial(_call, place, q, k, v, case)
-            figures["saved_mb"] = saved_bytes(forward) / _MIB
+            figures["saved_mb"] = saved_bytes(step) / _MIB
             continue
         with count_traffic() as count:
             step()
@@ -282,7 +280,7 @@ def measure_training(
         over single samples, "counted" are bytes handed to torch.distributed in a step.
     """
     with warnings.catch_warnings():
-        # Such as that of the rank that trains by itself while others exist.
+        # One is that of the rank that trains by itself while others exist.
         warnings.simplefilter("ignore")
         figures = _checked(place, _training_error(place, case))
         if not figures["correct"]:
@@ -314,8 +312,8 @@ def predicted_training_bytes(
 ) -> dict[str, int]:
     """Bytes of numbers that a rank sends in one private step, by purpose.
 
-    The step is one microbatch, with flat clipping of stored per-sample gradients. What ranks
-    agree on before (some words of 8 bytes for each call) is left out.
+    The step is one microbatch, with flat clipping of stored per-sample gradients. The
+    agreement of the ranks before (some words of 8 bytes for each call) is left out.
     """
     size, item = place.world_size, _DTYPE.itemsize
     others = size - 1

@@ -57,7 +57,7 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class Clipper(Protocol):
-    """What clips the gradients of a model; it learns where logical batches begin and end."""
+    """Clips the gradients of a model; the step tells it where logical batches begin and end."""
 
     def begin_batch(self, rows: int) -> None:
         """The loader yields a microbatch of so many rows."""
@@ -67,7 +67,7 @@ class Clipper(Protocol):
 
 
 class Sampler(Protocol):
-    """What draws the logical batches."""
+    """Draws the logical batches."""
 
     @property
     def sampler_name(self) -> str:
@@ -78,14 +78,14 @@ class Sampler(Protocol):
         """Logical batches of an epoch."""
 
     def event(self, noise_multiplier: float) -> Event:
-        """What releasing one logical batch with this noise costs."""
+        """The accountant's event for releasing one logical batch with this noise."""
 
 
 class BatchNoise:
     """The noise of one logical batch, added to the sum of each parameter exactly once.
 
     An element's noise is a function of its address in the whole parameter. A rank that holds a
-    part of a parameter, or a copy, draws what the other ranks draw for the same elements.
+    part of a parameter, or a copy, draws the other ranks' noise for the same elements.
 
     Args:
         noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
@@ -392,7 +392,7 @@ class PrivateStep(ClippedSums):
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
         tracker: knows which microbatch the training loop holds.
-        sampler: draws the logical batches; tells what each costs.
+        sampler: draws the logical batches, and has the event of each.
         spending: what all releases have cost so far.
         keys: of the noise.
         ranks: this process and its peers.
@@ -596,7 +596,7 @@ class PrivateStep(ClippedSums):
         )
 
     def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
-        """What the next release costs; None where it is paid for."""
+        """The event of the next release; None where it is paid for."""
         event = self._sampler.event(noise_multiplier)
         if self._sampler.sampler_name == "shuffled" and not new_epoch:
             # Batches of an epoch are disjoint, so the step with the least noise pays for all.

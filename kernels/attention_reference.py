@@ -15,7 +15,7 @@ from .tile_graph import TileGraph
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients that the backward of attention returns.
+    """The results of attention's backward.
 
     Attributes:
         dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.

@@ -85,7 +85,7 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Loads the library; compiles it first if it is not in the cache.
+    """Compile the library unless that was done before, and load it.
 
     Args:
         processor: compiler options that select the processor; None for this machine's.
@@ -267,7 +267,7 @@ def _compile(command: list[str], folder: OwnedFolder | None) -> tuple[bytes, str
 
 
 def _keep(content: bytes, folder: OwnedFolder | None, name: str) -> ctypes.CDLL:
-    """Writes a compiled library to the cache and loads it; without a cache, loads a copy."""
+    """Load the compiled library, from the cache if it can be kept there."""
     if folder is None:
         return _load_elsewhere(content, [])
     try:
@@ -329,7 +329,7 @@ def _cache() -> Path:
 
 
 def _origin() -> bytes:
-    """Everything that a library depends on, except the compiler's options.
+    """The inputs of a library, but for the options.
 
     The compiler counts only if CXX names it: without one, a cached library still runs.
     """
@@ -344,7 +344,7 @@ def _digest(origin: bytes, options: tuple[str, ...]) -> str:
 
 
 def _processor() -> Iterator[str]:
-    """The processor's features: machines with different ones may share a home folder."""
+    """The processor's features: home folders are shared between machines that differ."""
     yield platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -1,4 +1,4 @@
-"""Folders for code: only the user and root can have written their files.
+"""A folder whose files only the user and root can have written, for files that run as code.
 
 Where the system has no owners of files (Windows), nothing is checked.
 """

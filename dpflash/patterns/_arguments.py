@@ -1,4 +1,4 @@
-"""Checks of patterns' arguments; converts fields to plain ints and tuples of ints."""
+"""Checks of patterns' arguments, which become plain ints and tuples of ints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def integer(name: str, value: object, least: int) -> int:
 
 
 def flag(name: str, value: object) -> None:
-    """Raises unless the value is True or False."""
+    """Raise for anything but True and False."""
     if not isinstance(value, bool):
         raise refusal(name, value, "True or False", "pass one of the two")
 

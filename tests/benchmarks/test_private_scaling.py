@@ -1,4 +1,4 @@
-"""What follows from measured rows: exponents, the optimal batch, and which sizes are not tried."""
+"""Exponents, optimal batches and insights from measured rows of private steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The suite "private-step": its plan, and what follows from its rows."""
+"""The suite "private-step": its plan, and the conclusions from its rows."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from dpflash.clipping.device_speed import Ceilings
 
 
 def planned(request):
-    """Measurements by name, and the rows of what is not measured."""
+    """Measurements by name, and the rows that are not measured."""
     measurements, rows = {}, []
     for item in SUITE.plan(request):
         if isinstance(item, Comparison):

@@ -100,7 +100,7 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
 
 
 def returned(seconds, alone=None, *, correct=True, error=1e-6, gain=1, **more):
-    """What a function returns for a row on one rank."""
+    """The result of a function for a row on one rank."""
     found = {"error": error, "correct": correct}
     if correct:
         found |= {"seconds": seconds, "peak_memory_mb": 3.0, "tokens": 64 * gain}
@@ -222,7 +222,7 @@ def test_a_launch_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
 def test_slow_steps_are_timed_with_fewer_calls_or_not_tried_in_a_larger_case(monkeypatch):
     tried, efforts = [], {}
 
-    def seconds_of(case, request):
+    def step_seconds(case, request):
         tried.append((case.batch, case.tokens))
         return case.batch * case.tokens / 2048
 
@@ -230,9 +230,10 @@ def test_slow_steps_are_timed_with_fewer_calls_or_not_tried_in_a_larger_case(mon
         efforts[case.batch, case.tokens] = effort
         return ranks_suite.blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
 
+    monkeypatch.setattr(ranks_suite, "step_seconds", step_seconds)
     monkeypatch.setattr(ranks_suite, "training_row", measure)
     request = Request(device="cpu", effort=Effort(2, 5), max_seconds=10.0)
-    rows = list(sample_rows(request, seconds_of))
+    rows = list(sample_rows(request))
     assert tried == [(8, 256), (8, 512), (16, 256), (8, 1024), (16, 512), (32, 256)]
     assert efforts == {
         (8, 256): Effort(2, 5),
