@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.special import bdtrc
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpflash.kernels import exact_slots, grid_of
@@ -86,13 +86,20 @@ def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | No
     likely = int(mean + 12 * mean**0.5) + 40  # larger draws add nothing to a mean
     most = min(num_samples, cap or num_samples, likely)
     below = np.arange(1, -(-most // slots)) * slots  # a further batch for each that is exceeded
-    return 1.0 + float(bdtrc(below, num_samples, sample_rate).sum())
+    return 1.0 + _sum_of_tails(below, num_samples, sample_rate)
 
 
 def _mean_size(num_samples: int, sample_rate: float, cap: int | None) -> float:
     if cap is None or cap >= num_samples:
         return num_samples * sample_rate
-    return float(bdtrc(np.arange(cap), num_samples, sample_rate).sum())
+    return _sum_of_tails(np.arange(cap), num_samples, sample_rate)
+
+
+def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:
+    """Sum over `sizes` of the probability that a draw is larger."""
+    from scipy.special import bdtrc  # a third of a second
+
+    return float(bdtrc(sizes, num_samples, sample_rate).sum())
 
 
 class _Draws(Protocol):
