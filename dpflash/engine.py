@@ -57,8 +57,7 @@ from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
 from .privacy.public_facts import PublicFacts
-from .privacy.relations import DEFAULT_ACCOUNTANT
-from .privacy.spending import Spending
+from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dpflash.accounting import (
     Accountant,
     Event,
+    Gaussian,
     Interval,
     PoissonGaussian,
     create_accountant,
@@ -22,13 +23,13 @@ from dpflash.accounting import (
     remaining_steps,
 )
 from dpflash.accounting.calibration import as_accountant, as_phase
-from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE
+from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_OUT
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import Ledger
-from .relations import DEFAULT_ACCOUNTANT, class_name, common_relation, converted
 
+DEFAULT_ACCOUNTANT = "contour"
 # Accountants whose epsilon is an upper bound and quick to compute.
 _RECOMPUTED = ("contour", "rdp")
 
@@ -129,7 +130,7 @@ class Spending:
                 the relation that was asked for; nothing is changed then.
         """
         relation = self._relation_with(event)
-        event = converted(event, relation)
+        event = convert_event(event, relation)
         if not self.is_ours:
             as_phase(self.accountant, event)
         if relation != self.relation:
@@ -138,7 +139,7 @@ class Spending:
 
     def check(self, event: Event) -> None:
         """Refuse, without changing anything, what `adopt` would refuse."""
-        event = converted(event, self._relation_with(event))
+        event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
 
@@ -196,7 +197,7 @@ class Spending:
         """Whether the budget allows the event once more."""
         if self.budget is None or event is None:
             return True
-        event = converted(event, self._relation_with(event))
+        event = convert_event(event, self._relation_with(event))
         room = self._room
         # The first of a kind may be the only one, as under a noise scheduler.
         if event != self._last and not (
@@ -210,7 +211,7 @@ class Spending:
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
-        event = converted(event, self._relation_with(event))
+        event = convert_event(event, self._relation_with(event))
         if self._room is None or (self._room.event, self._room.state) != (event, self._state()):
             trial = self._copied_accountant()
             if self.is_ours:
@@ -258,7 +259,7 @@ class Spending:
         """The noise at which `count` events alone stay within (epsilon, delta)."""
         relation = self._relation_with(event(1.0))
         return noise_multiplier_for(
-            lambda noise_multiplier: converted(event(noise_multiplier), relation),
+            lambda noise_multiplier: convert_event(event(noise_multiplier), relation),
             count,
             target_epsilon=epsilon,
             target_delta=delta,
@@ -320,7 +321,7 @@ class Spending:
         try:
             _convert_all(trial, relation)
             for event, count in counts.items():
-                trial.compose(converted(event, relation), count)
+                trial.compose(convert_event(event, relation), count)
             found = float(trial.get_epsilon(last.delta))
         except (ValueError, ArithmeticError):
             return
@@ -408,7 +409,7 @@ class Spending:
 
     def _refusal(self, event: Event) -> str:
         assert self.budget is not None
-        event = converted(event, self._relation_with(event))
+        event = convert_event(event, self._relation_with(event))
         limit, delta = self.budget.epsilon, self.budget.delta
         spent, after = self.epsilon(delta).upper, self._after(event, delta)
         names = {"shuffled": "pass over the data", "none": "step on a batch of unknown origin"}
@@ -431,9 +432,54 @@ def _convert_all(accountant: Accountant, relation: str) -> None:
     """Bring an accountant of ours to another relation."""
     if accountant.neighboring_relation != relation:
         for event, _ in accountant.events:
-            converted(event, relation)
+            convert_event(event, relation)
         accountant.convert(relation)
 
 
 def _is_noiseless(event: Event) -> bool:
     return getattr(event, "noise_multiplier", 1.0) == 0
+
+
+def common_relation(relations: Iterable[str]) -> str:
+    """The relation under which events of these relations are accounted for together.
+
+    Events of one relation keep it. Others meet in "zero_out", under which every sampler of ours
+    has a guarantee: Poisson sampling costs there what it costs under "add_remove", and a shuffled
+    or fixed-size batch has no guarantee under that one.
+    """
+    given = set(relations)
+    return given.pop() if len(given) == 1 else ZERO_OUT
+
+
+def convert_event(event: Event, relation: str) -> Event:
+    """The event under another relation.
+
+    Raises:
+        ValueError: it has no guarantee there.
+    """
+    if event.relation == relation:
+        return event
+    if type(event) is Gaussian and relation == ADD_REMOVE:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
+            "has no guarantee for it, since one sample more could move all the others; use "
+            f"{ZERO_OUT!r}"
+        )
+    if isinstance(event, PoissonGaussian) and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler took the size of the "
+            "dataset for public, and its sample rate changes with one sample more; pass "
+            f"make_private(dataset_size=...), a public number, or use {ZERO_OUT!r}"
+        )
+    try:
+        return event.convert(relation)
+    except ValueError as error:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler has no guarantee "
+            f"for it ({error})"
+        ) from error
+
+
+def class_name(accountant: object) -> str:
+    """The full name of an object's class."""
+    return f"{type(accountant).__module__}.{type(accountant).__qualname__}"
