@@ -15,7 +15,6 @@ LAW = [
     ["_validate", "losses", "distributed core"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
-    ["measured"],
     ["distributed", "integrations", "step"],
     ["clipping", "optimizer"],
     ["config", "grad_rules", "recommender"],
