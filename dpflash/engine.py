@@ -136,7 +136,7 @@ class PrivacyEngine:
         self._ranks = Ranks.of(mesh)
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
-                f"PrivacyEngine without mesh in one of {dist.get_world_size()} workers: each "
+                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
                 "trains by itself, and the epsilon of none covers what the others release. Pass "
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
@@ -882,7 +882,7 @@ class PrivacyEngine:
                 "noise_multiplier": self._optimizer.noise_multiplier,
                 "max_grad_norm": self._optimizer.max_grad_norm,
             },
-            kept={"clipping": self._clipping, "clip_function": backward.clip_function},
+            unchanged={"clipping": self._clipping, "clip_function": backward.clip_function},
         )
         sharded_checkpoint.put(self._model, state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -940,7 +940,7 @@ class PrivacyEngine:
         if self._ranks.everyone is not None and sampling == "shuffled":
             raise ValueError(
                 "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
-                "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
+                "ranks shuffle each by itself; use sampling='poisson' or 'fixed_size'"
             )
         if self._ranks.context is not None and mode == "book_keeping":
             raise ValueError(

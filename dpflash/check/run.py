@@ -31,7 +31,7 @@ _DECLARE_REMEDY = (
     "'sum' over samples, here and in make_private"
 )
 _EMPTY_REMEDY = (
-    "with the private loader nothing, because its batches are never empty; with "
+    "the private loader needs nothing, because its batches are never empty; with "
     "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 

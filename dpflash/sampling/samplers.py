@@ -1,4 +1,4 @@
-"""Samplers draw logical batches and know what releasing one of them costs."""
+"""Samplers: draw logical batches, and know the privacy cost of releasing one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class DrawSampler(ABC):
         self._key = key
 
     def follow(self, tracker: BatchTracker, share: tuple[int, int]) -> None:
-        """Note epochs and draws with a tracker, and yield one rank's share of each draw."""
+        """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
         self._tracker = tracker
         self.share = share
 
@@ -130,7 +130,7 @@ class DrawSampler(ABC):
         self._key = key
 
     def resume(self, position: int) -> None:
-        """Go on at a draw; the next epoch is the rest of the epoch that it belongs to."""
+        """Continue at a draw; the next epoch is the rest of the epoch that it belongs to."""
         self.position = position
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None

@@ -1,4 +1,4 @@
-"""Slots: the number of rows of a microbatch, and which of them hold the samples of a draw.
+"""Slots: the number of rows of a microbatch, and the rows that hold the samples of a draw.
 
 The number of rows is public. The samples of a draw are in secret random rows; the others are
 padding rows, whose clipping factor is 0. With one sample more the microbatches are the same except
@@ -112,7 +112,7 @@ class _Draws(Protocol):
 
 
 class SlotSampler:
-    """Yields the rows of each microbatch as indices of the dataset, and keeps their marks.
+    """Yields the rows of each microbatch as indices of the dataset, and stores their marks.
 
     Args:
         draws: the sampler.
@@ -163,7 +163,7 @@ class SlotSampler:
 
 
 class RealRows:
-    """Which rows of the current microbatch are samples; padding rows count for nothing.
+    """The rows of the current microbatch that are samples; padding rows count for nothing.
 
     Args:
         mask_of: the mask `[B]`, bool, on the CPU, of a microbatch of B rows; None without padding.
@@ -183,18 +183,18 @@ class RealRows:
         return self._held[1]
 
     def count(self, rows: int) -> int:
-        """How many of a microbatch's rows are samples."""
+        """The number of a microbatch's rows that are samples."""
         mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
     def only(self, x: Tensor) -> Tensor:
-        """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
+        """Returns x `[B, ...]` with exact zeros in padding rows."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
 
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
-    """Refuse batches whose sums could leave what float64 holds exactly.
+    """Refuse batches whose sums float64 might not hold exactly.
 
     Raises:
         ValueError: naming batch_size.

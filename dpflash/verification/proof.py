@@ -37,12 +37,12 @@ _ALL_TRIED = 8
 _AT_ONCE = 1 << 24
 
 _Slot = tuple[int, int]
-_WHAT = "the proof of the first batch"
+_EXCHANGE = "the proof of the first batch"
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _MIXED = (
     "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: behind it losses depend on several samples, or a row is not the sample whose loss "
-    "stands at its place (sorted or flipped rows, statistics of the batch). Keep each sample in "
+    "released: after it losses depend on several samples, or a row is not the sample whose loss "
+    "has the same index (sorted or flipped rows, statistics of the batch). Keep each sample in "
     f"its row, in all layers and losses; engine.check helps to find where. {_OFF}"
 )
 _OTHERS = (
@@ -52,9 +52,9 @@ _OTHERS = (
     f"differs, torch.use_deterministic_algorithms(True) helps). {_OFF}"
 )
 _COUNTS = (
-    "layer '{layer}' was reached by the gradient in a backward and not, or another number of "
-    "times, in a second one of the same batch, so nothing was released. Losses must be of the "
-    "last forward pass and, where loss_reduction is declared, come from what the model returns. "
+    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
+    "in a second one of the same batch, so nothing was released. Losses must come from the last "
+    "forward and, where loss_reduction is declared, from the outputs of the model. "
     f"{_OFF}"
 )
 
@@ -99,13 +99,13 @@ class _Progress:
         return due
 
     def meet(self, names: Iterable[Any]) -> bool:
-        """Note the names in this forward or backward; returns whether some are new."""
+        """Record the names in this forward or backward; returns whether some are new."""
         new = set(names) - self.known
         self.known |= new
         self.unproven |= new
         return bool(new)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Try the next batches."""
         self.batches, self.woken = 0, True
 
@@ -134,7 +134,7 @@ class _Mode:
 
 
 class ProvableBackward(Protocol):
-    """What the proof needs of a private backward."""
+    """The part of a private backward that the proof uses."""
 
     @property
     def is_compiled(self) -> bool:
@@ -148,7 +148,7 @@ class ProvableBackward(Protocol):
 
 
 class Proof:
-    """The proof of one model: what is proven, and what the next batch has to show.
+    """The proof of one model: its proven layers and uses, and the open ones.
 
     Args:
         modules: of the model.
@@ -181,7 +181,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once all is proven; "gradients" or "forward" where that is all that can be."""
+        """True once all is proven; "gradients" or "forward" if only that half can be proven."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -221,18 +221,18 @@ class Proof:
     def forward_repeated(
         self, layers: Collection[str], samples: int, refusal: str | None = None
     ) -> None:
-        """Note a forward that all ranks of the group have repeated.
+        """Record a forward that all ranks of the group have repeated.
 
         Args:
             layers: names of the layers that ran.
             samples: number of samples that were compared; 0 where none was replaced.
-            refusal: what differed, for a message; or None.
+            refusal: message about a difference, or None.
 
         Raises:
-            RuntimeError: something differed, here or on another rank.
+            RuntimeError: there was a difference, here or on another rank.
         """
-        refuse_together(refusal, self.group, _WHAT)
-        samples = max(row[0] for row in gather_rows([samples], self.group, _WHAT))
+        refuse_together(refusal, self.group, _EXCHANGE)
+        samples = max(row[0] for row in gather_rows([samples], self.group, _EXCHANGE))
         progress = self._mode.layers
         self._repeated = samples > 0
         progress.woken = False
@@ -243,13 +243,13 @@ class Proof:
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
         rng = np.random.default_rng(_secret())
-        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
+        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _EXCHANGE)
         return np.frombuffer(drawn, dtype="<i8")
 
     # Backward
 
     def wants_backward(self, used: Iterable[str], size: int | None) -> bool:
-        """Whether to prove the backward that begins.
+        """Whether to prove the backward that is about to begin.
 
         Args:
             used: names of the layers that ran in its forward.
@@ -264,7 +264,7 @@ class Proof:
         self._repeated = False
         mode.is_trained = True
         if is_new := mode.layers.meet(used):
-            mode.layers.begin_anew()
+            mode.layers.restart()
         # Other ranks may have more samples, and then all ranks prove.
         if size < 2:
             return False
@@ -309,10 +309,10 @@ class Proof:
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
         try:
-            refuse_together(refusal, self.group, _WHAT)
+            refuse_together(refusal, self.group, _EXCHANGE)
         except RuntimeError:
             # A loop that catches the error meets it again in each batch.
-            self._mode.uses.begin_anew()
+            self._mode.uses.restart()
             raise
 
     def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
@@ -360,8 +360,8 @@ class Proof:
         )
 
     def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Note the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
-        rows = gather_rows([samples, *found], self.group, _WHAT)
+        """Record the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
+        rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
         uses.samples += best[0]
@@ -374,7 +374,7 @@ class Proof:
 
 
 class CrossedBackward(Protocol):
-    """What the model's outputs need of the private backward of a scalar loss."""
+    """The part of the private backward that the model's outputs use with a scalar loss."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """The gradients `[B, ...]` of the model's outputs have arrived."""
@@ -395,7 +395,7 @@ class _Resting:
             # A layer whose gradients were all zero may have nonzero ones now.
             uses.woken = uses.woken or bool(rows[0].any())
         elif uses.samples and uses.meet([slot]):
-            uses.begin_anew()
+            uses.restart()
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         for position, grad in enumerate(grads):
@@ -419,7 +419,7 @@ class _Weighted:
         real: `[B]`, bool: rows that count as samples.
         uses: of each parameter, in order.
         refusal: names the layer nearest to the losses with a wrong nonzero row.
-        left_out: `[B]`, samples with a row that is not finite; they are not judged.
+        left_out: `[B]`, samples with a row that is not finite; they are not compared.
         dtypes: of all rows.
     """
 

@@ -1,8 +1,8 @@
 """Unchanged: checks that training changes no buffer and no frozen parameter.
 
-They leave with `model.state_dict()` without noise, and whatever a forward writes into them reaches
-later batches. Version counters are compared in every backward; contents now and then, because
-writes to `.data` do not advance a counter.
+`model.state_dict()` releases them without noise, and values that a forward writes into them affect
+later batches. Version counters are compared in every backward. Contents are compared now and then,
+because writes to `.data` do not advance a counter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .digests import row_digests
 
 __all__ = ["Contents", "Unchanged", "check_allowed"]
 
-# Contents are compared in the first backward, and once in so many.
+# Contents are compared in the first backward, and then once in this many.
 _EVERY = 64
 
 
@@ -110,16 +110,17 @@ class Unchanged:
         return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
 
     def refusal(self, *, contents: bool = True) -> str | None:
-        """Message that names what changed; None where nothing did. See `changed`."""
+        """A message that names the changed tensors; None if there are none. See `changed`."""
         changed = self.changed(contents=contents)
         if not changed:
             return None
         shown = ", ".join(f"'{name}'" for name in changed[:3]) + ", ..." * (len(changed) > 3)
         return (
             f"{shown} changed since make_private: buffers and frozen parameters get no noise, so "
-            "what a forward leaves there leaves with the weights and reaches later batches. Keep "
-            "nothing of a batch in the model. Set weights before make_private, or by "
-            f"model.load_state_dict; vouch for what is public by allow_buffers=[{changed[0]!r}]"
+            "data that a forward writes there is released with the weights and affects later "
+            "batches. Keep nothing of a batch in the model. Set weights before make_private, or "
+            "by model.load_state_dict; if its contents are public, pass "
+            f"allow_buffers=[{changed[0]!r}]"
         )
 
     def compare(self) -> None:
@@ -155,7 +156,7 @@ class Unchanged:
     def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
         tensor, seen = place.tensor(), self._seen.get(name)
         if tensor is None:
-            # A tensor that is gone cannot leave.
+            # A tensor that no longer exists cannot be released.
             return False
         if seen is not None and tensor is seen.tensor and not contents:
             if seen.version is not None and _version(tensor) == seen.version:

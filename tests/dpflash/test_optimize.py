@@ -653,7 +653,7 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, m
     workers = SimpleNamespace(everyone=object())
     asked = optimization.Asked("aggressive", None, "auto", 4, 10**9, workers)
     chosen = optimization.choose(asked, plain, list(plain.parameters()))
-    assert not chosen.compiled and "several workers" in str(chosen)
+    assert not chosen.compiled and "several ranks" in str(chosen)
 
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler

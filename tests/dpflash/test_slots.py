@@ -386,7 +386,7 @@ def test_batches_that_are_not_the_one_at_hand_are_refused(kind, late, wrapped, p
         optimizer.zero_grad()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for (x,) in wrapped(loader):
-        with pytest.raises(RuntimeError, match="gave before the one at hand"):
+        with pytest.raises(RuntimeError, match="gave before the current one"):
             model(x)
         break
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
