@@ -115,7 +115,7 @@ class PrivacyEngine:
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
-        epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
+        epsilon = get_epsilon(delta), for the neighboring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
         step, and a choice among several runs. With a mesh the guarantee is that of one process:
         norms are of whole samples, and noise is added once to the sum over all ranks.

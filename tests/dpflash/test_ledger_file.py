@@ -115,9 +115,9 @@ TAMPERING = {
     "last_newline_cut": (lambda p: cut(p, 1), "step 3, and its head .* step 4"),
     "first_line_cut": (
         lambda p: p.write_text("".join(p.read_text().splitlines(keepends=True)[1:])),
-        "line 1 .*step 2 where step 1",
+        "line 1 .*step 2, expected 1",
     ),
-    "lines_exchanged": (swap_lines, "line 1 .*step 2 where step 1"),
+    "lines_exchanged": (swap_lines, "line 1 .*step 2, expected 1"),
     "noise_and_epsilon_of_a_line": (
         lambda p: cheaper(p, slice(1, 2), sealed=False),
         "damaged at line 2 .*digest is wrong",

@@ -890,8 +890,8 @@ def test_a_resumed_run_may_have_another_level(private, tiny_lm, next_token_loss,
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made[0].load_checkpoint(tmp_path / "checkpoint")
-        told = [str(w.message) for w in caught if "was told" in str(w.message)]
-        assert [t.split()[0] for t in told] == expected
+        warned = [str(w.message) for w in caught if "passed to make_private" in str(w.message)]
+        assert [t.split()[0] for t in warned] == expected
         return made
 
     engine, model, optimizer, loader = private(tiny_lm(), tokens(32), noise_multiplier=1.0)
