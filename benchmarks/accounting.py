@@ -15,8 +15,7 @@ import logging
 import math
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,20 +23,21 @@ from typing import Any
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
 from . import output as results
-from .document import SPEEDUP, TIME, Chart, Column, Table, column, config
+from .document import SPEEDUP, TIME, Row, chart, column, columns
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
     Comparison,
-    Measurement,
+    Part,
     Request,
-    Row,
     Subject,
     Suite,
     Unsupported,
+    compared,
     needs,
     recorded_warnings,
 )
+from .suite_pages import page
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -48,34 +48,13 @@ TRUTH = Path(__file__).resolve().parents[1] / "tests" / "accounting" / "truth.js
 
 # Of every question that does not name others.
 RATE, DELTA, NOISE = 0.01, 1e-5, 1.0
+# Target epsilon, sample rate, steps.
+TARGETS = ((8.0, 0.01, 1000), (1.0, 0.01, 1000), (0.005, 0.01, 1000), (100.0, 0.1, 1000))
+# Phases, and steps of each.
+SCHEDULES = ((10, 100), (100, 10), (1000, 1))
 # The relative error of float64 arithmetic.
 _ROUNDING = 1e-9
 _MEMORY = 8 * 2**30
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The questions."""
-
-    steps: int  # of a query
-    queries: Sequence[str]  # "cold", "warm"
-    targets: Sequence[tuple[float, float, int]]  # epsilon, sample rate and steps to calibrate
-    schedules: Sequence[tuple[int, int]]  # phases, and steps of each
-    every: int  # takes every n-th setting of the table of truths
-    call_seconds: float  # limit for one call of a peer
-    table_seconds: float  # limit for one setting of the table
-
-
-FULL = Grid(
-    steps=10_000,
-    queries=("cold", "warm"),
-    targets=((8.0, 0.01, 1000), (1.0, 0.01, 1000), (0.005, 0.01, 1000), (100.0, 0.1, 1000)),
-    schedules=((10, 100), (100, 10), (1000, 1)),
-    every=1,
-    call_seconds=10.0,
-    table_seconds=2.0,
-)
-QUICK = Grid(1000, ("cold",), ((8.0, 0.01, 100),), (), 26, 1.0, 0.5)
 
 
 def epsilon(provider: str, phases: Sequence[Phase], delta: float) -> float:
@@ -90,74 +69,59 @@ def lower_end(accountant: str, phases: Sequence[Phase], delta: float) -> float:
 
 def build(provider: str, phases: Sequence[Phase]) -> Any:
     """A provider's accountant with this history."""
-    if provider.startswith("google"):
-        accountant = _google(provider)()
-        for noise, rate, steps in phases:
-            accountant.compose(_google_event(noise, rate), steps)
+    accountant = _accountant(provider)()
+    if not provider.startswith("google"):
+        accountant.history = list(phases)
         return accountant
-    accountant = create_accountant(provider) if provider in OWN else _opacus(provider)()
-    accountant.history = list(phases)
+    for noise, rate, steps in phases:
+        accountant.compose(_google_event(noise, rate), steps)
     return accountant
 
 
-def calibrator(provider: str) -> Callable[[float, float, int], float]:
-    """A provider's own search: (target epsilon, sample rate, steps) to a noise multiplier."""
-    if provider.startswith("google"):
-        accountant = _google(provider)
-        import dp_accounting
-
-        def find(target: float, rate: float, steps: int) -> float:
-            def event(noise: float) -> Any:
-                return dp_accounting.SelfComposedDpEvent(_google_event(noise, rate), steps)
-
-            bracket = dp_accounting.LowerEndpointAndGuess(0.1, 1.0)
-            return float(
-                dp_accounting.calibrate_dp_mechanism(
-                    accountant, event, target, DELTA, bracket, tol=1e-4
-                )
-            )
-
-        return find
-    search: Callable[..., float] = get_noise_multiplier
-    if provider not in OWN:
-        _opacus(provider)
-        from opacus.accountants import utils
-
-        search = utils.get_noise_multiplier
-    return lambda target, rate, steps: float(
-        search(
-            accountant=provider.removeprefix("opacus "),
-            target_epsilon=target,
-            target_delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-        )
-    )
-
-
-def _opacus(provider: str) -> Any:
+def _accountant(provider: str) -> Callable[[], Any]:
+    """The class of a provider's accountant."""
+    if provider in OWN:
+        return functools.partial(create_accountant, provider)
+    package = "opacus" if provider.startswith("opacus") else "dp-accounting"
     try:
-        from opacus import accountants
-    except ImportError:
-        raise Unsupported("Opacus: pip install opacus") from None
-    return accountants.PRVAccountant if provider.endswith("prv") else accountants.RDPAccountant
+        if package == "opacus":
+            from opacus.accountants import PRVAccountant, RDPAccountant
 
-
-def _google(provider: str) -> Any:
-    try:
+            return PRVAccountant if provider == "opacus prv" else RDPAccountant
         from dp_accounting.pld import PLDAccountant
         from dp_accounting.rdp import RdpAccountant
     except ImportError:
-        raise Unsupported("dp_accounting: pip install dp-accounting") from None
+        raise Unsupported(f"{package}: pip install {package}") from None
     # It logs each order of RDP at which its series does not converge.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    return PLDAccountant if provider.endswith("pld") else RdpAccountant
+    return PLDAccountant if provider == "google pld" else RdpAccountant
 
 
 def _google_event(noise: float, rate: float) -> Any:
     import dp_accounting
 
     return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+
+
+def calibrated(provider: str, target: float, rate: float, steps: int) -> float:
+    """The noise multiplier of a target epsilon, by the provider's own search."""
+    accountant = _accountant(provider)
+    if provider.startswith("google"):
+        import dp_accounting as google
+
+        def event(noise: float) -> Any:
+            return google.SelfComposedDpEvent(_google_event(noise, rate), steps)
+
+        bracket = google.LowerEndpointAndGuess(0.1, 1.0)
+        noise = google.calibrate_dp_mechanism(accountant, event, target, DELTA, bracket, tol=1e-4)
+        return float(noise)
+    search: Callable[..., float] = get_noise_multiplier
+    if provider not in OWN:
+        from opacus.accountants import utils
+
+        search = utils.get_noise_multiplier
+    given = {"target_epsilon": target, "target_delta": DELTA, "sample_rate": rate, "steps": steps}
+    return float(search(accountant=provider.removeprefix("opacus "), **given))
 
 
 def first_answer(provider: str, limit: float, call: Callable[[], float]) -> float:
@@ -198,49 +162,54 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def query(
-    *, device: str, seed: int, provider: str, warm: bool, noise: float, steps: int, limit_s: float
+    *,
+    device: str,
+    seed: int,
+    provider: str,
+    steps: int,
+    limit_s: float,
+    noise: float = NOISE,
+    phases: int = 1,
+    warm: bool = False,
 ) -> Subject:
-    """One epsilon of equal steps; `warm`: of an accountant that has answered, after one more step.
+    """One epsilon of phases whose noise rises by up to 1, each of so many steps.
 
-    `limit_s` is the limit for one call of a peer, in seconds.
+    `warm`: of an accountant that has answered, after one more step; else of a new one, and the
+    noise is shifted in each call so that no cache helps. `limit_s` is the limit for one call of a
+    peer, in seconds.
     """
-    if not warm:
-        return _asked(provider, lambda shift: [(noise + shift, RATE, steps)], limit_s)
-    phases = [(noise, RATE, steps)]
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, phases, DELTA))
-    accountant = build(provider, phases)
+
+    def history(shift: float = 0.0) -> list[Phase]:
+        return [(noise + k / phases + shift, RATE, steps) for k in range(phases)]
+
+    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(), DELTA))
+    truth = lower_end(_judge_of(provider), history(), DELTA)
+    above = value / truth - 1 if truth else None
+    calls = itertools.count(1)
+
+    def cold_step() -> float:
+        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
+
+    return Subject(
+        _warm_step(provider, history()) if warm else cold_step,
+        lambda: _shortfall(value, truth),
+        _ROUNDING,
+        figures={"epsilon": value, "lower_end": truth, "above": above},
+    )
+
+
+def _warm_step(provider: str, phases: Sequence[Phase]) -> Callable[[], float]:
+    accountant, (noise, rate, _) = build(provider, phases), phases[-1]
     accountant.get_epsilon(DELTA)
 
     def step() -> float:
         if provider.startswith("google"):
-            accountant.compose(_google_event(noise, RATE))
+            accountant.compose(_google_event(noise, rate))
         else:
-            accountant.step(noise_multiplier=noise, sample_rate=RATE)
+            accountant.step(noise_multiplier=noise, sample_rate=rate)
         return float(accountant.get_epsilon(DELTA))
 
-    return _judged(step, provider, value, phases)
-
-
-def schedule(
-    *, device: str, seed: int, provider: str, phases: int, steps: int, limit_s: float
-) -> Subject:
-    """One epsilon of phases whose noise rises from 1 to 2; see `query`."""
-
-    def history(shift: float) -> list[Phase]:
-        return [(1 + k / phases + shift, RATE, steps) for k in range(phases)]
-
-    return _asked(provider, history, limit_s)
-
-
-def _asked(provider: str, history: Callable[[float], list[Phase]], limit_s: float) -> Subject:
-    """The epsilon of a history, whose noise is shifted in each call so that no cache helps."""
-    calls = itertools.count(1)
-    value = first_answer(provider, limit_s, lambda: epsilon(provider, history(0.0), DELTA))
-
-    def step() -> float:
-        return epsilon(provider, history(1e-7 * next(calls)), DELTA)
-
-    return _judged(step, provider, value, history(0.0))
+    return step
 
 
 def calibration(
@@ -254,13 +223,16 @@ def calibration(
     limit_s: float,
 ) -> Subject:
     """The noise multiplier of a target; it is right where its true epsilon is not above that."""
-    find = calibrator(provider)
-    noise = first_answer(provider, limit_s, lambda: find(target_epsilon, sample_rate, steps))
+
+    def find(target: float) -> float:
+        return calibrated(provider, target, sample_rate, steps)
+
+    noise = first_answer(provider, limit_s, lambda: find(target_epsilon))
     phases = [(noise, sample_rate, steps)]
     certain = lower_end(_judge_of(provider), phases, DELTA)
     calls = itertools.count(1)
     return Subject(
-        lambda: find(target_epsilon * (1 + 1e-7 * next(calls)), sample_rate, steps),
+        lambda: find(target_epsilon * (1 + 1e-7 * next(calls))),
         lambda: _shortfall(target_epsilon, certain),
         _ROUNDING,
         figures={"noise_multiplier": noise, "true_epsilon": lower_end("contour", phases, DELTA)},
@@ -270,16 +242,6 @@ def calibration(
 def _judge_of(provider: str) -> str:
     """The accountant whose lower end judges a provider: never its own."""
     return "pld" if provider == "contour" else "contour"
-
-
-def _judged(
-    step: Callable[[], float], provider: str, value: float, phases: Sequence[Phase]
-) -> Subject:
-    """The subject of an epsilon of these phases."""
-    truth = lower_end(_judge_of(provider), phases, DELTA)
-    above = value / truth - 1 if truth else None
-    figures = {"epsilon": value, "lower_end": truth, "above": above}
-    return Subject(step, lambda: _shortfall(value, truth), _ROUNDING, figures=figures)
 
 
 def _shortfall(value: float, truth: float) -> float:
@@ -294,18 +256,20 @@ def _shortfall(value: float, truth: float) -> float:
     return max(0.0, 1 - value / truth) if truth > 0 else 0.0
 
 
-def truth_rows(request: Request) -> Iterator[Row]:
+def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
     """Each provider beside the table of truths."""
-    grid = QUICK if request.quick else FULL
-    limit, settings = grid.table_seconds, _settings(grid.every)
+    every, limit = (26, 0.5) if request.quick else (1, 2.0)
+    settings = _settings(every)
     for provider in PROVIDERS:
-        name, kept = f"truth/{provider}", {"provider": provider, "limit_s": limit}
-        columns = _columns(provider, "truth")
-        if settings is None:
+        name, given = f"truth/{provider}", {"provider": provider, "limit_s": limit}
+        figures: dict[str, Any] = {"section": "truth"}
+        if provider in PEERS:
+            figures["peer"] = True
+        if not settings:
             reason = "the table tests/accounting/truth.json of a checkout"
-            yield needs(name, kept, reason, **columns)
+            yield needs(name, given, reason, **figures)
             continue
-        kept["settings"] = len(settings)
+        given["settings"] = len(settings)
         try:
             answers, warned = run_isolated(
                 answers_of,
@@ -317,12 +281,12 @@ def truth_rows(request: Request) -> Iterator[Row]:
                 limit=limit,
             )
         except (Failed, Unsupported) as reason:
-            yield needs(name, kept, str(reason), **columns)
+            yield needs(name, given, str(reason), **figures)
             continue
         if warned:
-            columns["warnings"] = warned
-        truths = [truth for _, _, truth in settings]
-        yield results.row(name, kept, **columns, **summary(answers, truths))
+            figures["warnings"] = warned
+        judged = summary(answers, [truth for _, _, truth in settings])
+        yield results.row(name, given, **figures, **judged)
 
 
 def answers_of(
@@ -341,32 +305,31 @@ def answers_of(
     return found, list(dict.fromkeys(warned))
 
 
-def summary(answers: Sequence[float | str], truths: Sequence[float]) -> Row:
+def summary(answers: Sequence[float | str], truths: Sequence[float]) -> dict[str, Any]:
     """Columns of a provider's row; it is correct where no answer is below its truth."""
-    pairs = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
-    reasons = [answer for answer in answers if isinstance(answer, str)]
-    finite = [(a, t) for a, t in pairs if math.isfinite(a)]
+    given = [(a, t) for a, t in zip(answers, truths, strict=True) if not isinstance(a, str)]
+    finite = [(a, t) for a, t in given if math.isfinite(a)]
     errors = [abs(a / t - 1) for a, t in finite if t > 0]
-    shortfalls = [_shortfall(a, t) for a, t in pairs]
-    late = sum(reason.startswith("more time") for reason in reasons)
+    error = max((_shortfall(a, t) for a, t in given), default=None)
+    late = sum(isinstance(answer, str) and answer.startswith("more time") for answer in answers)
     return {
         "answers": len(finite),
-        "infinite_or_nan": len(pairs) - len(finite),
+        "infinite_or_nan": len(given) - len(finite),
         "late": late,
-        "refused": len(reasons) - late,
+        "refused": len(answers) - len(given) - late,
         "below_truth": sum(_shortfall(a, t) > _ROUNDING for a, t in finite),
         "median_error": statistics.median(errors) if errors else None,
         "greatest_error": max(errors, default=None),
-        "error": max(shortfalls, default=None),
-        "correct": all(short <= _ROUNDING for short in shortfalls) if pairs else None,
+        "error": error,
+        "correct": None if error is None else error <= _ROUNDING,
         "epsilons": list(answers),
     }
 
 
-def _settings(every: int) -> list[tuple[list[Phase], float, float]] | None:
-    """(phases, delta, epsilon) of the table; None where there is no table."""
+def _settings(every: int) -> list[tuple[list[Phase], float, float]]:
+    """(phases, delta, epsilon) of every n-th row of the table; empty where there is no table."""
     if not TRUTH.is_file():
-        return None
+        return []
     found = []
     for row in json.loads(TRUTH.read_text(encoding="utf-8"))[::every]:
         one = (row.get("noise_multiplier"), row.get("sample_rate"), row.get("steps"))
@@ -375,120 +338,60 @@ def _settings(every: int) -> list[tuple[list[Phase], float, float]] | None:
     return found
 
 
-def _plan(request: Request) -> Iterable[Comparison | Callable[[Request], Iterable[Row]]]:
-    grid = QUICK if request.quick else FULL
-    limit = {"limit_s": grid.call_seconds}
-    for kind in grid.queries:
-        kept = {"warm": kind == "warm", "noise": NOISE, "steps": grid.steps, **limit}
-        yield _compared("query", kind, query, kept)
-    for target, rate, steps in grid.targets:
-        kept = {"target_epsilon": target, "sample_rate": rate, "steps": steps, **limit}
-        yield _compared("calibration", f"{target:g}", calibration, kept)
-    for phases, steps in grid.schedules:
-        kept = {"phases": phases, "steps": steps, **limit}
-        yield _compared("schedule", str(phases), schedule, kept)
+def _plan(request: Request) -> Iterator[Comparison | Part]:
+    quick = request.quick
+    limit = {"limit_s": 1.0 if quick else 10.0}
+    for kind in ("cold",) if quick else ("cold", "warm"):
+        given = {"warm": kind == "warm", "noise": NOISE, "steps": 1000 if quick else 10_000}
+        yield _beside_contour("query", kind, query, {**given, **limit})
+    for target, rate, steps in [(8.0, 0.01, 100)] if quick else TARGETS:
+        given = {"target_epsilon": target, "sample_rate": rate, "steps": steps, **limit}
+        yield _beside_contour("calibration", f"{target:g}", calibration, given)
+    for phases, steps in () if quick else SCHEDULES:
+        given = {"phases": phases, "steps": steps, **limit}
+        yield _beside_contour("schedule", str(phases), query, given)
     yield truth_rows
 
 
-def _columns(provider: str, section: str) -> dict[str, Any]:
-    return {"section": section, **({"peer": True} if provider in PEERS else {})}
+def _beside_contour(section: str, name: str, subject: Build, given: dict[str, Any]) -> Comparison:
+    own = (f"{section}/{name}", subject, "provider", PROVIDERS, given, section, "contour")
+    return compared(*own, peers=PEERS)
 
 
-def _compared(section: str, name: str, subject: Build, kept: dict[str, Any]) -> Comparison:
-    place = f"{section}/{name}"
-    measurements = [
-        Measurement(f"{place}/{one}", subject, {"provider": one, **kept}, _columns(one, section))
-        for one in PROVIDERS
-    ]
-    return Comparison(measurements, baseline=f"{place}/contour")
-
-
-def _cold_or_warm(row: Mapping[str, Any]) -> str:
+def _cold_or_warm(row: Row) -> str:
     return "warm" if row["config"]["warm"] else "cold"
 
 
-def _six_digits(row: Mapping[str, Any]) -> str | None:
+def _six_digits(row: Row) -> str | None:
     return None if row.get("epsilon") is None else f"{row['epsilon']:.6g}"
 
 
-def _provider(row: Mapping[str, Any]) -> str:
-    return str(row["config"]["provider"])
-
-
-_PROVIDER = config("provider")
-_EPSILON: tuple[Column, ...] = (
+_EPSILON = (
     ("epsilon", _six_digits),
     column("above", "above the certified lower end, relative"),
 )
-_MS = column("median_ms", "ms")
-
+_TIME = (*TIME, SPEEDUP)
+_TABLES = {
+    "query": columns("provider", [("", _cold_or_warm)], "steps", _TIME, _EPSILON),
+    "calibration": columns(
+        "provider | target_epsilon: target | sample_rate: q | steps",
+        _TIME,
+        "noise_multiplier | true_epsilon: epsilon it certainly has",
+    ),
+    "schedule": columns("provider | phases | steps: of each", _TIME, _EPSILON),
+    "truth": columns(
+        "provider | answers | infinite_or_nan: inf or nan | refused | late",
+        "below_truth: below the truth | median_error: median error",
+        "greatest_error: greatest error | error: greatest shortfall | correct | needs",
+    ),
+}
+_PHASES = "phases: phases of other noise"
 SUITE = Suite(
     name="accounting",
-    title="Accountants",
-    about="Accountants of dpflash (contour, pld, rdp), Opacus and Google's dp_accounting on "
-    f"Poisson-subsampled Gaussian steps, delta = {DELTA:g}. They take turns in one process. An "
-    "epsilon below what is certain is WRONG and has no figures: the error of such a row is its "
-    "shortfall over the truth; nor has one that is infinite where the truth is not. A wrong peer "
-    "is a finding, and no failure of the run. Speed-ups are over contour, so below 1 is slower "
-    "than it.",
+    **page("accounting", _TABLES, {"delta": DELTA, "rate": RATE, "noise": NOISE}),
     plan=_plan,
-    tables=(
-        Table(
-            "query",
-            f"One query of equal steps (q = {RATE}, noise {NOISE:g})",
-            (_PROVIDER, ("", _cold_or_warm), config("steps"), *TIME, SPEEDUP, *_EPSILON),
-            "Cold: of a new accountant, with another noise in each call. Warm: after one more "
-            "step of an accountant that has answered before.",
-        ),
-        Table(
-            "calibration",
-            "The noise of a target",
-            (
-                _PROVIDER,
-                config("target_epsilon", "target"),
-                config("sample_rate", "q"),
-                config("steps"),
-                *TIME,
-                SPEEDUP,
-                column("noise_multiplier"),
-                column("true_epsilon", "epsilon it certainly has"),
-            ),
-            "By each provider's own search; less noise is better where the last column is not "
-            "above the target.",
-        ),
-        Table(
-            "schedule",
-            f"One query of phases with a noise from 1 to 2 each (q = {RATE})",
-            (_PROVIDER, config("phases"), config("steps", "of each"), *TIME, SPEEDUP, *_EPSILON),
-        ),
-        Table(
-            "truth",
-            "The table of truths",
-            (
-                _PROVIDER,
-                column("answers"),
-                column("infinite_or_nan", "inf or nan"),
-                column("refused"),
-                column("late"),
-                column("below_truth", "below the truth"),
-                column("median_error", "median error"),
-                column("greatest_error", "greatest error"),
-                column("error", "greatest shortfall"),
-                column("correct"),
-                column("needs"),
-            ),
-            "Epsilons of the settings in tests/accounting/truth.json; errors over the truth. Late "
-            "is a peer that took longer than the row's limit of processor time.",
-        ),
-    ),
     charts=(
-        Chart("query", "One query", ("", _cold_or_warm), _MS, _provider),
-        Chart(
-            "schedule",
-            "One query of a schedule",
-            config("phases", "phases of other noise"),
-            _MS,
-            _provider,
-        ),
+        chart("query", "One query", ("", _cold_or_warm), "median_ms: ms", "provider"),
+        chart("schedule", "One query of a schedule", _PHASES, "median_ms: ms", "provider"),
     ),
 )

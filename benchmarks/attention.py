@@ -9,6 +9,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from .attention_cases import (
     check,
     document_borders,
     not_finite,
-    reference,
     score_bias,
 )
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
 from .peers import FORWARD_ONLY, PEERS, build_run
-from .suite import Comparison, Measurement, Request, Subject, Suite, Unsupported, worst
+from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
+from .suite_pages import page
 from .timing import Step
 from .work import Work, attention_flops, count_work
 
@@ -40,26 +41,27 @@ DIRECTIONS = ("forward", "forward+backward")
 # q, k, v and o; then do, q, k, v, o and the gradients of q, k and v.
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 4, 8
 _SPARSE_BLOCK = 128
+# LongNet's own segments, made for a million tokens.
+_LENGTHS = (2048, 4096, 8192, 16384, 32768)
+LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6, 12))
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
     """One of `peers.OPERATORS`, with inputs drawn from the seed."""
-    backward = goes_backward(direction)
-    run, inputs = build_run(operator, case), case.inputs(seed)
-    q, k, v, do = inputs
-    is_detached = operator in FORWARD_ONLY
+    backward, is_detached = goes_backward(direction), operator in FORWARD_ONLY
+    run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
+    q, k, v = inputs[:3]
 
     def forward() -> Tensor:
         with torch.no_grad():
             return run(q, k, v)
 
     def both() -> object:
-        return torch.autograd.grad(run(q, k, v), (q, k, v), do)
+        return torch.autograd.grad(run(q, k, v), (q, k, v), inputs[3])
 
     def error() -> float:
         with_grads = backward and not is_detached
-        expected = reference(case, *inputs, with_grads=with_grads, seed=seed)
-        return worst(check(run, inputs, expected).values())
+        return worst(check(case, run, inputs, with_grads=with_grads, seed=seed).values())
 
     def work() -> Work:
         tensors = _FORWARD_TENSORS + _BACKWARD_TENSORS * backward
@@ -72,26 +74,22 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
         "operator": operator,
     }
     step: Step = both if backward else forward
-    tokens = case.batch * case.tokens
-    return Subject(step, error, TOLERANCES[case.dtype], tokens, work, case.dtype, figures)
+    tolerance, tokens = TOLERANCES[case.dtype], case.batch * case.tokens
+    return Subject(step, error, tolerance, tokens, work, case.dtype, figures)
 
 
 def module_subject(case: Case, direction: str, seed: int) -> Subject:
     """`dpflash.nn.MultiheadAttention` with its projections and the gradients of its parameters."""
-    width, dtype = case.heads * case.head_dim, getattr(torch, case.dtype)
-    module = MultiheadAttention(
-        width, case.heads, pattern=case.pattern, device=case.device, dtype=dtype
-    )
+    backward, width = goes_backward(direction), case.heads * case.head_dim
+    where: Any = {"device": case.device, "dtype": getattr(torch, case.dtype)}
     generator = torch.Generator(case.device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=width**-0.5, generator=generator)
-    shape = (case.batch, case.tokens, width)
+    module = MultiheadAttention(width, case.heads, pattern=case.pattern, **where)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=width**-0.5, generator=generator)
     x, do = (
-        torch.randn(shape, dtype=dtype, device=case.device, generator=generator) for _ in range(2)
+        torch.randn(case.batch, case.tokens, width, generator=generator, **where) for _ in range(2)
     )
     leaves = {"x": x.requires_grad_(), **dict(module.named_parameters())}
-    backward = goes_backward(direction)
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -110,35 +108,19 @@ def module_subject(case: Case, direction: str, seed: int) -> Subject:
         exact = {name: x.detach().double().requires_grad_(backward) for name, x in leaves.items()}
         with torch.set_grad_enabled(backward):
             output = module(x, x, x)[0]
-        errors = [not_finite(output.detach())]
-        exact_grads = [torch.zeros_like(x) for x in exact.values()]
-        for sample in range(case.batch):
-            expected = _module_rows(case, exact, sample, rows)
-            errors.append(band_error(output.detach()[sample, rows], expected.detach()))
-            if backward:
-                loss = (expected * masked[sample, rows].double()).sum()
-                grads = torch.autograd.grad(loss, list(exact.values()))
-                for total, grad in zip(exact_grads, grads, strict=True):
-                    total += grad
+        expected = torch.stack([_module_rows(case, exact, n, rows) for n in range(case.batch)])
+        pairs = list(zip(output.detach()[:, rows], expected.detach(), strict=True))
         if backward:
             found = torch.autograd.grad(output, list(leaves.values()), masked)
-            for ours, theirs in zip(found, exact_grads, strict=True):
-                by_sample = zip(ours, theirs, strict=True) if ours.ndim == 3 else [(ours, theirs)]
-                errors += [band_error(one, other) for one, other in by_sample]
-        return worst(errors)
+            right = torch.autograd.grad(expected, list(exact.values()), masked[:, rows].double())
+            # The gradient of x by sample.
+            pairs += zip((*found[0], *found[1:]), (*right[0], *right[1:]), strict=True)
+        return worst([not_finite(output.detach()), *(band_error(*pair) for pair in pairs)])
 
     step: Step = both if backward else forward
     figures = {**case.figures(case.batch * case.heads), "operator": "multihead"}
-    tokens = case.batch * case.tokens
-    return Subject(
-        step,
-        error,
-        TOLERANCES[case.dtype],
-        tokens,
-        lambda: count_work(step),
-        case.dtype,
-        figures,
-    )
+    work, tolerance = partial(count_work, step), TOLERANCES[case.dtype]
+    return Subject(step, error, tolerance, case.batch * case.tokens, work, case.dtype, figures)
 
 
 def _module_rows(case: Case, exact: Mapping[str, Tensor], sample: int, rows: Tensor) -> Tensor:
@@ -158,26 +140,27 @@ def goes_backward(direction: str) -> bool:
 
 
 def dilated_subject(
-    *,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    direction: str,
-    causal: bool,
-    seed: int,
-    **shape: Any,
+    *, segment_lengths: Sequence[int], dilation_rates: Sequence[int], causal: bool, **given: Any
 ) -> Subject:
-    """LongNet's attention; `shape` is the rest of a `Case`."""
+    """LongNet's attention of these segments."""
     pattern = Dilated(
         segment_lengths=segment_lengths, dilation_rates=dilation_rates, causal=causal
     )
-    return operator_subject(Case(pattern, **shape), "dpflash", direction, seed)
+    return case_subject(pattern, "dpflash", **given)
 
 
-def pattern_subject(
-    *, pattern: str, operator: str, direction: str, causal: bool, seed: int, **shape: Any
+def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) -> Subject:
+    """A pattern of `build_pattern`."""
+    return case_subject(build_pattern(pattern, causal, given["tokens"]), operator, **given)
+
+
+def case_subject(
+    pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """A pattern of `build_pattern`; `shape` is the rest of a `Case`."""
-    case = Case(build_pattern(pattern, causal, shape["tokens"]), **shape)
+    """An operator, or the module "multihead", with a pattern; `shape` is the rest of a `Case`."""
+    case = Case(pattern, **shape)
+    if operator == "multihead":
+        return module_subject(case, direction, seed)
     return operator_subject(case, operator, direction, seed)
 
 
@@ -188,33 +171,23 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     a long sequence would leave nothing out.
     """
     part = 4 if tokens < 4096 else 1
-    if name == "dense":
-        return Dense(causal=causal)
-    if name == "sliding_window":
-        return patterns.SlidingWindow(window=1024 // part, causal=causal)
     if name == "documents":
         borders = document_borders(tokens, shortest=128 // part, longest=4096 // part)
         return patterns.Documents(cu_seqlens=borders, causal=causal)
-    if name == "block_sparse":
-        return BlockSparse(
-            block_size=128 // part, local_blocks=1, global_blocks=1, random_blocks=3, causal=causal
-        )
-    if name == "hierarchical":
-        levels = ((64 // part, 512 // part), (512 // part, 4096 // part), (4096 // part, -1))
-        return patterns.Hierarchical(levels=levels, block_size=64 // part, causal=causal)
-    if name == "adaptive":
-        return patterns.Adaptive(block_size=64 // part, keep=8, causal=causal)
-    if name == "million":
-        return longnet(causal)
-    assert name == "dilated", name
-    lengths = [length // part for length in (2048, 4096, 8192)]
-    return Dilated(segment_lengths=lengths, dilation_rates=(1, 2, 4), causal=causal)
-
-
-def longnet(causal: bool) -> Dilated:
-    """Dilated attention with LongNet's own segments, made for a million tokens."""
-    lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
-    return Dilated(segment_lengths=lengths, dilation_rates=rates, causal=causal)
+    block, lengths = 64 // part, [length // part for length in (2048, 4096, 8192)]
+    levels = ((block, 8 * block), (8 * block, 64 * block), (64 * block, -1))
+    made: Mapping[str, Callable[..., patterns.Pattern]] = {
+        "dense": Dense,
+        "sliding_window": partial(patterns.SlidingWindow, window=1024 // part),
+        "block_sparse": partial(
+            BlockSparse, block_size=2 * block, local_blocks=1, global_blocks=1, random_blocks=3
+        ),
+        "hierarchical": partial(patterns.Hierarchical, levels=levels, block_size=block),
+        "adaptive": partial(patterns.Adaptive, block_size=block, keep=8),
+        "dilated": partial(Dilated, segment_lengths=lengths, dilation_rates=(1, 2, 4)),
+        "million": LONGNET,
+    }
+    return made[name](causal=causal)
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,20 +201,29 @@ def sparse_pattern(
     Raises:
         Unsupported: T is too short for a single block beside the diagonal.
     """
-    allowed = Dense(causal=causal).edges(tokens) * (100 - percent) // 100
-    fitting = bisect.bisect_right(
-        range(-(-tokens // block)),
-        allowed,
-        key=lambda width: _most_pairs(tokens, causal, drawn, block, width),
-    )
-    if fitting >= 2:
-        return _blocks(causal, drawn, block, fitting - 1)
-    enough = next(
-        longer
-        for longer in itertools.count(-(-tokens // block) * block + block, block)
-        if 100 * _most_pairs(longer, causal, drawn, block, 1)
-        <= (100 - percent) * Dense(causal=causal).edges(longer)
-    )
+
+    def blocks(width: int) -> BlockSparse:
+        near, drawn_blocks = (0, width) if drawn else (width, 0)
+        return BlockSparse(
+            block_size=block,
+            local_blocks=near,
+            global_blocks=int(not drawn),
+            random_blocks=drawn_blocks,
+            causal=causal,
+        )
+
+    def fits(tokens: int, width: int) -> bool:
+        pairs, count = blocks(0 if drawn else width).edges(tokens), -(-tokens // block)
+        if drawn:
+            # Random blocks differ from head to head: the most possible count.
+            pairs += block**2 * sum(min(width, i if causal else count) for i in range(count))
+        return 100 * pairs <= Dense(causal=causal).edges(tokens) * (100 - percent)
+
+    count = -(-tokens // block)
+    width = bisect.bisect_left(range(count), True, key=lambda width: not fits(tokens, width)) - 1
+    if width >= 1:
+        return blocks(width)
+    enough = next(n for n in itertools.count((count + 1) * block, block) if fits(n, 1))
     beside = "a random block" if drawn else "a block to each side and a global one"
     raise Unsupported(
         f"a longer sequence, from T = {enough:,} on: at T = {tokens:,} nothing leaves out "
@@ -249,39 +231,34 @@ def sparse_pattern(
     )
 
 
-def _blocks(causal: bool, drawn: bool, block: int, width: int) -> BlockSparse:
-    if drawn:
-        return BlockSparse(block_size=block, local_blocks=0, random_blocks=width, causal=causal)
-    return BlockSparse(block_size=block, local_blocks=width, global_blocks=1, causal=causal)
-
-
-def _most_pairs(tokens: int, causal: bool, drawn: bool, block: int, width: int) -> int:
-    """Pairs of one head; random blocks differ from head to head, and the most possible count."""
-    if not drawn:
-        return _blocks(causal, drawn, block, width).edges(tokens)
-    own = _blocks(causal, drawn, block, 0).edges(tokens)
-    count = -(-tokens // block)
-    return own + block**2 * sum(min(width, i if causal else count) for i in range(count))
-
-
 def is_small(request: Request) -> bool:
     """Whether sizes are small: in a quick run on a CPU. A quick run on a GPU has fewer trials."""
     return request.quick and request.where.type == "cpu"
 
 
-def default_dtype(request: Request) -> str:
-    """float16 on a GPU; float32 on a CPU, which multiplies float16 slowly."""
-    return "float16" if request.where.type == "cuda" else "float32"
+def shape(
+    request: Request,
+    direction: str,
+    tokens: int,
+    batch: int,
+    heads: int,
+    *,
+    head_dim: int = 64,
+    causal: bool = False,
+) -> dict[str, Any]:
+    """The config of a row, but for its pattern; float16 on a GPU.
 
-
-def of_curve(key: str = "median_ms", **values: object) -> Callable[[Mapping[str, Any]], Any]:
-    """For charts: a row's column if its config has these values, else None."""
-
-    def figure(row: Mapping[str, Any]) -> Any:
-        fits = all(row["config"].get(name) == value for name, value in values.items())
-        return row.get(key) if fits else None
-
-    return figure
+    A CPU multiplies float16 slowly, and gets float32.
+    """
+    return {
+        "direction": direction,
+        "tokens": tokens,
+        "batch": batch,
+        "heads": heads,
+        "head_dim": head_dim,
+        "dtype": "float16" if request.where.type == "cuda" else "float32",
+        "causal": causal,
+    }
 
 
 # The peers of each pattern; speed-ups are over the first one.
@@ -295,7 +272,6 @@ _PEERS_OF: Mapping[str, Sequence[str]] = {
     "adaptive": (),
 }
 _ON_GPUS = ("sdpa-cudnn", "flex", "flash-attn")
-_MILLION = {"tokens": 2**20, "batch": 1, "heads": 8, "head_dim": 64, "dtype": "float16"}
 
 
 def _plan(request: Request) -> Iterator[Comparison]:
@@ -316,93 +292,52 @@ def _plan(request: Request) -> Iterator[Comparison]:
             for peer in _PEERS_OF[pattern]
             # FlexAttention compiles for half a minute in each case.
             if not (peer == "flex" and quick and is_cuda)
-            # On a CPU, only the first comparison says that a peer needs a GPU.
+            # On a CPU, only the first comparison lists the peers that need a GPU.
             and (is_cuda or number == 0 or peer not in _ON_GPUS)
         ]
-        shape = {
-            "tokens": tokens,
-            "batch": max(1, batch_tokens // tokens),
-            "heads": width // head_dim,
-            "head_dim": head_dim,
-            "dtype": default_dtype(request),
-            "causal": causal,
-        }
-        yield _comparison(pattern, direction, peers, shape)
+        batch = max(1, batch_tokens // tokens)
+        given = shape(
+            request, direction, tokens, batch, width // head_dim, head_dim=head_dim, causal=causal
+        )
+        yield _comparison(pattern, peers, given)
     if is_cuda:
         for direction in DIRECTIONS:
-            yield _comparison("million", direction, (), {**_MILLION, "causal": True})
+            yield _comparison("million", (), shape(request, direction, 2**20, 1, 8, causal=True))
 
 
-def _comparison(
-    pattern: str, direction: str, peers: Sequence[str], shape: Mapping[str, Any]
-) -> Comparison:
-    reach = "causal" if shape["causal"] else "full"
-    place = f"{pattern}/{reach}/D{shape['head_dim']}/T{shape['tokens']}/{direction}"
-    measurements = [
-        Measurement(
-            f"{place}/{operator}",
-            pattern_subject,
-            {"pattern": pattern, "operator": operator, "direction": direction, **shape},
-            {"section": "attention", **({"peer": True} if operator in PEERS else {})},
-        )
-        for operator in ("dpflash", *peers)
-    ]
-    return Comparison(measurements, f"{place}/{peers[0]}" if peers else None)
+def _comparison(pattern: str, peers: Sequence[str], given: Mapping[str, Any]) -> Comparison:
+    reach = "causal" if given["causal"] else "full"
+    place = f"{pattern}/{reach}/D{given['head_dim']}/T{given['tokens']}/{given['direction']}"
+    operators, baseline = ("dpflash", *peers), peers[0] if peers else None
+    own = {"pattern": pattern, **given}
+    section = "attention"
+    return compared(
+        place, pattern_subject, "operator", operators, own, section, baseline, peers=PEERS
+    )
 
 
-SHAPE = (
-    config("tokens", "T"),
-    config("batch", "B"),
-    config("heads", "H"),
-    config("head_dim", "D"),
-    config("dtype"),
+SHAPE = columns("tokens: T | batch: B | heads: H | head_dim: D | dtype")
+_COLUMNS = columns(
+    "pattern | causal | direction",
+    SHAPE,
+    "operator",
+    FIGURES,
+    [SPEEDUP],
+    ROOFS,
+    "density | checked_rows: checked rows | checked_pairs: of B H | correct",
 )
 SUITE = Suite(
     name="attention",
-    title="Attention: every pattern, beside SDPA, FlexAttention and flash-attn",
-    about=(
-        "Time and memory of every pattern of `dpflash.patterns` over the number of tokens T, "
-        "beside peers that compute the same: torch's scaled_dot_product_attention (SDPA), "
-        "FlexAttention, flash-attn, and for dilated attention LongNet's formula with one flash "
-        "attention for each branch. *density* is the part of all T x T pairs that a pattern has. "
-        "Below 4096 tokens windows, segments, documents and blocks are a quarter as long. GFLOP/s "
-        "count the pairs of the pattern, 4 D each forward and 10 D backward; bytes are those of "
-        "q, k, v, o and gradients. Speed-ups are over the first peer of the same pattern; peak "
-        "MiB are what a call adds to its inputs.\n\n"
-        "Each row's output and gradients are compared with the definition in float64 before "
-        "anything is timed: in every query row of a short sequence, in 64 drawn rows of a long "
-        "one (do is 0 in the others, so that the gradients of all keys are exact); in every "
-        "sample and head of a small problem, and in each sample and each head at least once of a "
-        "large one. Everything else has to be finite."
-    ),
+    **page("attention", {"attention": _COLUMNS}),
     plan=_plan,
-    tables=(
-        Table(
-            "attention",
-            "Patterns",
-            (
-                config("pattern"),
-                config("causal"),
-                config("direction"),
-                *SHAPE,
-                config("operator"),
-                *FIGURES,
-                SPEEDUP,
-                *ROOFS,
-                column("density"),
-                column("checked_rows", "checked rows"),
-                column("checked_pairs", "of B H"),
-                *CORRECT,
-            ),
-        ),
-    ),
     charts=[
-        Chart(
+        chart(
             "attention",
             f"Causal, {direction}",
-            config("tokens", "T"),
-            ("ms", of_curve(direction=direction, causal=True)),
-            lambda row: f"{row['config']['pattern']} {row['config']['operator']}",
+            "tokens: T",
+            "median_ms: ms",
+            "pattern operator",
+            only={"direction": direction, "causal": True},
         )
         for direction in DIRECTIONS
     ],

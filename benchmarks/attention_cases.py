@@ -75,16 +75,15 @@ class Case:
         size = getattr(torch, self.dtype).itemsize
         return self.batch * self.heads * self.tokens * self.head_dim * int(size)
 
-    def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (which require gradients) and do: contiguous, `[B, H, T, D]`."""
+    def inputs(self, seed: int, *, with_do: bool = True) -> list[Tensor]:
+        """q, k, v, which require gradients, and do: contiguous, `[B, H, T, D]`."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (self.batch, self.heads, self.tokens, self.head_dim)
-        dtype = getattr(torch, self.dtype)
-        q, k, v, do = (
-            torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
-            for _ in range(4)
-        )
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+        given: Any = {"dtype": getattr(torch, self.dtype), "device": self.device}
+        leaves = [
+            torch.randn(shape, generator=generator, requires_grad=True, **given) for _ in range(3)
+        ]
+        return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
         """`[R]`: all rows of a short sequence; one row drawn from each R-th part of a long one."""
@@ -129,8 +128,22 @@ def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
 
     FlexAttention's masks are built from it too. Adaptive has none: it chooses from q and k.
     """
-    pattern = case.pattern
-    seen, per_head = _without_causality(case)
+    pattern, per_head = case.pattern, False
+    seen: Multiplicity = _all_pairs
+    if isinstance(pattern, SlidingWindow):
+        seen = _window(pattern)
+    elif isinstance(pattern, Documents):
+        seen = _documents(pattern, case)
+    elif isinstance(pattern, Hierarchical):
+        seen = _hierarchical(pattern)
+    elif isinstance(pattern, BlockSparse):
+        seen = _block_sparse(pattern, case)
+        per_head = pattern.random_blocks > 0 or pattern.block_lists is not None
+    elif isinstance(pattern, Dilated):
+        seen = _dilated(pattern, case)
+        per_head = max(pattern.dilation_rates) > 1 or pattern.heads == "grouped"
+    elif not isinstance(pattern, Dense):
+        raise Unsupported(f"{type(pattern).__name__} has no fixed mask: it chooses from q and k")
     if not pattern.causal:
         return seen, per_head
     if isinstance(pattern, Dilated):
@@ -138,115 +151,58 @@ def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
     return (lambda h, i, j: seen(h, i, j) & (j <= i)), per_head
 
 
-def _without_causality(case: Case) -> tuple[Multiplicity, bool]:
-    pattern = case.pattern
-    if isinstance(pattern, Dense):
-        return (lambda h, i, j: (i >= 0) & (j >= 0)), False
-    if isinstance(pattern, SlidingWindow):
-        window = pattern.window
-        return (lambda h, i, j: (i - j <= window) & (j - i <= window)), False
-    if isinstance(pattern, Documents):
-        lengths = torch.tensor(pattern.cu_seqlens).diff()
-        document = torch.arange(len(lengths)).repeat_interleave(lengths).to(case.device)
-        return (lambda h, i, j: document[i] == document[j]), False
-    if isinstance(pattern, Hierarchical):
-        return _hierarchical(pattern), False
-    if isinstance(pattern, BlockSparse):
-        return _block_sparse(pattern, case)
-    if isinstance(pattern, Dilated):
-        per_head = max(pattern.dilation_rates) > 1 or pattern.heads == "grouped"
-        return _dilated(pattern, case), per_head
-    raise Unsupported(f"{type(pattern).__name__} has no fixed mask: it chooses from q and k")
+def _all_pairs(h: Any, i: Any, j: Any) -> Tensor:
+    return (i >= 0) & (j >= 0)
+
+
+def _window(pattern: SlidingWindow) -> Multiplicity:
+    return lambda h, i, j: (i - j <= pattern.window) & (j - i <= pattern.window)
+
+
+def _documents(pattern: Documents, case: Case) -> Multiplicity:
+    lengths = torch.tensor(pattern.cu_seqlens).diff()
+    document = torch.arange(len(lengths)).repeat_interleave(lengths).to(case.device)
+    return lambda h, i, j: document[i] == document[j]
 
 
 def _hierarchical(pattern: Hierarchical) -> Multiplicity:
     size = pattern.block_size
-    levels = [(max(1, stride // size), window) for stride, window in pattern.levels]
 
     def seen(h: Any, i: Any, j: Any) -> Tensor:
         row, col = i // size, j // size
         found = row == col
-        for step, window in levels:
+        for stride, window in pattern.levels:
             near = (row - col).abs() <= max(1, window // size) // 2
-            found = found | ((row % step == 0) & (near | (window == -1)))
+            found = found | ((row % max(1, stride // size) == 0) & (near | (window == -1)))
         return found
 
     return seen
 
 
-def _block_sparse(pattern: BlockSparse, case: Case) -> tuple[Multiplicity, bool]:
-    size = pattern.block_size
-    if pattern.random_blocks or pattern.block_lists is not None:
-        # Random and listed blocks come from a table: the same pattern over blocks of one token.
-        small = dataclasses.replace(pattern, block_size=1)
-        table = small.mask(-(-case.tokens // size), case.heads).bool().to(case.device)
-        return (lambda h, i, j: table[h, i // size, j // size]), case.heads > 1
-
-    def seen(h: Any, i: Any, j: Any) -> Tensor:
-        row, col = i // size, j // size
-        found = (row - col).abs() <= pattern.local_blocks
-        if pattern.stride_blocks:
-            found = found | ((row - col) % pattern.stride_blocks == 0)
-        return found | (row < pattern.global_blocks) | (col < pattern.global_blocks)
-
-    return seen, False
+def _block_sparse(pattern: BlockSparse, case: Case) -> Multiplicity:
+    """From a table: the same pattern over blocks of one token."""
+    size, blocks = pattern.block_size, dataclasses.replace(pattern, block_size=1)
+    table = blocks.mask(-(-case.tokens // size), case.heads).bool().to(case.device)
+    return lambda h, i, j: table[h, i // size, j // size]
 
 
 def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
-    branches = [
-        (min(w, case.tokens), r)
-        for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
-    ]
-    takes_part = torch.ones(len(branches), case.heads, dtype=torch.bool, device=case.device)
-    if pattern.heads == "grouped":
-        takes_part[:] = False
-        groups = torch.arange(case.heads, device=case.device).tensor_split(len(branches))
-        for branch, group in enumerate(groups):
-            takes_part[branch, group] = True
+    branches = list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+    groups = torch.arange(case.heads).tensor_split(len(branches))
+    own = torch.cat([torch.full_like(group, n) for n, group in enumerate(groups)]).to(case.device)
 
     def seen(h: Any, i: Any, j: Any) -> Tensor:
         count: Any = 0
-        for branch, (w, r) in enumerate(branches):
+        for branch, (length, r) in enumerate(branches):
+            w = min(length, case.tokens)
             offset = h % r if pattern.offset == "head" else h // -(-case.heads // r)
             live = ((i % w) % r == offset) & ((j % w) % r == offset) & (i // w == j // w)
-            count = count + (live & takes_part[branch, h]).to(torch.int32)
+            if pattern.heads == "grouped":
+                live = live & (own[h] == branch)
+            count = count + live.to(torch.int32)
         return count.clamp(max=1) if pattern.overlap == "set" else count
 
     return seen
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The definition in float64 at the checked rows of the checked (sample, head).
-
-    The gradients are those of ``sum(o do)`` over the checked rows alone. do is 0 in all other
-    rows, so they are exact for every query and key.
-    """
-
-    rows: Tensor  # [R]
-    do: Tensor  # [B, H, T, D], 0 outside of rows
-    pairs: list[tuple[int, int]]  # (sample, head)
-    expected: dict[str, list[Tensor]]  # of each pair: o [R, D]; dq, dk, dv [T, D]
-
-
-def reference(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, with_grads: bool, seed: int = 0
-) -> Reference:
-    """The expected result at rows drawn from the seed."""
-    rows, checked = case.checked_rows(seed).to(case.device), case.checked_pairs()
-    masked = torch.zeros_like(do)
-    masked[:, :, rows] = do[:, :, rows]
-    bias = score_bias(case, q, k)
-    expected: dict[str, list[Tensor]] = {"o": [], "dq": [], "dk": [], "dv": []}
-    for sample, head in checked:
-        leaves = [x.detach()[sample, head].double().requires_grad_(with_grads) for x in (q, k, v)]
-        o = attend_rows(case, bias, sample, head, rows, *leaves)
-        expected["o"].append(o.detach())
-        if with_grads:
-            grads = torch.autograd.grad((o * masked[sample, head, rows].double()).sum(), leaves)
-            for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-                expected[name].append(grad)
-    return Reference(rows, masked, checked, expected)
 
 
 def attend_rows(
@@ -293,23 +249,35 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
     return bias
 
 
-def check(run: Run, inputs: Sequence[Tensor], expected: Reference) -> dict[str, float]:
-    """The relative error of o and, where the reference has them, of dq, dk and dv.
+def check(
+    case: Case, run: Run, inputs: Sequence[Tensor], *, with_grads: bool, seed: int = 0
+) -> dict[str, float]:
+    """The relative error of o and, with gradients, of dq, dk and dv, beside the definition.
 
-    It is infinite where any entry is not finite, in rows that are not checked too.
+    o is compared at rows drawn from the seed. do is 0 in all other rows, so that the gradients
+    are exact for every query and key. The error is infinite where any entry is not finite.
     """
     q, k, v = inputs[:3]
-    with torch.set_grad_enabled(bool(expected.expected["dq"])):
+    rows = case.checked_rows(seed).to(case.device)
+    with torch.set_grad_enabled(with_grads):
         o = run(q, k, v)
-    found = {"o": o.detach()}
-    if expected.expected["dq"]:
-        grads = torch.autograd.grad(o, (q, k, v), expected.do)
+    found, masked = {"o": o.detach()}, torch.zeros_like(o)
+    if with_grads:
+        masked[:, :, rows] = inputs[3][:, :, rows]
+        grads = torch.autograd.grad(o, (q, k, v), masked)
         found.update(zip(("dq", "dk", "dv"), grads, strict=True))
     errors = {name: not_finite(x) for name, x in found.items()}
-    found["o"] = found["o"][:, :, expected.rows]
-    for name, values in expected.expected.items():
-        for (sample, head), value in zip(expected.pairs, values, strict=bool(values)):
-            errors[name] = max(errors[name], band_error(found[name][sample, head], value))
+    found["o"] = found["o"][:, :, rows]
+    bias = score_bias(case, q, k)
+    for sample, head in case.checked_pairs():
+        leaves = [x.detach()[sample, head].double().requires_grad_(with_grads) for x in (q, k, v)]
+        expected = attend_rows(case, bias, sample, head, rows, *leaves)
+        exact = [expected.detach()]
+        if with_grads:
+            exact += torch.autograd.grad(expected, leaves, masked[sample, head, rows].double())
+        for name, value in zip(found, exact, strict=True):
+            error = band_error(found[name][sample, head], value)
+            errors[name] = max(errors[name], error)
     return errors
 
 

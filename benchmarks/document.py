@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,14 +63,63 @@ def column(key: str, header: str | None = None) -> Column:
     return header or key, lambda row: row.get(key)
 
 
-def milliseconds(row: Row) -> str | None:
-    """The median with its interval or range, or what a row needs to have one."""
+def columns(*parts: str | Sequence[Column]) -> tuple[Column, ...]:
+    """Columns, where "key | key: header | ..." names keys of the rows or of their config."""
+    found: list[Column] = []
+    for part in parts:
+        found += map(_named, part.split(" | ")) if isinstance(part, str) else part
+    return tuple(found)
+
+
+def _named(part: str) -> Column:
+    key, _, header = part.partition(": ")
+    return header or key, functools.partial(_value, key)
+
+
+def _value(key: str, row: Row) -> Any:
+    return row[key] if key in row else row["config"].get(key)
+
+
+def chart(
+    section: str,
+    title: str,
+    x: str | Column,
+    y: str,
+    series: str,
+    *,
+    logarithmic: bool = True,
+    only: Mapping[str, Any] | None = None,
+) -> Chart:
+    """A chart of the rows whose config has the values `only`.
+
+    x and y are columns as "key: header", series the keys that name a line.
+    """
+    label, value = _named(y)
+
+    def figure(row: Row) -> Any:
+        fits = all(row["config"].get(key) == wanted for key, wanted in (only or {}).items())
+        return value(row) if fits else None
+
+    def name(row: Row) -> str:
+        return " ".join(str(_value(key, row)) for key in series.split())
+
+    across = _named(x) if isinstance(x, str) else x
+    return Chart(section, title, across, (label, figure), name, logarithmic)
+
+
+def why_not(row: Row) -> str | None:
+    """Why a row has no figures; None where nothing speaks against them."""
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
         return wrong(row)
-    if row.get("needs"):
-        return f"needs: {row['needs']}"
+    return f"needs: {row['needs']}" if row.get("needs") else None
+
+
+def milliseconds(row: Row) -> str | None:
+    """The median with its interval or range, or what a row needs to have one."""
+    if reason := why_not(row):
+        return reason
     if row["median_ms"] is None:
         return None
     if row.get("range_ms"):
@@ -90,28 +140,24 @@ def wrong(row: Row) -> str:
     return f"{whose}WRONG (error {error:.1e})"
 
 
-def ratio(row: Row) -> str | None:
-    """The speed-up over the comparison's baseline, with its interval."""
-    if row.get("speedup") is None:
-        return None
-    low, high = row["speedup_ci95"]
-    return f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"
+def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
+    """A column of figures times a factor, each with its 95% interval."""
+
+    def cell(row: Row) -> str | None:
+        if row.get(key) is None:
+            return None
+        value, low, high = (factor * x for x in (row[key], *row[f"{key}_ci95"]))
+        return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+    return header, cell
 
 
 TIME: tuple[Column, ...] = (("ms", milliseconds),)
-FIGURES: tuple[Column, ...] = (
-    *TIME,
-    column("tokens_per_s", "tokens/s"),
-    column("peak_memory_mb", "peak MiB"),
-)
-ROOFS: tuple[Column, ...] = (
-    column("gflop_per_s", "GFLOP/s"),
-    column("roof"),
-    column("roof_fraction", "of its roof"),
-    column("bound", "bound by"),
-)
-SPEEDUP: Column = ("speed-up", ratio)
-CORRECT: tuple[Column, ...] = (column("correct"),)
+FIGURES = columns(TIME, "tokens_per_s: tokens/s | peak_memory_mb: peak MiB")
+ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
+SPEEDUP = with_interval("speedup", "speed-up", ".2f")
+ratio = SPEEDUP[1]
+CORRECT = columns("correct")
 
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
@@ -265,16 +311,19 @@ def _exponent(row: Row) -> str:
     return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def exponent_table(section: str, title: str, note: str) -> Table:
-    """The table of a section of exponents."""
-    columns = (
-        column("curve"),
-        column("over"),
+EXPONENTS = columns(
+    "curve | over",
+    [
         ("exponent [95%]", _exponent),
         ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
-    )
+    ],
+)
+
+
+def exponent_table(section: str, title: str, note: str) -> Table:
+    """The table of a section of exponents."""
     note += " The interval is that of the fit to the logarithms."
-    return Table(section, title, columns, note)
+    return Table(section, title, EXPONENTS, note)
 
 
 _TIME = (

@@ -1,22 +1,22 @@
 """The suite "optimize": private training steps at each level of `make_private(optimize=...)`.
 
-The model is a transformer of one block over bytes. On a CPU, and where a batch is larger than a
-physical one, the step that is timed is one on the first physical batch.
+The model is a transformer of one block over bytes. Where a batch is larger than a physical one,
+the timed step is that of its first physical batch.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
-from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs
+from .suite import Comparison, Measurement, Part, Request, Subject, Suite, not_measured
+from .suite_pages import page
 from .work import count_work
 
 # Batch, tokens, heads, head dim.
@@ -31,19 +31,15 @@ def optimize_subject(
     *, level: str, batch: int, physical_batch: int, device: str, seed: int, **shape: int
 ) -> Subject:
     """A private training step at a level, on a physical batch of a workload."""
+    dtype = "bfloat16" if level in _SIXTEEN_BITS else "float32"
     task = make_task(
-        model="lm",
-        batch=physical_batch,
-        dtype="bfloat16" if level in _SIXTEEN_BITS else "float32",
-        device=device,
-        seed=seed,
-        **shape,
+        model="lm", batch=physical_batch, dtype=dtype, device=device, seed=seed, **shape
     )
     provider = f"optimize-{level}"
     training = make_training(task, provider, noise_multiplier=1.0, optimize=adamw)
     engine = training.engine
     assert engine is not None
-    asked_for = engine.optimization
+    requested = engine.optimization
 
     def used() -> dict[str, Any]:
         found = engine.optimization
@@ -54,21 +50,21 @@ def optimize_subject(
             "changes": list(found.changes),
             "summary": found.summary,
             # The last change is that of a compiler that failed.
-            "fell_back": found.changes[-1] if found.compiled != asked_for.compiled else None,
+            "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
         }
 
     return Subject(
         training.step,
         lambda: gradient_error(task, provider),
-        TOLERANCES[task.dtype],
+        TOLERANCES[dtype],
         tokens=physical_batch * shape["tokens"],
         work=lambda: count_work(training.step),
-        dtype=task.dtype,
+        dtype=dtype,
         told=used,
     )
 
 
-def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Iterable[Row]]]:
+def _plan(request: Request) -> Iterator[Comparison | Part]:
     names: dict[tuple[int, ...], str] = {}
     for batch, tokens, heads, head_dim in (_QUICK,) if request.quick else WORKLOADS:
         physical = min(batch, max(2, _PHYSICAL[request.where.type] // tokens // (heads // 8 or 1)))
@@ -87,114 +83,72 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Iterabl
         if same == name:
             yield Comparison(levels, baseline=f"optimize/{name}/none")
         else:
-            yield functools.partial(_same_step, levels, same)
+            reason = f"a larger physical batch: here its step would be the one of {same} again"
+            yield not_measured(levels, reason)
 
 
-def _same_step(levels: Sequence[Measurement], other: str, request: Request) -> Iterator[Row]:
-    reason = f"a larger physical batch: here its step would be the one of {other} again"
-    for one in levels:
-        yield needs(one.name, one.config, reason, **one.columns)
-
-
-def _derive(rows: Sequence[Row]) -> Iterator[Row]:
+def _derive(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The changes of each level, and the range of its gains over the workloads."""
     ran = [one for one in rows if one.get("changes") is not None]
     seen = {one["config"]["level"]: one["changes"] for one in reversed(ran)}
-    shared = [
-        change
-        for change in next(iter(seen.values()), [])
-        if len(seen) > 1 and all(change in changes for changes in seen.values())
-    ]
+    first: list[str] = next(iter(seen.values()), [])
+    shared = [c for c in first if len(seen) > 1 and all(c in own for own in seen.values())]
     yield from _changes("every level", shared)
     for level in LEVELS:
-        own = [change for change in seen.get(level, ()) if change not in shared]
-        yield from _changes(level, own)
+        yield from _changes(level, [c for c in seen.get(level, ()) if c not in shared])
     gains: dict[str, list[float]] = {}
     for one in rows:
         if one.get("speedup") is not None and one.get("fell_back") is None:
             gains.setdefault(one["config"]["level"], []).append(one["speedup"])
     for level, found in gains.items():
-        columns = {"least": min(found), "most": max(found), "workloads": len(found)}
-        yield row(f"gain/{level}", {"level": level}, section="gains", **columns)
+        figures = {"least": min(found), "most": max(found), "workloads": len(found)}
+        yield row(f"gain/{level}", {"level": level}, section="gains", **figures)
 
 
-def _changes(level: str, changes: Sequence[str]) -> Iterator[Row]:
-    """A row for each thing that changes, such as numerics."""
-    about: dict[str, list[str]] = {}
+def _changes(level: str, changes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for each subject of the changes, such as numerics."""
+    texts: dict[str, list[str]] = {}
     for change in changes:
-        what, _, text = change.partition(": ")
-        about.setdefault(what, []).append(text)
-    for what, texts in about.items():
-        text = f"{what}: {'. '.join(texts)}"
-        yield row(f"changes/{level}/{what}", {"level": level}, section="changes", text=text)
+        subject, _, text = change.partition(": ")
+        texts.setdefault(subject, []).append(text)
+    for subject, own in texts.items():
+        text = f"{subject}: {'. '.join(own)}"
+        yield row(f"changes/{level}/{subject}", {"level": level}, section="changes", text=text)
 
 
-def _compiled(row: Mapping[str, Any]) -> str | None:
+def _compiled(row: Row) -> str | None:
     # A "NO", as other columns show False, would look like a failure.
     return {True: "yes", False: "no", None: None}[row.get("compiled")]
 
 
-def _chart(title: str, key: str, label: str) -> Chart:
-    return Chart(
-        "levels",
-        title,
-        config("level"),
-        column(key, label),
-        lambda row: row["name"].split("/")[1],
-        logarithmic=False,
-    )
+def _workload(row: Row) -> str:
+    return str(row["name"].split("/")[1])
 
 
+_STEPS = columns(
+    "batch: B | physical_batch: physical | tokens: N | heads: H | head_dim: D | level | dtype",
+    "clipping",
+    [("compiled", _compiled)],
+    FIGURES,
+    [SPEEDUP],
+    ROOFS,
+    "fell_back: fell back | correct",
+)
+_TABLES = {
+    "levels": _STEPS,
+    "gains": columns("level | least | most | workloads"),
+    "changes": columns("level | text: change"),
+}
 SUITE = Suite(
     name="optimize",
-    title="Optimization levels of private training: time and memory",
-    about=(
-        "`make_private(optimize=LEVEL)`: one training step with clipping and noise of a "
-        "transformer of one block over bytes (V 256, E = H D, AdamW), at the sizes (B, N, H, D) "
-        "of a table that dp-flash-attention published with gains that it had not measured. "
-        "*speed-up* is over `none`, in the same rounds. Each level's sum of clipped gradients is "
-        "compared with a loop over single samples before it is timed, in the level's precision. "
-        "*dtype*, *clipping* and *compiled* are those that really ran; *fell back* says why "
-        "torch.compile failed. Compiling takes up to minutes: that is warm-up, and in no time of "
-        "this page."
-    ),
+    **page("optimize", _TABLES),
     plan=_plan,
-    tables=[
-        Table(
-            "levels",
-            "Steps",
-            [
-                config("batch", "B"),
-                config("physical_batch", "physical"),
-                config("tokens", "N"),
-                config("heads", "H"),
-                config("head_dim", "D"),
-                config("level"),
-                column("dtype"),
-                column("clipping"),
-                ("compiled", _compiled),
-                *FIGURES,
-                SPEEDUP,
-                *ROOFS,
-                column("fell_back", "fell back"),
-                *CORRECT,
-            ],
-        ),
-        Table(
-            "gains",
-            "Gain over none",
-            [config("level"), column("least"), column("most"), column("workloads")],
-            "Over the workloads on which the level ran whole; those that fell back do not count. "
-            "Which level to take: `conservative` changes results by rounding alone and bounds the "
-            "memory: begin there. `balanced` where the processor multiplies faster in bfloat16 "
-            "than in float32, and the model trains in it. `aggressive` for runs that are worth "
-            "minutes of compiling; its clipping (per_layer) is another estimate of the gradient "
-            "and may want its own learning rate. `none` is the baseline.",
-        ),
-        Table("changes", "What a level changes", [config("level"), column("text", "change")]),
-    ],
     charts=[
-        _chart("Speed-up over none", "speedup", "speed-up"),
-        _chart("Peak memory", "peak_memory_mb", "MiB"),
+        Chart("levels", title, config("level"), column(key, label), _workload, logarithmic=False)
+        for title, key, label in (
+            ("Speed-up over none", "speedup", "speed-up"),
+            ("Peak memory", "peak_memory_mb", "MiB"),
+        )
     ],
     derive=_derive,
 )

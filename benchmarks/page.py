@@ -54,8 +54,8 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     first = newest(devices)
     head = []
     if first is not None:
-        image = f"![Time of a private step]({_relative(results / PICTURE, page)})"
-        head = [image, *sentences(first)]
+        what = "Time, memory and loss of private training beside Opacus"
+        head = [f"![{what}]({_relative(results / PICTURE, page)})", *sentences(*first)]
     parts = [_TITLE, *head, _INTRO, _count(reports, devices), "## What was measured"]
     for name, files in devices.items():
         parts += [f"### {name}", _summary(files.values(), page)]

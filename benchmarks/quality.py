@@ -1,4 +1,4 @@
-"""What attention patterns cost in held-out loss: one small language model trained with each.
+"""The held-out loss of attention patterns: one small language model trained with each.
 
 All models start from the same weights and see the same bytes in the same order. T is the tokens
 of a window.
@@ -7,7 +7,7 @@ of a window.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,14 +25,16 @@ from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_
 
 from . import output as results
 from .attention import sparse_pattern
-from .attention_cases import TOLERANCES, Case, check, reference
-from .document import Column, Table, column, config
+from .attention_cases import TOLERANCES, Case, check
+from .document import Row, columns, with_interval
 from .peers import build_run
-from .suite import Request, Row
+from .suite import Request, worst
 
 DENSE = "dense"
 _DELTA = 1e-5
 _DTYPE = "float32"
+# Of each held-out window: nats a byte, and the part of its bytes that was guessed right.
+_Scores = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,13 @@ class Size:
     epsilon: float = 8.0  # of private models, at delta 1e-5
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of plain models, and of private ones and their baseline.
-
-    Noise drowns small batches, so private models take fewer steps of larger ones; T is the same.
-    """
-
-    plain: Size = Size()
-    private: Size = Size(batch=32, steps=20, learning_rate=1e-2)
-
-
-FULL = Sizes()
-QUICK = Sizes(Size(steps=25, held_out=24), Size(batch=8, steps=5, learning_rate=1e-2, held_out=24))
+# Of plain models; of private ones and their baseline. Noise drowns small batches, so private
+# models take fewer steps of larger ones.
+FULL = (Size(), Size(batch=32, steps=20, learning_rate=1e-2))
+QUICK = (
+    Size(steps=25, held_out=24),
+    Size(batch=8, steps=5, learning_rate=1e-2, held_out=24),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Contestant:
     name: str
     pattern: Pattern
     baseline: str | None = DENSE  # the model whose loss is subtracted
-    large_batches: bool = False  # trained with `Sizes.private`
+    large_batches: bool = False  # trained with the second size
     private: bool = False
     seeds_on: int = 0  # added to the seed of weights and batches
 
@@ -91,6 +87,8 @@ def contestants(tokens: int) -> list[Contestant]:
     block = tokens // 128
     levels = ((block, tokens // 16), (tokens // 16, tokens // 2), (tokens // 2, -1))
     large = "dense, large batches"
+    sparse = {p: sparse_pattern(tokens, True, p, False, tokens // 64) for p in (50, 75, 90)}
+    of_large = {"large_batches": True, "private": True}
     return [
         Contestant(DENSE, dense, baseline=None),
         Contestant("dense, another seed", dense, seeds_on=1),
@@ -98,58 +96,49 @@ def contestants(tokens: int) -> list[Contestant]:
         Contestant("two tokens", SlidingWindow(window=1, causal=True)),
         Contestant("sliding window", SlidingWindow(window=tokens // 8, causal=True)),
         Contestant("dilated", dilated),
-        *(
-            Contestant(f"sparse {s}%", sparse_pattern(tokens, True, s, False, tokens // 64))
-            for s in (50, 75, 90)
-        ),
+        *(Contestant(f"sparse {percent}%", pattern) for percent, pattern in sparse.items()),
         Contestant("hierarchical", Hierarchical(levels=levels, block_size=block, causal=True)),
         Contestant("adaptive", Adaptive(block_size=32, keep=4, causal=True)),
         Contestant(large, dense, baseline=None, large_batches=True),
-        Contestant("dense, private", dense, large, large_batches=True, private=True),
-        Contestant(
-            "dilated, private", dilated, "dense, private", large_batches=True, private=True
-        ),
+        Contestant("dense, private", dense, large, **of_large),
+        Contestant("dilated, private", dilated, "dense, private", **of_large),
     ]
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Of each held-out window: nats a byte, and the part of its bytes that was guessed right."""
-
-    losses: np.ndarray
-    accuracies: np.ndarray
-
-
-def quality_rows(request: Request, sizes: Sizes | None = None) -> Iterator[Row]:
+def quality_rows(
+    request: Request, sizes: tuple[Size, Size] | None = None
+) -> Iterator[dict[str, Any]]:
     """Trains a model with each pattern and compares them on held-out documents.
 
     A row has "held_out_loss" (nats a byte), the part of bytes guessed right, and differences to
     the baseline on the same windows with 95% intervals. It is correct where the attention passes
     its check at this T and training lowered the held-out loss; other rows have no figures.
     """
-    sizes = sizes or (QUICK if request.quick else FULL)
+    plain, large = sizes or (QUICK if request.quick else FULL)
     scores: dict[str, _Scores] = {}
-    for contestant in contestants(sizes.plain.tokens):
-        size = sizes.private if contestant.large_batches else sizes.plain
-        row, found = _trained(contestant, size, request)
+    for contestant in contestants(plain.tokens):
+        row, found = _trained(contestant, large if contestant.large_batches else plain, request)
         if row["correct"]:
             scores[contestant.name] = found
             row.update(_figures(found, scores.get(contestant.baseline or "")))
         yield row
 
 
-def _trained(contestant: Contestant, size: Size, request: Request) -> tuple[Row, _Scores]:
+def _trained(
+    contestant: Contestant, size: Size, request: Request
+) -> tuple[dict[str, Any], _Scores]:
     pattern, seed = contestant.pattern, request.seed + contestant.seeds_on
-    error = _attention_error(pattern, size, request)
+    head_dim = size.width // size.heads
+    case = Case(pattern, size.tokens, 1, size.heads, head_dim, _DTYPE, request.where.type)
+    run, inputs = build_run("dpflash", case), case.inputs(request.seed)
+    error = worst(check(case, run, inputs, with_grads=True).values())
     model = _initial_model(pattern, size, seed).to(request.where)
-    before = _evaluate(model, size, request)
-    privacy: dict[str, Any] = {}
-    if contestant.private:
-        privacy = _train_privately(model, size, seed)
-    else:
+    before = _evaluate(model, size, request)["held_out_loss"].mean()
+    privacy = _train_privately(model, size, seed) if contestant.private else {}
+    if not contestant.private:
         _train(model, size, seed)
     after = _evaluate(model, size, request)
-    learnt = bool(after.losses.mean() < before.losses.mean())
+    pairs, of_dense = (p.edges(size.tokens, size.heads) for p in (pattern, Dense(causal=True)))
     row = results.row(
         f"quality/{contestant.name}",
         {
@@ -161,46 +150,29 @@ def _trained(contestant: Contestant, size: Size, request: Request) -> tuple[Row,
         section="quality",
         what=contestant.name,
         pattern_key=pattern.key,
-        correct=error <= TOLERANCES[_DTYPE] and learnt,
+        correct=error <= TOLERANCES[_DTYPE] and bool(after["held_out_loss"].mean() < before),
         error=error,
-        # The part of all causal pairs that is left out.
-        sparsity=1
-        - pattern.edges(size.tokens, size.heads)
-        / Dense(causal=True).edges(size.tokens, size.heads),
+        sparsity=1 - pairs / of_dense,
         steps=size.steps,
         parameters=sum(p.numel() for p in model.parameters()),
         baseline=contestant.baseline,
-        loss_before=float(before.losses.mean()),
+        loss_before=float(before),
         **privacy,
     )
     return row, after
 
 
-def _attention_error(pattern: Pattern, size: Size, request: Request) -> float:
-    """The error of the models' attention, at their T."""
-    head_dim = size.width // size.heads
-    case = Case(pattern, size.tokens, 1, size.heads, head_dim, _DTYPE, request.where.type)
-    inputs = case.inputs(request.seed)
-    expected = reference(case, *inputs, with_grads=True)
-    return max(check(build_run("dpflash", case), inputs, expected).values())
-
-
 def _figures(found: _Scores, baseline: _Scores | None) -> dict[str, Any]:
     """The columns of a model that learnt."""
-    figures: dict[str, Any] = {"held_out_windows": len(found.losses)}
-    for key, values in (("held_out_loss", found.losses), ("accuracy", found.accuracies)):
-        figures[key] = float(values.mean())
-        figures[f"{key}_error"] = float(scipy.stats.sem(values))
+    figures: dict[str, Any] = {"held_out_windows": len(found["accuracy"])}
+    for key, values in found.items():
+        figures.update({key: float(values.mean()), f"{key}_error": float(scipy.stats.sem(values))})
+        if baseline is not None:
+            name = "difference" if key == "held_out_loss" else f"{key}_difference"
+            figures[name], figures[f"{name}_ci95"] = _paired(values, baseline[key])
     if baseline is not None:
-        difference, interval = _paired(found.losses, baseline.losses)
-        points, points_interval = _paired(found.accuracies, baseline.accuracies)
-        figures.update(
-            difference=difference,
-            difference_ci95=interval,
-            relative_difference=difference / float(baseline.losses.mean()),
-            accuracy_difference=points,
-            accuracy_difference_ci95=points_interval,
-        )
+        loss = float(baseline["held_out_loss"].mean())
+        figures["relative_difference"] = figures["difference"] / loss
     return figures
 
 
@@ -214,14 +186,8 @@ def _paired(own: np.ndarray, other: np.ndarray) -> tuple[float, list[float]]:
 def _initial_model(pattern: Pattern, size: Size, seed: int) -> LongContextLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LongContextLM(
-            VOCAB_SIZE,
-            size.width,
-            size.layers,
-            size.heads,
-            max_seq_len=size.tokens,
-            pattern=pattern,
-        )
+        shape = (VOCAB_SIZE, size.width, size.layers, size.heads)
+        return LongContextLM(*shape, max_seq_len=size.tokens, pattern=pattern)
 
 
 @functools.cache
@@ -272,9 +238,9 @@ def _train_privately(model: LongContextLM, size: Size, seed: int) -> dict[str, A
         sample_rate=size.batch / len(windows),
         steps=size.steps,
     )
-    engine = dpflash.PrivacyEngine(seed=seed)
     adam, schedule = _optimizer(model, size)
     device = next(model.parameters()).device
+    engine = dpflash.PrivacyEngine(seed=seed)
     private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=adam,
@@ -308,60 +274,28 @@ def _evaluate(model: LongContextLM, size: Size, request: Request) -> _Scores:
             logits = model(inputs)
             losses.append(dpflash.losses.cross_entropy(logits, targets))
             accuracies.append((logits.argmax(2) == targets).double().mean(1))
-    return _Scores(*(torch.cat(parts).double().cpu().numpy() for parts in (losses, accuracies)))
+    found = {"held_out_loss": losses, "accuracy": accuracies}
+    return {key: torch.cat(parts).double().cpu().numpy() for key, parts in found.items()}
 
 
-def _with_error(key: str, header: str) -> Column:
-    def cell(row: Mapping[str, Any]) -> str | None:
-        if row.get(key) is None:
-            return None
-        return f"{row[key]:.4f} ± {row[f'{key}_error']:.4f}"
-
-    return header, cell
+def _loss(row: Row) -> str | None:
+    if row.get("held_out_loss") is None:
+        return None
+    return f"{row['held_out_loss']:.4f} ± {row['held_out_loss_error']:.4f}"
 
 
-def _difference(key: str, header: str, factor: float = 1.0, digits: int = 4) -> Column:
-    def cell(row: Mapping[str, Any]) -> str | None:
-        if row.get(key) is None:
-            return None
-        low, high = (factor * end for end in row[f"{key}_ci95"])
-        return f"{factor * row[key]:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-    return header, cell
-
-
-def _relative(row: Mapping[str, Any]) -> str | None:
+def _relative(row: Row) -> str | None:
     value = row.get("relative_difference")
     return None if value is None else f"{value:+.2%}"
 
 
-QUALITY_TABLE = Table(
-    "quality",
-    "Quality: the same small language model, trained with each pattern",
-    (
-        column("what", "attention"),
-        ("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}"),
-        column("epsilon"),
-        _with_error("held_out_loss", "held-out loss, nats a byte"),
-        column("baseline"),
-        _difference("difference", "difference"),
-        ("relative", _relative),
-        _difference("accuracy_difference", "bytes guessed right, points", 100, 2),
-        config("batch"),
-        config("steps"),
-        column("parameters"),
-        column("correct"),
-    ),
-    "Bytes of Python's own library; one window of each held-out document. ± is the standard error "
-    "over windows. Differences are taken window by window; their 95% intervals cover the choice "
-    "of windows, but not that of weights and batches: *dense, another seed* and *dense, a third "
-    "seed* show how much those change, and smaller differences mean nothing. *Two tokens* attends "
-    "to the token itself and the one before: so much is attention worth to a model this small and "
-    "so briefly trained. A pattern of near tokens may do better than dense here; that is no "
-    "evidence about models that have learnt to use far tokens. Lengths of patterns are those "
-    "timed at T = 8,192, over 16 (but adaptive's). Sparsity is over all causal pairs (a lower "
-    "bound for adaptive). Noise drowns small batches, so private models and *dense, large "
-    "batches* take fewer steps of larger ones. Their fixed seed makes them unfit for release. "
-    "torchbridge publishes losses of accuracy of less than 0.1, 0.5 and 1.0% at 50, 75 and 90% "
-    "sparsity, and no code that trains anything.",
+QUALITY = columns(
+    "what: attention",
+    [("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}")],
+    "epsilon",
+    [("held-out loss, nats a byte", _loss)],
+    "baseline",
+    [with_interval("difference", "difference", "+.4f"), ("relative", _relative)],
+    [with_interval("accuracy_difference", "bytes guessed right, points", "+.2f", 100)],
+    "batch | steps | parameters | correct",
 )

@@ -105,6 +105,30 @@ class Comparison:
     curve: str = ""
 
 
+def compared(
+    place: str,
+    build: Build,
+    key: str,
+    names: Iterable[str],
+    given: Mapping[str, Any],
+    section: str,
+    baseline: str | None = None,
+    *,
+    peers: Sequence[str] = (),
+) -> Comparison:
+    """Rows PLACE/NAME whose configs differ in one key, the name; speed-ups are over `baseline`."""
+    rows = [
+        Measurement(
+            f"{place}/{name}",
+            build,
+            {key: name, **given},
+            {"section": section, **({"peer": True} if name in peers else {})},
+        )
+        for name in names
+    ]
+    return Comparison(rows, f"{place}/{baseline}" if baseline else None)
+
+
 @dataclass(frozen=True)
 class Request:
     """How to measure."""
@@ -532,6 +556,17 @@ def wrong_peers(found: Mapping[str, Any]) -> list[str]:
 def needs(name: str, config: Mapping[str, Any], reason: str, **columns: Any) -> Row:
     """A row of something that cannot be measured here."""
     return results.row(name, config, needs=reason, **columns)
+
+
+def not_measured(measurements: Sequence[Measurement], reason: str) -> Part:
+    """A part of a plan: the rows of measurements that are left out here, with the reason."""
+
+    def left_out(request: Request) -> Iterator[Row]:
+        """Listing rows that are not measured here."""
+        for one in measurements:
+            yield needs(one.name, one.config, reason, **one.columns)
+
+    return left_out
 
 
 def of_section(rows: Iterable[Row], section: str) -> Iterator[Row]:

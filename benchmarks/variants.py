@@ -6,9 +6,9 @@ Letters: B samples, H heads, T tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,31 +19,32 @@ from . import output as results
 from .attention import (
     DIRECTIONS,
     SHAPE,
-    default_dtype,
+    case_subject,
     dilated_subject,
     is_small,
-    module_subject,
-    of_curve,
-    operator_subject,
+    shape,
     sparse_pattern,
 )
-from .attention_cases import Case
-from .document import CORRECT, FIGURES, ROOFS, SPEEDUP, Chart, Table, column, config, ratio
-from .quality import QUALITY_TABLE, quality_rows
-from .suite import Comparison, Measurement, Request, Row, Subject, Suite, needs
-
-Item = Comparison | Callable[[Request], Iterable[Row]]
-
-_THEIRS = "dilated-attention-pytorch's class"
-_ONE_RANK = "on one rank the same operator, for more see `dpflash bench scaling`"
+from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
+from .quality import QUALITY, quality_rows
+from .suite import (
+    Comparison,
+    Measurement,
+    Part,
+    Request,
+    Subject,
+    Suite,
+    compared,
+    not_measured,
+)
+from .suite_pages import glossary, page
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name of published tables, and what is measured under it."""
+    """A name of published tables, and the attention that is measured under it."""
 
-    name: str
-    about: str  # what the class of that name computes elsewhere, and what is measured here
+    about: str  # the computation of that name elsewhere, and the one that is measured here
     pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
     operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
     same_as: str | None = None  # measured under this name: the same operator on one rank
@@ -62,147 +63,47 @@ def _adaptive(tokens: int, causal: bool) -> Pattern:
 _DENSE = fixed(Dense)
 _SEGMENTS = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 _DILATED = fixed(Dilated, **_SEGMENTS)
+_GROUPED = fixed(Dilated, **_SEGMENTS, heads="grouped")
 _LOCAL = fixed(BlockSparse, block_size=64, local_blocks=2)
 _LOCAL_GLOBAL = fixed(BlockSparse, block_size=64, local_blocks=2, global_blocks=1)
-_LEVELS = ((64, 256), (256, 1024), (1024, -1))
-
-
-def _sparse_variant(percent: int, drawn: bool) -> Variant:
-    blocks = "the diagonal and random blocks" if drawn else "a window and a global block"
-    return Variant(
-        f"Sparse{'Random' * drawn}{percent}",
-        "torchbridge's sparse attention computes all scores and masks them, which saves no work. "
-        f"Here: {blocks}, in blocks of 128 tokens; at least {percent}% of the pairs of dense "
-        "attention are not computed",
-        functools.partial(sparse_pattern, percent=percent, drawn=drawn),
+_LEVELS = fixed(Hierarchical, levels=((64, 256), (256, 1024), (1024, -1)), block_size=64)
+_MEASURED: Mapping[str, tuple[Any, ...]] = {  # pattern, operator, same_as
+    "SDPA": (_DENSE, "sdpa-flash"),
+    "Dense": (_DENSE,),
+    "DilatedAttention": (_DILATED,),
+    "BranchByBranch": (_DILATED, "branch-by-branch"),
+    "BranchByBranchDetached": (_DILATED, "branch-by-branch-detached"),
+    "GroupedDilatedAttention": (_GROUPED,),
+    "ImprovedDilatedAttention": (_DILATED, "dpflash", "DilatedAttention"),
+    "MultiheadDilatedAttention": (_DILATED, "multihead"),
+    "RingDilatedAttention": (_DILATED, "ring", "DilatedAttention"),
+    "RingDilatedAttentionV2": (_DILATED, "ring", "DilatedAttention"),
+    "HybridRingDilated": (_DILATED, "ring", "DilatedAttention"),
+    "BlockSparse": (_LOCAL_GLOBAL,),
+    "BlockSparseOptimized": (_LOCAL,),
+    "BlockSparseRing": (_LOCAL, "ring", "BlockSparseOptimized"),
+    "BlockSparseHierarchical": (_LEVELS,),
+    "BlockSparseAdaptive": (_adaptive,),
+    "Ring": (_DENSE, "ring", "Dense"),
+}
+_ABOUT = glossary("glossary")
+_SPARSE = {
+    f"Sparse{'Random' * drawn}{percent}": Variant(
+        _ABOUT[f"Sparse{'Random' * drawn}"].format(percent=percent),
+        partial(sparse_pattern, percent=percent, drawn=drawn),
     )
+    for drawn in (False, True)
+    for percent in (50, 75, 90)
+}
+VARIANTS = {name: Variant(_ABOUT[name], *own) for name, own in _MEASURED.items()} | _SPARSE
 
 
-def _ring(name: str, about: str, same_as: str) -> Variant:
-    pattern = {"Dense": _DENSE, "DilatedAttention": _DILATED, "BlockSparseOptimized": _LOCAL}
-    return Variant(name, about, pattern[same_as], "ring", same_as)
-
-
-_SPARSE = [_sparse_variant(percent, drawn) for drawn in (False, True) for percent in (50, 75, 90)]
-_ALL = (
-    Variant("SDPA", "torch's dense attention, with its flash backend", _DENSE, "sdpa-flash"),
-    Variant("Dense", "dense attention by dpflash", _DENSE),
-    Variant(
-        "DilatedAttention",
-        f"{_THEIRS} distributes heads over segments, divides by their number, and refuses T that "
-        "the longest segment does not divide. Here: LongNet's operator, all segments in every "
-        "head, of 2048, 4096 and 8192 tokens at rates 1, 2 and 4, any T",
-        _DILATED,
-    ),
-    Variant(
-        "BranchByBranch",
-        "not in their tables: LongNet's formula in plain torch, one flash attention for each "
-        "branch, with its true gradient; the baseline of DilatedAttention",
-        _DILATED,
-        "branch-by-branch",
-    ),
-    Variant(
-        "BranchByBranchDetached",
-        "the same formula as torchscale has it: no gradient flows through the weights of the "
-        "branches, so that only its output is checked",
-        _DILATED,
-        "branch-by-branch-detached",
-    ),
-    Variant(
-        "GroupedDilatedAttention",
-        f"what {_THEIRS} means by distributing heads: each has one segment length, undivided",
-        fixed(Dilated, **_SEGMENTS, heads="grouped"),
-    ),
-    Variant(
-        "ImprovedDilatedAttention",
-        f"{_THEIRS} attends over heads instead of tokens. Corrected it is DilatedAttention",
-        _DILATED,
-        same_as="DilatedAttention",
-    ),
-    Variant(
-        "MultiheadDilatedAttention",
-        "dpflash.nn.MultiheadAttention with DilatedAttention's pattern, projections included",
-        _DILATED,
-        "multihead",
-    ),
-    _ring(
-        "RingDilatedAttention",
-        f"{_THEIRS} gathers all keys and values on every rank, without gradients. Here: "
-        f"ring_attention with DilatedAttention's pattern; {_ONE_RANK}",
-        "DilatedAttention",
-    ),
-    _ring(
-        "RingDilatedAttentionV2",
-        f"{_THEIRS} is four independent pieces of the sequence on one GPU. Corrected it is "
-        "RingDilatedAttention",
-        "DilatedAttention",
-    ),
-    _ring(
-        "HybridRingDilated",
-        "ring attention and dilated attention together, which in dilated-attention-pytorch "
-        "receives into the buffer that it sends. Corrected it is RingDilatedAttention",
-        "DilatedAttention",
-    ),
-    Variant(
-        "BlockSparse",
-        f"{_THEIRS} adds up one softmax for each pair of blocks. Here: one softmax over a window "
-        "of 256 tokens and a global block, in blocks of 64",
-        _LOCAL_GLOBAL,
-    ),
-    Variant(
-        "BlockSparseOptimized",
-        "dilated-attention-pytorch's local_window, 256 tokens in blocks of 64, in one softmax",
-        _LOCAL,
-    ),
-    _ring(
-        "BlockSparseRing",
-        f"{_THEIRS} sends nothing and is the same window. Here: ring_attention with "
-        f"BlockSparseOptimized's pattern; {_ONE_RANK}",
-        "BlockSparseOptimized",
-    ),
-    Variant(
-        "BlockSparseHierarchical",
-        "levels of (stride, window) (64, 256), (256, 1024), (1024, all) in blocks of 64, in one "
-        f"softmax; causal too, which {_THEIRS} refuses",
-        fixed(Hierarchical, levels=_LEVELS, block_size=64),
-    ),
-    Variant(
-        "BlockSparseAdaptive",
-        f"{_THEIRS} chooses blocks for the whole batch, by a network without gradient. Here: each "
-        "sample and head chooses a tenth of the blocks by scores of their means, with a gradient",
-        _adaptive,
-    ),
-    _ring(
-        "Ring",
-        "torchbridge publishes figures of it, but no code that measures them. Here: "
-        f"ring_attention, dense; {_ONE_RANK}",
-        "Dense",
-    ),
-    *_SPARSE,
-)
-VARIANTS: Mapping[str, Variant] = {variant.name: variant for variant in _ALL}
-
-
-def variant_named(name: str) -> Variant:
-    """One of VARIANTS.
-
-    Raises:
-        ValueError: no variant has that name.
-    """
-    if name not in VARIANTS:
-        raise ValueError(f"variant={name!r}: expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
-
-
-def variant_subject(
-    *, variant: str, direction: str, causal: bool, seed: int, **shape: Any
-) -> Subject:
-    """One of VARIANTS; `shape` is the rest of an `attention_cases.Case`."""
-    found = variant_named(variant)
-    case = Case(found.pattern(shape["tokens"], causal), **shape)
-    if found.operator == "multihead":
-        return module_subject(case, direction, seed)
-    return operator_subject(case, found.operator, direction, seed)
+def variant_subject(*, variant: str, causal: bool, **given: Any) -> Subject:
+    """One of VARIANTS."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}: expected one of {', '.join(VARIANTS)}")
+    found = VARIANTS[variant]
+    return case_subject(found.pattern(given["tokens"], causal), found.operator, **given)
 
 
 SEGMENTS = {
@@ -212,27 +113,27 @@ SEGMENTS = {
 }
 
 
-def segments_subject(*, segments: str, **options: Any) -> Subject:
-    """Dilated attention with one of SEGMENTS; the options are `dilated_subject`'s."""
+def segments_subject(*, segments: str, tokens: int, heads: int, **given: Any) -> Subject:
+    """Dilated attention with one of SEGMENTS."""
     lengths, rates = SEGMENTS[segments]
-    subject = dilated_subject(segment_lengths=lengths, dilation_rates=rates, **options)
-    live = live_shares(
-        Dilated(segment_lengths=lengths, dilation_rates=rates),
-        options["tokens"],
-        options["heads"],
+    subject = dilated_subject(
+        segment_lengths=lengths, dilation_rates=rates, tokens=tokens, heads=heads, **given
     )
-    figures = {"coverage": subject.figures["density"], "live_tokens": live}
-    return dataclasses.replace(subject, figures={**subject.figures, **figures})
+    figures = {
+        **subject.figures,
+        "coverage": subject.figures["density"],
+        "live_tokens": live_fractions(lengths, rates, tokens, heads),
+    }
+    return dataclasses.replace(subject, figures=figures)
 
 
-def live_shares(pattern: Dilated, tokens: int, heads: int) -> list[float]:
+def live_fractions(
+    lengths: Sequence[int], rates: Sequence[int], tokens: int, heads: int
+) -> list[float]:
     """The part of all tokens, over all heads, that is live in each branch."""
     t, h = torch.arange(tokens), torch.arange(heads)[:, None]
-    shares = []
-    for length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
-        live = (t % min(length, tokens)) % rate == h % rate
-        shares.append(live.double().mean().item())
-    return shares
+    live = [t % min(w, tokens) % r == h % r for w, r in zip(lengths, rates, strict=True)]
+    return [one.double().mean().item() for one in live]
 
 
 FORMULA, OURS = "BranchByBranch", "DilatedAttention"
@@ -263,111 +164,73 @@ _PATIENT = 150.0  # seconds for a row, above which a CPU measures the others too
 _NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: not tried on a CPU, to keep the run short"
 
 
-def _plan(request: Request) -> Iterator[Item]:
+def _plan(request: Request) -> Iterator[Comparison | Part]:
     is_cuda, small = request.where.type == "cuda", is_small(request)
     yield _names
     yield from _reports(request)
     # A shorter sequence has too few blocks to leave out 90% of the pairs.
-    shape = (6400, 1, 1) if small else (8192, 1, 8 if is_cuda else 4)
-    sparse = ["Dense", *(variant.name for variant in _SPARSE)]
-    yield _beside_first("sparse", sparse, "forward+backward", shape, request, causal=True)
-    shape = (4096, 1, 2) if small else (4096, 2 if is_cuda else 1, 8)
+    size = (6400, 1, 1) if small else (8192, 1, 8 if is_cuda else 4)
+    given = shape(request, "forward+backward", *size, causal=True)
+    yield _beside_first("sparse", ["Dense", *_SPARSE], given)
+    size = (4096, 1, 2) if small else (4096, 2 if is_cuda else 1, 8)
     for direction in DIRECTIONS:
-        given = _given(direction, shape, request)
-        rows = [
-            Measurement(
-                f"segments/{direction}/{name}",
-                segments_subject,
-                {"segments": name, **given},
-                {"section": "segments"},
-            )
-            for name in SEGMENTS
-        ]
-        yield Comparison(rows, rows[0].name)
-    shape = (4096, 1, 1) if small else (16384, 1, 8 if is_cuda else 1)
+        place, given = f"segments/{direction}", shape(request, direction, *size)
+        yield compared(
+            place, segments_subject, "segments", SEGMENTS, given, "segments", "Standard"
+        )
+    size = (4096, 1, 1) if small else (16384, 1, 8 if is_cuda else 1)
     for direction in DIRECTIONS:
-        yield _beside_first("dense", ["SDPA", OURS], direction, shape, request)
+        yield _beside_first("dense", ["SDPA", OURS], shape(request, direction, *size))
     yield quality_rows
 
 
-def _names(request: Request) -> Iterator[Row]:
-    """What each name stands for."""
+def _names(request: Request) -> Iterator[dict[str, Any]]:
+    """The meaning of each name."""
     for name, variant in VARIANTS.items():
-        columns = {"section": "names", "about": variant.about, "same_as": variant.same_as}
-        yield results.row(f"names/{name}", {"variant": name}, **columns)
+        figures = {"section": "names", "about": variant.about, "same_as": variant.same_as}
+        yield results.row(f"names/{name}", {"variant": name}, **figures)
 
 
-def _given(
-    direction: str, shape: tuple[int, int, int], request: Request, causal: bool = False
-) -> dict[str, Any]:
-    """The config of a row, but for its variant."""
-    tokens, batch, heads = shape
-    return {
-        "direction": direction,
-        "tokens": tokens,
-        "batch": batch,
-        "heads": heads,
-        "head_dim": 64,
-        "dtype": default_dtype(request),
-        "causal": causal,
-    }
+def _rows(
+    place: str, variants: Sequence[str], given: Mapping[str, Any], **figures: Any
+) -> list[Measurement]:
+    return [
+        Measurement(
+            f"{place}/{name}",
+            variant_subject,
+            {"variant": name, **given},
+            {**figures, "operator": VARIANTS[name].operator, "peer": name == "SDPA"},
+        )
+        for name in variants
+    ]
 
 
-def _row(place: str, variant: str, given: Mapping[str, Any], **columns: Any) -> Measurement:
-    operator = VARIANTS[variant].operator
-    columns.update(operator=operator, peer=operator == "sdpa-flash")
-    return Measurement(
-        f"{place}/{variant}", variant_subject, {"variant": variant, **given}, columns
+def _beside_first(section: str, variants: Sequence[str], given: Mapping[str, Any]) -> Comparison:
+    """Variants at one size; speed-ups are over the first."""
+    place = f"{section}/T{given['tokens']}/{given['direction']}"
+    return Comparison(
+        _rows(place, variants, given, section=section), baseline=f"{place}/{variants[0]}"
     )
 
 
-def _beside_first(
-    section: str,
-    variants: Sequence[str],
-    direction: str,
-    shape: tuple[int, int, int],
-    request: Request,
-    *,
-    causal: bool = False,
-) -> Comparison:
-    """Variants at one size; speed-ups are over the first."""
-    place, given = f"{section}/T{shape[0]}/{direction}", _given(direction, shape, request, causal)
-    rows = [_row(place, variant, given, section=section) for variant in variants]
-    return Comparison(rows, rows[0].name)
-
-
-def _reports(request: Request) -> Iterator[Item]:
+def _reports(request: Request) -> Iterator[Comparison | Part]:
     """The sizes of the published tables, not causal, as there."""
     small = is_small(request)
     has_time = request.where.type == "cuda" or small or request.limit > _PATIENT
-    for size, shape in (_QUICK_SIZES if small else _SIZES).items():
+    for size, sizes in (_QUICK_SIZES if small else _SIZES).items():
         for direction in DIRECTIONS:
-            place, given = f"reports/{size}/{direction}", _given(direction, shape, request)
-            rows = [
-                _row(place, name, given, section="reports", size=size)
-                for name in _REPORTED
-                # Its forward is that of BranchByBranch.
-                if direction != "forward" or name != "BranchByBranchDetached"
-            ]
-            possible = _REPORTED if has_time else _ON_CPU.get((size, direction), _REPORTED)
-            tried = [one for one in rows if one.config["variant"] in possible]
-            left = [one for one in rows if one not in tried]
-            if tried:
-                yield Comparison(tried, f"{place}/{FORMULA}")
-            if left:
-                yield _too_slow(left)
+            place, given = f"reports/{size}/{direction}", shape(request, direction, *sizes)
+            # The forward of BranchByBranchDetached is that of BranchByBranch.
+            names = [n for n in _REPORTED if direction != "forward" or not n.endswith("Detached")]
+            tried = names if has_time else _ON_CPU.get((size, direction), names)
+            rows = _rows(place, names, given, section="reports", size=size)
+            measured = [one for one in rows if one.config["variant"] in tried]
+            yield Comparison(measured, f"{place}/{FORMULA}")
+            if left := [one for one in rows if one not in measured]:
+                yield not_measured(left, _NO_TIME)
 
 
-def _too_slow(measurements: Sequence[Measurement]) -> Callable[[Request], Iterator[Row]]:
-    def rows(request: Request) -> Iterator[Row]:
-        """Listing the rows that take minutes here."""
-        for one in measurements:
-            yield needs(one.name, one.config, _NO_TIME, **one.columns)
-
-    return rows
-
-
-def _pairs_left_out(row: Mapping[str, Any]) -> str | None:
+def _pairs_left_out(row: Row) -> str | None:
     """Of dense causal attention's pairs."""
     if row.get("density") is None:
         return None
@@ -375,115 +238,78 @@ def _pairs_left_out(row: Mapping[str, Any]) -> str | None:
     return f"{1 - row['density'] / ((tokens + 1) / (2 * tokens)):.1%}"
 
 
-def _live(row: Mapping[str, Any]) -> str | None:
-    shares = row.get("live_tokens")
-    return None if shares is None else " / ".join(f"{share:.1%}" for share in shares)
+def _live(row: Row) -> str | None:
+    parts = row.get("live_tokens")
+    return None if parts is None else " / ".join(f"{part:.1%}" for part in parts)
 
 
-def _segment_rule(row: Mapping[str, Any]) -> str:
+def _segment_rule(row: Row) -> str:
     lengths, rates = SEGMENTS[row["config"]["segments"]]
     return f"{list(lengths)} / {list(rates)}"
 
 
-_CHECKED = (column("checked_rows", "checked rows"), *CORRECT)
-_WHO = (config("variant"), config("direction"), *SHAPE, *FIGURES)
-
+_CHECKED = "checked_rows: checked rows | correct"
+_WHO = columns("variant | direction", SHAPE, FIGURES)
+_TABLES = {
+    "names": columns("variant | about: what is run | same_as: measured as"),
+    "reports": columns(
+        "size | direction | variant",
+        SHAPE,
+        FIGURES,
+        [("speed-up over BranchByBranch", ratio)],
+        ROOFS,
+        "density | gradient",
+        _CHECKED,
+    ),
+    "sparse": columns(
+        _WHO,
+        [("speed-up over Dense", ratio), ("pairs left out", _pairs_left_out)],
+        _CHECKED,
+    ),
+    "segments": columns(
+        "segments",
+        [("lengths / rates", _segment_rule)],
+        "direction",
+        SHAPE,
+        FIGURES,
+        [SPEEDUP],
+        "coverage: pairs seen of all",
+        [("live tokens, by branch", _live)],
+        _CHECKED,
+    ),
+    "dense": columns(_WHO, [("speed-up over SDPA", ratio)], _CHECKED),
+    "quality": QUALITY,
+}
 SUITE = Suite(
     name="variants",
-    title="Attention variants of published tables",
-    about=(
-        "Each variant that dilated-attention-pytorch and torchbridge publish figures of, timed as "
-        "the operator that its name promises; the first table says what that is, and what their "
-        "code computes instead. Outputs and gradients are compared with the definition in float64 "
-        "before anything is timed, in 64 drawn query rows of a long sequence. The last table has "
-        "the held-out loss of a small model trained with each kind of pattern. float16 on a GPU, "
-        "float32 on a CPU, which takes fewer heads in the sparse and dense tables: their costs "
-        "are linear in them."
-    ),
+    **page("variants", _TABLES),
     plan=_plan,
-    tables=(
-        Table(
-            "names",
-            "What the names stand for",
-            (config("variant"), column("about", "what is run"), column("same_as", "measured as")),
-        ),
-        Table(
-            "reports",
-            "The sizes of the published tables",
-            (
-                column("size"),
-                config("direction"),
-                config("variant"),
-                *SHAPE,
-                *FIGURES,
-                ("speed-up over BranchByBranch", ratio),
-                *ROOFS,
-                column("density"),
-                column("gradient"),
-                *_CHECKED,
-            ),
-            "Not causal. At T = 2048 the shortest segment is the whole sequence: DilatedAttention "
-            "sees all pairs there (density 1) and cannot be faster than dense attention.",
-        ),
-        Table(
-            "sparse",
-            "Sparse causal attention over dense causal attention",
-            (
-                *_WHO,
-                ("speed-up over Dense", ratio),
-                ("pairs left out", _pairs_left_out),
-                *_CHECKED,
-            ),
-            "SparseRandom draws its blocks, and later tokens never learn of a block that no later "
-            "one has drawn: `dpflash.recommend` leaves such a pattern out.",
-        ),
-        Table(
-            "segments",
-            "Segments: their cost and what they see",
-            (
-                config("segments"),
-                ("lengths / rates", _segment_rule),
-                config("direction"),
-                *SHAPE,
-                *FIGURES,
-                SPEEDUP,
-                column("coverage", "pairs seen of all"),
-                ("live tokens, by branch", _live),
-                *_CHECKED,
-            ),
-        ),
-        Table(
-            "dense",
-            "Dense attention, as torch has it today, beside dilated",
-            (*_WHO, ("speed-up over SDPA", ratio), *_CHECKED),
-            "Dense attention holds no matrix of T x T either.",
-        ),
-        QUALITY_TABLE,
-    ),
     charts=(
-        Chart(
+        chart(
             "reports",
             "DilatedAttention over LongNet's formula in plain torch",
             ("", lambda row: f"{row['size']}\n{row['config']['direction']}"),
-            ("times as fast", of_curve("speedup", variant=OURS)),
-            lambda row: str(row["config"]["variant"]),
+            "speedup: times as fast",
+            "variant",
             logarithmic=False,
+            only={"variant": OURS},
         ),
-        Chart(
+        chart(
             "sparse",
             "Sparse causal attention",
-            column("density", "pairs of T x T"),
-            column("median_ms", "ms"),
-            lambda row: row["config"]["variant"],
+            "density: pairs of T x T",
+            "median_ms: ms",
+            "variant",
             logarithmic=False,
         ),
         *(
-            Chart(
+            chart(
                 "reports",
                 f"Variants, {direction}",
-                column("size"),
-                ("tokens/s", of_curve("tokens_per_s", direction=direction)),
-                lambda row: row["config"]["variant"],
+                "size",
+                "tokens_per_s: tokens/s",
+                "variant",
+                only={"direction": direction},
             )
             for direction in DIRECTIONS
         ),

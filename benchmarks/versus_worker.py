@@ -14,6 +14,7 @@ begins a launch (``{}``) on that CPU, or on any for null, in which ``{"do": "bui
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -89,7 +90,7 @@ def private_step(
     layers: int,
     heads: int,
     vocabulary: int,
-    way: str = "auto",
+    grad_sample_mode: str = "auto",
 ) -> Job:
     """Forward, backward, noise and AdamW of a language model; checked without its noise."""
     x, y = torch.randint(
@@ -105,6 +106,9 @@ def private_step(
     def private(noise_multiplier: float) -> tuple[Any, nn.Module, Any]:
         module = model()
         engine = dpflash.PrivacyEngine()
+        mode: dict[str, Any] = {"grad_sample_mode": grad_sample_mode}
+        if "grad_sample_mode" not in inspect.signature(engine.make_private).parameters:
+            mode = {"way": {"instantiate": "stored"}.get(grad_sample_mode, grad_sample_mode)}
         made, optimizer, _ = engine.make_private(
             module=module,
             optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3),
@@ -112,7 +116,7 @@ def private_step(
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             clipping=clipping,
-            way=way,
+            **mode,
         )
         return engine, made, optimizer
 
@@ -211,7 +215,7 @@ _STEP = {"width": 256, "layers": 2, "heads": 8, "vocabulary": 256}
 _SHAPES = {"B16-T256": {"batch": 16, "tokens": 256}, "B4-T2048": {"batch": 4, "tokens": 2048}}
 _CLIPPINGS = {
     "flat-auto": {"clipping": "flat"},
-    "flat-stored": {"clipping": "flat", "way": "stored"},
+    "flat-stored": {"clipping": "flat", "grad_sample_mode": "instantiate"},
     "per_layer": {"clipping": "per_layer"},
     "per_block": {"clipping": "per_block"},
 }

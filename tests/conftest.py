@@ -1,7 +1,11 @@
-"""What holds for every test: GPU tests are skipped without a GPU, and time is not a failure."""
+"""Settings of all tests: GPU tests, the number of cases that run, deadlines, the user's cache."""
 
+import itertools
+import json
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,13 +20,76 @@ hypothesis.settings.register_profile("dpflash", deadline=None)
 hypothesis.settings.load_profile("dpflash")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a GPU")
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a GPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+    if not FULL and not torch.cuda.is_available():
+        _leave_out_cases(config, items)
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases beyond the number of the marker `cases`; those that kill a mutant stay."""
+    mutants = json.loads(Path(__file__).with_name("mutants.json").read_text())
+    killers = {killer for mutant in mutants for killer in mutant["killers"]}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("cases")
+        if marker:
+            values = [_parameters(case) for case in cases]
+            first = [i for i, case in enumerate(cases) if case.nodeid in killers]
+            chosen = choose_cases(values, marker.args[0], first)
+            left_out |= {case for i, case in enumerate(cases) if i not in chosen}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _parameters(case: pytest.Item) -> list[tuple[str, int]]:
+    """The case's arguments with the positions of their values."""
+    callspec = getattr(case, "callspec", None)  # None: the test has no parameters
+    return sorted(callspec.indices.items()) if callspec else []
+
+
+def choose_cases(
+    cases: Sequence[Sequence[Hashable]], count: int, first: Sequence[int] = ()
+) -> set[int]:
+    """Indices of `count` cases that cover most values, and then most pairs of values.
+
+    Args:
+        cases: the values of each case, all of the same length; equal values are of one parameter.
+        count: how many cases to choose.
+        first: indices that are chosen in any case, and count.
+
+    Returns:
+        As many indices as `count`, `first` or `cases` allow, the same for the same arguments.
+    """
+    left = [case for case in range(len(cases)) if case not in first]
+    random.Random(0).shuffle(left)
+    chosen = set(first)
+    covered: set[Hashable] = set()
+    for case in first:
+        covered |= {*cases[case], *itertools.combinations(cases[case], 2)}
+
+    def gain(case: int) -> tuple[int, int]:
+        values = set(cases[case])
+        pairs = set(itertools.combinations(cases[case], 2))
+        return len(values - covered), len(pairs - covered)
+
+    while left and len(chosen) < count:
+        best = max(left, key=gain)
+        left.remove(best)
+        chosen.add(best)
+        covered |= {*cases[best], *itertools.combinations(cases[best], 2)}
+    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,16 @@
 """README and the pages of docs/ are true where a machine can tell."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # the new process finds the function there too
+from fresh_process import FORKED, run_script  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
@@ -25,15 +26,12 @@ def test_a_block_of_python_runs_by_itself(block, tmp_path):
         port = free.getsockname()[1]
     # What torchrun --nproc-per-node 1 sets.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    done = subprocess.run(
-        [sys.executable, "-c", block],
-        cwd=tmp_path,
-        env={**os.environ, **alone, "MASTER_PORT": str(port)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    errors = tmp_path / "errors.txt"
+    environment = {**alone, "MASTER_PORT": str(port)}
+    process = FORKED.Process(target=run_script, args=(block, tmp_path, environment, errors))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0, errors.read_text() if errors.exists() else process.exitcode
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     results = root / "benchmarks" / "results"
     shown = headline.newest({name: load(results, name) for name in device_names(results)})
     if not check and shown is not None:
-        write_picture(results / headline.PICTURE, headline.draw(shown))
+        write_picture(results / headline.PICTURE, headline.draw(*shown))
     for path in stale:
         print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
     return int(check and bool(stale))

@@ -87,7 +87,7 @@ def test_prv_delta_has_its_epsilon() -> None:
     assert 0 < delta < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0)
 def test_prv_upper_end_is_below_the_truth_at_tiny_delta() -> None:
     assert prv([(0.6, 1e-3, 100_000)]).get_epsilon(1.1e-10) < 10.1223
 

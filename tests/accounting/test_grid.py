@@ -70,6 +70,7 @@ def test_the_table_is_all_there() -> None:
     assert set(PLD_LOOSE_DELTAS) <= set(settings)
 
 
+@pytest.mark.cases(20)
 @rows
 def test_contour_holds_the_truth_to_a_millionth(row: dict) -> None:
     truth, digit = truth_of(row)
@@ -95,6 +96,7 @@ def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
         assert 0 < lower <= upper <= row["delta"]
 
 
+@pytest.mark.cases(10)
 @rows
 def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
     truth, digit = truth_of(row)
@@ -143,7 +145,7 @@ def opacus_prv(history: tuple[float, float, int], delta: float) -> float:
         return accountant.get_epsilon(delta)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("rate", "noise", "steps", "delta", "truth"),
     [

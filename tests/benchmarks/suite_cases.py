@@ -71,7 +71,7 @@ def leave():
 
 
 def registered_with_a_bar():
-    """What the system would have to clean up after this process."""
+    """Resources that the system would have to clean up after this process."""
     names = []
     resource_tracker.register = lambda name, kind: names.append(kind)
     for _ in tqdm(range(1), file=io.StringIO()):

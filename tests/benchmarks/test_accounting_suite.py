@@ -1,4 +1,4 @@
-"""The benchmark of accountants: what it checks, at small sizes; nothing depends on time."""
+"""The benchmark of accountants at small sizes; no test depends on time."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ QUICK = Request(quick=True, threads=1, has_progress=False)
 
 @pytest.mark.parametrize("provider", ["contour", "rdp", "opacus rdp", "google rdp"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_query_gives_an_epsilon_that_is_not_below_what_is_certain(provider, warm):
+def test_a_query_gives_an_epsilon_that_is_not_below_the_certified_bound(provider, warm):
     subject = accounting.query(provider=provider, warm=warm, **QUERY)
     assert subject.error() <= subject.tolerance
     assert subject.figures["epsilon"] >= subject.figures["lower_end"] > 0
@@ -28,7 +28,7 @@ def test_a_query_gives_an_epsilon_that_is_not_below_what_is_certain(provider, wa
 
 
 @pytest.mark.parametrize("provider", ["contour", "rdp", "opacus prv"])
-def test_an_epsilon_below_what_is_certain_is_told_with_its_shortfall(provider, monkeypatch):
+def test_an_epsilon_below_the_certified_bound_is_wrong_by_its_shortfall(provider, monkeypatch):
     right = accounting.query(provider=provider, warm=False, **QUERY).figures["lower_end"]
     monkeypatch.setattr(accounting, "epsilon", lambda *_: 0.9 * right)
     subject = accounting.query(provider=provider, warm=False, **QUERY)
@@ -67,15 +67,15 @@ def test_the_noise_found_for_a_target_keeps_it(provider):
 
 
 def test_too_little_noise_for_a_target_is_wrong(monkeypatch):
-    monkeypatch.setattr(accounting, "calibrator", lambda provider: lambda *_: 0.5)
+    monkeypatch.setattr(accounting, "calibrated", lambda *_: 0.5)
     arguments = {**SMALL, "target_epsilon": 0.1, "sample_rate": 0.01, "steps": 50}
     for provider in ("contour", "rdp"):
         subject = accounting.calibration(provider=provider, **arguments)
         assert subject.error() > 0.5
 
 
-def test_a_schedule_costs_what_its_phases_do():
-    subject = accounting.schedule(provider="pld", phases=2, steps=10, **SMALL)
+def test_the_epsilon_of_a_schedule_is_that_of_its_phases():
+    subject = accounting.query(provider="pld", phases=2, steps=10, **SMALL)
     made = accountants.create_accountant("pld")
     made.history = [(1.0, 0.01, 10), (1.5, 0.01, 10)]
     assert subject.figures["epsilon"] == made.get_epsilon(1e-5)
@@ -114,7 +114,7 @@ def test_a_peer_that_takes_too_long_or_refuses_has_a_reason(monkeypatch):
         accounting.query(provider="contour", warm=False, **QUERY)
 
 
-def test_the_summary_of_a_table_counts_what_is_below_the_truth():
+def test_the_summary_of_a_table_counts_epsilons_below_the_truth():
     answers = [1.0, 1.1, 0.8, math.inf, "more time: ...", "another setting: ..."]
     found = accounting.summary(answers, [1.0] * 6)
     counted = ("answers", "infinite_or_nan", "late", "refused", "below_truth")
@@ -157,10 +157,10 @@ def test_every_provider_has_a_row_in_every_part():
             assert comparison.baseline in names
             peers = [m.config["provider"] for m in comparison.measurements if "peer" in m.columns]
             assert peers == list(accounting.PEERS)
-    assert len(comparisons) == 2 + len(accounting.FULL.targets) + len(accounting.FULL.schedules)
+    assert len(comparisons) == 2 + len(accounting.TARGETS) + len(accounting.SCHEDULES)
 
 
-def test_what_a_peer_warns_of_is_a_note_of_its_row_and_nothing_is_printed(monkeypatch, capfd):
+def test_warnings_of_a_peer_are_in_its_row_and_are_not_printed(monkeypatch, capfd):
     monkeypatch.setattr(accounting, "PROVIDERS", ("rdp", "opacus rdp"))
     own, peer = accounting.truth_rows(QUICK)
     assert "warnings" not in own and "peer" not in own

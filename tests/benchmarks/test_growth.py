@@ -1,14 +1,15 @@
-"""The suites over sequence length, batch and heads: their sizes, and what follows from rows."""
+"""The suites over sequence length, batch and heads: their sizes, exponents and memory."""
 
 from dataclasses import replace
 
 import pytest
 
 from dpflash import patterns
-from dpflash.bench import growth
+from dpflash.bench import growth, suite
 from dpflash.bench.output import row
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort
+from dpflash.clipping.device_speed import Ceilings
 
 
 def planned(suite, *, quick):
@@ -22,9 +23,9 @@ def planned(suite, *, quick):
     ]
 
 
-@pytest.mark.parametrize("suite", ["SEQUENCE", "BATCH", "HEADS"])
-def test_quick_sizes_are_long_enough_for_the_pattern_to_leave_pairs_out(suite):
-    found = planned(getattr(growth, suite), quick=True)
+@pytest.mark.parametrize("name", ["SEQUENCE", "BATCH", "HEADS"])
+def test_quick_sizes_are_long_enough_for_the_pattern_to_leave_pairs_out(name):
+    found = planned(getattr(growth, name), quick=True)
     assert found
     for one in found:
         pattern = patterns.Dilated(
@@ -89,8 +90,14 @@ def test_memory_of_a_token_is_the_slope_over_tokens():
     assert found["model"] == 4 * (4 * 64 * 4 + 2 * 4)
 
 
-@pytest.mark.slow
-def test_a_run_writes_rows_that_are_right_with_their_figures(tmp_path):
+def test_a_run_writes_rows_that_are_right_with_their_figures(monkeypatch, tmp_path):
+    def in_this_process(function, *, memory_limit, timeout, **given):
+        return function(**given)
+
+    # Tests of the limits of memory and time are in test_suite.py.
+    monkeypatch.setattr(suite, "run_isolated", in_this_process)
+    roofs = Ceilings({"float32": 1e11}, 1e10, "cpu", "a processor", "given")
+    monkeypatch.setattr(suite, "measured_roofs", lambda *_, **__: roofs)
     request = Request(quick=True, device="cpu", threads=1, has_progress=False, effort=Effort(1, 3))
     forward = replace(growth.HEADS, plan=lambda request: [next(iter(growth.HEADS.plan(request)))])
     found = run_suite(forward, request, tmp_path)

@@ -8,7 +8,7 @@ import dpflash
 from dpflash.bench import max_length
 from dpflash.bench import output as results
 from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
-from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Call, Measured, make_call, search
+from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Measured, make_call, search
 from dpflash.bench.published import read_reports, reported_rows
 from dpflash.bench.suite import Request, Unsupported
 from dpflash.patterns import Dense
@@ -19,9 +19,15 @@ PATIENT = Request(device="cpu", max_seconds=4000.0, threads=1, has_progress=Fals
 
 def searched(monkeypatch, answer, request=PATIENT, limits=(1024, 4096)):
     """The row of a search whose calls are answered so."""
-    monkeypatch.setattr(max_length, "run_isolated", lambda function, *, call, **_: answer(call))
+    monkeypatch.setattr(max_length, "run_isolated", lambda _, *, tokens, **__: answer(tokens))
     monkeypatch.setattr(max_length, "_range", lambda request: limits)
     return max_length._search_row("Dense", "forward", request)
+
+
+def called(variant, direction, tokens=512):
+    """A call in this process."""
+    given = {"variant": variant, "direction": direction, "tokens": tokens}
+    return make_call(**given, dtype="float32", device="cpu", seed=0)
 
 
 @pytest.mark.parametrize("first", [256, 1024, 4096])
@@ -39,7 +45,7 @@ def test_a_search_ends_within_an_eighth_of_the_limit(first):
         assert found.stopped_by == "memory" and len(set(tried)) == len(tried)
 
 
-def test_the_ceiling_is_no_limit_of_what_is_searched():
+def test_a_search_that_ends_at_the_ceiling_found_no_limit():
     tried = []
     found = search(tried.append, 1000, 5000)
     assert (found.tokens, found.failed_tokens, found.stopped_by) == (5000, None, CEILING)
@@ -58,8 +64,8 @@ def test_the_reason_is_that_of_the_shortest_sequence_that_failed():
     ("variant", "direction"),
     [("LongNet", "forward"), *((variant, "forward+backward") for variant in SEARCHED)],
 )
-def test_every_variant_is_what_its_definition_says(variant, direction):
-    taken = make_call(Call(variant, direction, 512, "float32", "cpu", 0))
+def test_every_variant_agrees_with_its_definition(variant, direction):
+    taken = called(variant, direction)
     assert taken.error < 1e-4 and taken.seconds > 0
 
 
@@ -71,25 +77,24 @@ def test_attention_that_leaves_nothing_out_does_not_pass_the_check(variant, monk
         return right(q, k, v, pattern=Dense(causal=pattern.causal))
 
     monkeypatch.setattr(dpflash, "attention", wrong)
-    assert make_call(Call(variant, "forward", 512, "float32", "cpu", 0)).error > 1e-2
+    assert called(variant, "forward").error > 1e-2
 
 
 def test_a_backward_pass_and_the_inputs_count_into_memory():
-    if make_call(Call("Dense", "forward", 256, "float32", "cpu", 0)).peak_mb is None:
-        pytest.skip("this system does not tell how memory grows")
-    call = Call("SlidingWindow", "forward", 4096, "float32", "cpu", 0)
-    forward = make_call(call)
-    both = make_call(Call("SlidingWindow", "forward+backward", 4096, "float32", "cpu", 0))
+    if called("Dense", "forward", 256).peak_mb is None:
+        pytest.skip("this system does not report the growth of memory")
+    forward = called("SlidingWindow", "forward", 4096)
+    both = called("SlidingWindow", "forward+backward", 4096)
     of_a_tensor = 4096 * 8 * 64 * 4 / 2**20
     assert forward.peak_mb > 3.9 * of_a_tensor and both.peak_mb > 7.9 * of_a_tensor
 
 
-@pytest.mark.slow
 def test_a_search_stops_where_memory_ends(monkeypatch):
     # The libraries take some 345 MiB of it.
     limit = 475 * 2**20
     monkeypatch.setattr(max_length, "_CPU_MEMORY", limit)
     monkeypatch.setattr(max_length, "_range", lambda request: (2**12, 2**16))
+    monkeypatch.setattr(max_length, "_WITHIN", 1)
     row = max_length._search_row("BlockSparseOptimized", "forward", PATIENT)
     assert row["stopped_by"] == "memory" and row["limit_bytes"] == limit
     assert 256 <= row["max_tokens"] < row["failed_tokens"] < limit / (4 * 8 * 64 * 4)
@@ -97,19 +102,19 @@ def test_a_search_stops_where_memory_ends(monkeypatch):
 
 
 def test_a_call_beyond_its_time_is_no_length(monkeypatch):
-    def answer(call):
-        if call.tokens > 2000:
+    def answer(tokens):
+        if tokens > 2000:
             raise OutOfTime("it took longer")
-        return Measured(1e-6, PATIENT.limit * (call.tokens > 1500), 1.0)
+        return Measured(1e-6, PATIENT.limit * (tokens > 1500), 1.0)
 
     row = searched(monkeypatch, answer)
     assert row["stopped_by"] == "time" and row["max_tokens"] == 1408
     assert row["failed_tokens"] == 1536
 
 
-def test_memory_and_failures_are_told_apart(monkeypatch):
+def test_memory_and_failures_are_distinguished(monkeypatch):
     def fail(error):
-        def answer(call):
+        def answer(tokens):
             raise error
 
         return answer
@@ -124,8 +129,8 @@ def test_memory_and_failures_are_told_apart(monkeypatch):
 
 
 def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
-    def answer(call):
-        return Measured(1e-6, call.tokens / 1e6, call.tokens / 1024)
+    def answer(tokens):
+        return Measured(1e-6, tokens / 1e6, tokens / 1024)
 
     row = searched(monkeypatch, answer)
     assert row["max_tokens"] == 4096 and row["stopped_by"] == CEILING
@@ -137,7 +142,7 @@ def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
 
 @pytest.mark.parametrize("error", [2e-4, math.inf, math.nan])
 def test_a_wrong_variant_has_no_length(monkeypatch, error):
-    row = searched(monkeypatch, lambda call: Measured(error, 0.1, 1.0))
+    row = searched(monkeypatch, lambda tokens: Measured(error, 0.1, 1.0))
     assert row["correct"] is False and "max_tokens" not in row
     shown = "error 2.0e-04" if math.isfinite(error) else "no number"
     cell = dict(SUITE.tables[0].columns)["longest T"]
@@ -147,8 +152,8 @@ def test_a_wrong_variant_has_no_length(monkeypatch, error):
 
 
 def test_a_call_that_raises_is_a_row_that_failed(monkeypatch):
-    def answer(call):
-        if call.tokens > 2000:
+    def answer(tokens):
+        if tokens > 2000:
             raise ArithmeticError("a bug")
         return Measured(1e-6, 0.1, 1.0)
 
@@ -158,10 +163,10 @@ def test_a_call_that_raises_is_a_row_that_failed(monkeypatch):
     assert "FAILED: ArithmeticError" in dict(SUITE.tables[0].columns)["longest T"](row)
 
 
-def test_what_one_call_may_take_follows_the_time_of_a_row(monkeypatch):
+def test_the_time_limit_of_a_call_follows_that_of_the_row(monkeypatch):
     limits = []
 
-    def spy(function, *, call, timeout, memory_limit):
+    def spy(function, *, timeout, memory_limit, **_):
         limits.append((timeout, memory_limit))
         return Measured(0.0, 0.0, None)
 

@@ -16,16 +16,16 @@ TINY = {"batch": 3, "physical_batch": 3, "tokens": 24, "heads": 2, "head_dim": 8
 
 
 @pytest.mark.parametrize("level", LEVELS[:3])
-def test_a_level_is_measured_on_what_a_loop_over_samples_confirms(level):
+def test_a_loop_over_samples_confirms_the_gradient_of_a_level(level):
     subject = optimize.optimize_subject(level=level, device="cpu", seed=0, **TINY)
     assert subject.error() <= subject.tolerance
     assert (subject.dtype == "bfloat16") == (level == "balanced")
     assert subject.tokens == 72
     subject.step()
     assert any(change.startswith("privacy") for change in subject.told()["changes"])
-    told = subject.told()
-    assert told["fell_back"] is None and told["compiled"] is False
-    assert (told["dtype"], told["clipping"]) == (subject.dtype, "flat")
+    used = subject.told()
+    assert used["fell_back"] is None and used["compiled"] is False
+    assert (used["dtype"], used["clipping"]) == (subject.dtype, "flat")
 
 
 def test_a_sum_that_is_not_clipped_is_found(monkeypatch):
@@ -34,7 +34,7 @@ def test_a_sum_that_is_not_clipped_is_found(monkeypatch):
     assert subject.error() > 0.1
 
 
-def test_a_row_whose_compiler_failed_says_so_and_is_the_eager_one(monkeypatch):
+def test_a_row_whose_compiler_failed_names_it_and_ran_eagerly(monkeypatch):
     def fails(graph, inputs):
         raise RuntimeError("no such instruction")
 
@@ -45,13 +45,13 @@ def test_a_row_whose_compiler_failed_says_so_and_is_the_eager_one(monkeypatch):
     assert "torch.compile" in subject.told()["summary"] and subject.told()["fell_back"] is None
     with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
         subject.step()
-    told = subject.told()
-    assert "torch.compile" not in told["summary"] and told["compiled"] is False
-    assert (told["dtype"], told["clipping"]) == ("bfloat16", "per_layer")
-    assert "no such instruction" in told["fell_back"] and told["fell_back"] in told["changes"]
+    used = subject.told()
+    assert "torch.compile" not in used["summary"] and used["compiled"] is False
+    assert (used["dtype"], used["clipping"]) == ("bfloat16", "per_layer")
+    assert "no such instruction" in used["fell_back"] and used["fell_back"] in used["changes"]
     cells = dict(optimize.SUITE.tables[0].columns)
-    assert "no such instruction" in cells["fell back"](told)
-    # It is clipped as its row says, not flat.
+    assert "no such instruction" in cells["fell back"](used)
+    # It is clipped by the clipping of its row, not flat.
     with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
         assert subject.error() <= subject.tolerance
 
@@ -111,18 +111,18 @@ def test_gains_are_the_range_over_the_workloads_that_ran_as_the_level_has_it():
     assert (gain["least"], gain["most"], gain["workloads"]) == (1.5, 2.0, 2)
 
 
-def test_what_all_levels_say_is_told_once_and_each_thing_in_one_line():
+def test_a_change_of_all_levels_is_listed_once_and_each_subject_in_one_line():
     rows = [
         level_row("none", ["privacy: the same", "numerics: its own"]),
         level_row("balanced", ["privacy: the same", "numerics: 16 bit", "numerics: fused"]),
         level_row("balanced", ["of another workload"]),
     ]
-    told = [
+    listed = [
         (one["config"]["level"], one["text"])
         for one in optimize.SUITE.derive(rows)
         if one["section"] == "changes"
     ]
-    assert told == [
+    assert listed == [
         ("every level", "privacy: the same"),
         ("none", "numerics: its own"),
         ("balanced", "numerics: 16 bit. fused"),

@@ -103,7 +103,6 @@ def test_ratios_are_those_of_the_rounds_and_have_their_interval():
     assert "epsilon 8 takes 1.10 [" in found["text"]
 
 
-@pytest.mark.slow
 def test_the_benchmark_writes_figures_and_conclusions(tmp_path):
     lm = {"batch": 2, "tokens": 16, "heads": 2, "head_dim": 16, "layers": 1, "dtype": "float32"}
 

@@ -1,4 +1,4 @@
-"""What patterns cost in quality, with models of a toy."""
+"""The held-out loss of patterns, with tiny models."""
 
 import math
 
@@ -8,13 +8,13 @@ import scipy.stats
 
 from dpflash.bench import output as results
 from dpflash.bench import quality
-from dpflash.bench.quality import QUALITY_TABLE, Contestant, Size, Sizes, contestants
+from dpflash.bench.quality import QUALITY, Contestant, Size, contestants
 from dpflash.bench.suite import Request
 from dpflash.patterns import BlockSparse, Dense
 from dpflash.patterns.reach import reaches_all
 
 TINY = Size(tokens=128, width=16, layers=1, heads=2, batch=2, steps=3, held_out=6)
-SIZES = Sizes(TINY, TINY)
+SIZES = (TINY, TINY)
 REQUEST = Request(quick=True, device="cpu", has_progress=False)
 DENSE = Dense(causal=True)
 
@@ -39,7 +39,7 @@ def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
             assert low <= row["difference"] <= high
         assert row["config"]["seed"] == REQUEST.seed + names_of_seeds.get(row["what"], 0)
         assert (row.get("epsilon") is not None) == row["what"].endswith("private")
-        for _, cell in QUALITY_TABLE.columns:
+        for _, cell in QUALITY:
             results.shown(cell(row))
 
 
@@ -55,14 +55,14 @@ def test_patterns_that_see_the_same_learn_the_same(monkeypatch):
     assert abs(rows["all blocks"]["difference"]) < 1e-4 < abs(rows["seed"]["difference"])
 
 
-def test_a_private_model_spends_what_its_row_says(monkeypatch):
+def test_a_private_model_spends_the_epsilon_of_its_row(monkeypatch):
     row = rows_of(monkeypatch, Contestant("p", DENSE, baseline=None, private=True))["p"]
     assert 0.99 * TINY.epsilon < row["epsilon"] <= TINY.epsilon
     assert row["config"]["epsilon"] == row["epsilon"] and row["noise_multiplier"] > 0
 
 
 def test_wrong_attention_has_no_loss(monkeypatch):
-    monkeypatch.setattr(quality, "check", lambda *_: {"o": 0.0, "dq": 2e-4})
+    monkeypatch.setattr(quality, "check", lambda *_, **__: {"o": 0.0, "dq": 2e-4})
     row = rows_of(monkeypatch, Contestant("dense", DENSE, baseline=None))["dense"]
     assert row["correct"] is False and "held_out_loss" not in row
 
@@ -73,9 +73,9 @@ def test_a_model_that_learns_nothing_has_no_loss(monkeypatch):
     assert row["correct"] is False and "held_out_loss" not in row
 
 
-def test_what_follows_a_wrong_baseline_has_no_difference(monkeypatch):
+def test_a_model_after_a_wrong_baseline_has_no_difference(monkeypatch):
     errors = iter([1.0, 0.0])
-    monkeypatch.setattr(quality, "check", lambda *_: {"o": next(errors)})
+    monkeypatch.setattr(quality, "check", lambda *_, **__: {"o": next(errors)})
     rows = rows_of(
         monkeypatch, Contestant("dense", DENSE, baseline=None), Contestant("other", DENSE)
     )
@@ -117,6 +117,6 @@ def test_held_out_documents_are_not_trained_on():
 
 def test_an_untrained_model_guesses_all_tokens_alike():
     model = quality._initial_model(DENSE, TINY, 0)
-    losses = quality._evaluate(model, TINY, REQUEST).losses
+    losses = quality._evaluate(model, TINY, REQUEST)["held_out_loss"]
     assert len(losses) == TINY.held_out
     assert losses.mean() == pytest.approx(math.log(257), rel=0.05)

@@ -50,7 +50,6 @@ def roofs(monkeypatch):
     monkeypatch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ceilings)
 
 
-@pytest.mark.slow
 def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
     # One test, since it starts some thirty processes.
     monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))
@@ -345,7 +344,6 @@ def tasks(tmp_path, monkeypatch):
     return scaling_test_tasks
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_nobody_stays_behind(tasks):
     given = {"device": "cpu", "plus": 5}
     assert run_ranks(tasks.rank, 2, timeout=60.0, **given) == [(5, False), (6, False)]

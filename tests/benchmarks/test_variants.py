@@ -1,4 +1,4 @@
-"""Variants are what their names say, and every plan of an attention suite is sound."""
+"""Variants compute the attention of their names, and every plan of an attention suite is sound."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from dpflash.bench import attention, growth, variants
 from dpflash.bench.suite import Comparison, Request, Unsupported
-from dpflash.bench.variants import VARIANTS, sparse_pattern, variant_named, variant_subject
+from dpflash.bench.variants import VARIANTS, sparse_pattern, variant_subject
 from dpflash.patterns import Adaptive, Dense, Dilated
 
 SMALL = {"tokens": 192, "batch": 2, "heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -29,7 +29,7 @@ def measurements(suite, request=CPU):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", [n for n, one in VARIANTS.items() if "Sparse" not in n[:6]])
-def test_a_variant_computes_what_its_pattern_defines(name, causal):
+def test_a_variant_computes_its_pattern(name, causal):
     subject = subject_of(name, causal=causal)
     assert subject.error() <= subject.tolerance
     subject.step()
@@ -60,7 +60,7 @@ def test_a_detached_gradient_is_not_named_where_there_is_none():
     assert subject_of("BranchByBranchDetached", "forward").figures["gradient"] is None
 
 
-def test_names_of_one_operator_say_so_and_are_measured_once():
+def test_an_operator_of_several_names_is_measured_once():
     for variant in VARIANTS.values():
         if variant.same_as is not None:
             other = VARIANTS[variant.same_as]
@@ -81,7 +81,7 @@ def test_names_of_one_operator_say_so_and_are_measured_once():
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["window", "drawn"])
 @pytest.mark.parametrize("percent", [50, 90])
-def test_sparse_patterns_leave_out_what_they_say_in_every_head_and_no_more_than_needed(
+def test_sparse_patterns_leave_out_their_percentage_in_every_head_and_no_more_than_needed(
     percent, drawn, causal
 ):
     tokens, dense = 8192, Dense(causal=causal)
@@ -117,20 +117,21 @@ def test_adaptive_keeps_a_tenth_of_the_blocks():
 
 def test_an_unknown_variant_or_direction_is_refused():
     with pytest.raises(ValueError, match="expected one of"):
-        variant_named("dilated")
+        subject_of("dilated")
     with pytest.raises(ValueError, match="direction"):
         subject_of("Dense", "backward")
 
 
-def test_live_shares_are_those_of_the_mask():
+def test_live_fractions_are_those_of_the_mask():
     pattern = Dilated(segment_lengths=(64, 200), dilation_rates=(2, 3))
-    for branch, share in enumerate(variants.live_shares(pattern, 500, 4)):
+    live = variants.live_fractions((64, 200), (2, 3), 500, 4)
+    for branch, part in enumerate(live):
         alone = Dilated(
             segment_lengths=pattern.segment_lengths[branch : branch + 1],
             dilation_rates=pattern.dilation_rates[branch : branch + 1],
         )
-        live = alone.mask(500, 4).diagonal(dim1=1, dim2=2)
-        assert share == pytest.approx(live.mean().item())
+        seen = alone.mask(500, 4).diagonal(dim1=1, dim2=2)
+        assert part == pytest.approx(seen.mean().item())
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
@@ -151,7 +152,7 @@ def test_rows_of_a_plan_have_names_of_their_own_and_baselines_that_exist(suite, 
     assert all(item.__doc__ for item in items if suite is variants.SUITE)
 
 
-def test_a_patient_run_tries_on_a_cpu_what_others_leave_out():
+def test_a_patient_run_on_a_cpu_measures_the_slow_variants_too():
     large = "reports/large/forward+backward/"
     tried = {one.name for one in measurements(variants.SUITE)}
     patience = Request(device="cpu", max_seconds=600)
@@ -173,7 +174,7 @@ def test_a_patient_run_tries_on_a_cpu_what_others_leave_out():
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_patterns_are_not_dense_at_the_lengths_of_their_rows(quick):
     for one in measurements(variants.SUITE, Request(quick=quick, device="cpu")):
-        # At the smallest size of the reports they are, and the page says so.
+        # At the smallest size of the reports they are dense, as the page states.
         small = one.name.startswith("reports/small")
         name = one.config.get("variant") or one.config["segments"]
         if small or name in ("SDPA", "Dense"):

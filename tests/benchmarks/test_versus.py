@@ -28,26 +28,25 @@ def read(folder):
     return [json.loads((folder / name).read_text()) for name in names]
 
 
-@pytest.mark.slow
 def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_path, capsys):
-    code = run_versus(ROOT, ROOT, out=tmp_path, quick=True, **FEW)
+    names = (*QUICK_ONES, "private step/flat")
+    code = run_versus(ROOT, ROOT, out=tmp_path, quick=True, names=names, **FEW)
     old, new, comparison = read(tmp_path)
     assert old["environment"]["versus"] == new["environment"]["versus"]
     assert comparison["paired"] and comparison["exit_code"] == code in (0, 1)
     for found in (old, new):
         assert found["environment"]["clock"] == "process time"
         assert found["environment"]["commit"] == versus.commit(ROOT)
-        assert [row["name"] for row in found["rows"]] == list(versus_worker.SMALL)
+        assert [row["name"] for row in found["rows"]] == list(names)
         for row in found["rows"]:
             assert row["correct"] is True and row["needs"] is None, row
             assert len(row["samples_ms"]) == 4 and min(row["samples_ms"]) > 0
     verdicts = {line["verdict"] for line in comparison["lines"]}
     allowed = {"unchanged", "undecided", "slower", "faster", "more memory", "slower, more memory"}
-    assert verdicts <= allowed and len(comparison["lines"]) == len(versus_worker.SMALL)
+    assert verdicts <= allowed and len(comparison["lines"]) == len(names)
     assert "trials took turns" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
     # The old one has no benchmarks and no dilated pattern, the new one a wrong accountant.
     old = copy_checkout(tmp_path / "old")
@@ -76,7 +75,6 @@ def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path)
     assert verdicts["accounting/contour"] == "fails" and code == 1
 
 
-@pytest.mark.slow
 def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
     broken = copy_checkout(tmp_path / "broken")
     (broken / "dpflash/__init__.py").write_text("raise ImportError('a checkout of no use')\n")

@@ -1,18 +1,14 @@
 """Four processes for all tests of this folder."""
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location(
-    "distributed_world", Path(__file__).with_name("world.py")
-)
-world_module = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = world_module
-_SPEC.loader.exec_module(world_module)
+# Forked processes find the modules there too.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import distributed_world  # noqa: E402
 
 
 class Worlds:
@@ -23,7 +19,7 @@ class Worlds:
 
     def get(self):
         if self._world is None or self._world.dead:
-            self._world = world_module.World(4)
+            self._world = distributed_world.World(4)
         return self._world
 
     def close(self) -> None:
@@ -40,7 +36,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture
 def world(worlds):
-    """Four processes, and groups of 1, 2 and 3 of them: see `world.World`."""
+    """Four processes, and groups of 1, 2 and 3 of them: see `distributed_world.World`."""
     return worlds.get()
 
 
@@ -50,7 +46,7 @@ def new_world():
     made = []
 
     def make(size, timeout=30.0):
-        made.append(world_module.World(size, timeout))
+        made.append(distributed_world.World(size, timeout))
         return made[-1]
 
     yield make

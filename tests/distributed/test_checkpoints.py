@@ -1,8 +1,8 @@
 """Checkpoints of several ranks go on with any number of them, and never repeat noise."""
 
-import sys
 from pathlib import Path
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -16,7 +16,7 @@ SAVED, STEPS = 3, 6
 
 @pytest.fixture(scope="module")
 def cases():
-    return sys.modules["distributed_world"].load(CASES)
+    return distributed_world.load(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def of_size(worlds):
         if size == 4:
             return worlds.get()
         if size not in made or made[size].dead:
-            made[size] = sys.modules["distributed_world"].World(size)
+            made[size] = distributed_world.World(size)
         return made[size]
 
     yield get
@@ -69,6 +69,7 @@ def check_equal(found, wanted, name):
     assert found["lrs"] == wanted["lrs"], name
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expected):
     names = [*WRITERS, "alone-adamw", "alone-momentum"]
@@ -106,6 +107,7 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
             check_equal(found, expected("adamw", steps=2), name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_ranks_that_share_samples_save_and_go_on(wrapper, cases, of_size, expected, tmp_path):
     name = f"{wrapper}-adamw"
@@ -214,6 +216,7 @@ def test_a_process_by_itself_does_not_write_over_a_folder(cases, saved):
         run.engine.save_checkpoint(saved / "fsdp-adamw")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "size, at, victim", [(2, "data", 1), (1, "data", 0), (1, "engine", 0), (1, "pointer", 0)]
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -15,13 +15,13 @@ CASES = str(Path(__file__).with_name("context_cases.py"))
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Any]:
-    with sys.modules["distributed_world"].World(2) as world:
+    with distributed_world.World(2) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Any]:
-    with sys.modules["distributed_world"].World(3) as world:
+    with distributed_world.World(3) as world:
         yield world
 
 
@@ -35,6 +35,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("tokens", [23, 32])
 @pytest.mark.parametrize(("model", "mode", "sharding"), MODELS)
 def test_a_model_over_its_context_is_that_of_one_process(
@@ -45,6 +46,7 @@ def test_a_model_over_its_context_is_that_of_one_process(
         assert max(errors) < 4e-6, errors
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mesh_as", ["mesh", "parallel"])
 def test_a_module_takes_a_mesh_or_what_was_made_of_one(pair: Any, mesh_as: str) -> None:
     for error in pair.run(CASES, "module_matches", 2, mesh_as=mesh_as):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -15,7 +15,7 @@ CASES = str(Path(__file__).with_name("hostile_cases.py"))
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Any]:
-    with sys.modules["distributed_world"].World(2) as world:
+    with distributed_world.World(2) as world:
         yield world
 
 
@@ -36,6 +36,7 @@ def test_entries_that_vary_are_taken(pair: Any) -> None:
     assert pair.run(CASES, "data_that_varies", 2) == ["did it: taken"] * 2
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
 @pytest.mark.parametrize(
     ("run", "count", "released"),
@@ -96,6 +97,7 @@ def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
             assert "exchanged gradients of different parameters" in said
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_ranks_of_a_context_have_as_many_samples(world: Any, kind: str) -> None:
     for said in world.run(CASES, "samples_of_its_own", 4, kind=kind):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import distributed_world
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ def _load(name: str) -> Any:
 cases = _load("private_cases")
 exact_cases = _load("exact_cases")
 # By this name it reads what other processes raise.
-World = sys.modules["distributed_world"].World
+World = distributed_world.World
 
 
 class _Started:
@@ -94,6 +95,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(
@@ -146,6 +148,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model", "context"), MODELS)
 def test_every_kind_of_model_trains_over_its_context(
     started: _Started, model: dict[str, Any], context: dict[str, str]
@@ -156,6 +159,7 @@ def test_every_kind_of_model_trains_over_its_context(
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_accumulation_over_unequal_parts_is_one_step(started: _Started, wrapper: str) -> None:
     options = {"physical_batch_size": 2, "clipping": "per_layer", "batch_size": 9}
@@ -218,6 +222,7 @@ SENSITIVITY = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
 @pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
 def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
@@ -261,6 +266,7 @@ def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started: _Star
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
     [
@@ -339,6 +345,7 @@ def assert_same_bits(started: _Started, ranks: int, wrapper: str, options: dict[
             np.testing.assert_array_equal(one, once)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,
@@ -433,6 +440,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", TOGETHER)
 def test_ranks_prove_a_model_together_and_it_changes_no_bit(
     started: _Started, options: dict[str, Any]

@@ -19,8 +19,6 @@ MODES = ("ring", "all_gather", "ulysses")
 SHARDINGS = ("contiguous", "zigzag")
 LENGTHS = (37, 64, 101)
 
-pytestmark = pytest.mark.slow
-
 
 def bytes_on_paper(name, tokens, mode, sharding, size, kv_heads, rank, item=4, dim=16, batch=2):
     """(forward, backward), from the mask and nothing else of the library but the positions."""
@@ -54,6 +52,7 @@ def bytes_on_paper(name, tokens, mode, sharding, size, kv_heads, rank, item=4, d
     return forward, backward
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_pattern_gives_what_one_process_gives(world, size, mode):
@@ -76,6 +75,7 @@ def test_every_pattern_gives_what_one_process_gives(world, size, mode):
             assert max(distances.values()) < 5e-6, (label, distances)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sinks_and_slopes_and_float64(world, size, mode):
@@ -108,12 +108,14 @@ def test_bfloat16_is_as_exact_as_in_one_process(world, mode):
             assert found <= factor * alone + 1e-3, (name, alone, found)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["dilated causal", "adaptive"])
 def test_repeats_have_the_same_bits(world, mode, name):
     assert all(world.run(CASES, "repeats", 3, mode=mode, name=name, times=50))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize(("mode", "size"), [(m, s) for m in MODES for s in (2, 3, 4)])
 def test_bytes_sent_are_those_foretold_and_those_on_paper(world, mode, size, sharding):
@@ -167,6 +169,7 @@ def test_only_local_shards_are_kept_for_the_backward(world, mode):
         assert max(kept) == local and sum(kept) <= 4 * local + local // 16
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_padding_is_neither_seen_nor_computed(world, mode, sharding):
@@ -232,6 +235,7 @@ def test_mistakes_of_cutting_are_value_errors_on_all_ranks(world, problem, named
         pytest.raises(ValueError, _raise, failure).match(named)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("where", ["before", "forward", "lost"])
 def test_a_rank_that_is_gone_is_an_error_for_the_others(new_world, where):
     world = new_world(2, timeout=4.0)

@@ -114,6 +114,7 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sharing", WAYS)
 def test_ranks_train_what_one_process_trains(
     sharing: str, world: Any, data: Path, whole: Path, tmp_path: Path
@@ -136,6 +137,7 @@ def test_ranks_train_what_one_process_trains(
             assert np.array_equal(value, other["parameters"][name])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -395,7 +397,7 @@ def after_releases(process: subprocess.Popen[str], ledger: Path, lines: int) -> 
 linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -422,7 +424,7 @@ def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
     assert str(out / "checkpoint") in shown and str(out / "model.pt") in shown
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0)
 def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = torchrun(2, options(data, out, clipping="sideways"))
@@ -431,7 +433,7 @@ def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_pa
     assert "clipping='sideways'" in shown and not out.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @linux_only
 @pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
 def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
@@ -467,7 +469,6 @@ def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
 
 
-@pytest.mark.slow
 @linux_only
 def test_a_signal_to_one_rank_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

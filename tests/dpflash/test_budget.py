@@ -593,6 +593,7 @@ def test_a_budget_beside_a_target_limits_the_sum_of_both(run, tmp_path):
         target(spent * 0.9)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.filterwarnings("ignore:accountant=.*approximation")
 @pytest.mark.parametrize("kind", ["poisson", "shuffled"])
 @pytest.mark.parametrize("name", ACCOUNTANTS)
@@ -621,6 +622,7 @@ def test_the_budget_holds_with_every_accountant_that_bounds(name, kind, run):
     assert made[2].releases == expected * steps_of(kind)
 
 
+@pytest.mark.cases(1)
 @needs_opacus
 @pytest.mark.parametrize("name", ["RDPAccountant", "PRVAccountant", "GaussianAccountant"])
 def test_the_budget_holds_with_an_accountant_of_opacus(name, run, tmp_path):

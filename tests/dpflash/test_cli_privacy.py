@@ -337,7 +337,6 @@ def test_calibrate_json_holds_the_noise_and_its_epsilon(accountant, capsys):
     assert (report["sampler"], report["neighboring_relation"]) == ("poisson", "add_remove")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SAMPLERS)
 def test_every_sampler_is_calibrated_for_noise_and_for_its_length(case, capsys):
     words, length, event, count, _, _ = SAMPLERS[case]
@@ -576,6 +575,7 @@ def test_a_run_without_noise_is_drawn_as_no_privacy(figures, tmp_path):
     assert set(lines_of(right)["contour"].get_ydata()) == {0.0}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "event",
     [

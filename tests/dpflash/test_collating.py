@@ -445,7 +445,6 @@ def test_with_loader_workers_they_try_what_they_fetched(sampling):
     assert tried == [False, True, False]
 
 
-@pytest.mark.slow
 def test_what_a_worker_found_ends_the_loop():
     *_, loader = make(centred, Entries(IMAGES), workers=1)
     with pytest.raises(ValueError, match="centred mixes the entries"):

@@ -31,6 +31,7 @@ def _by_masks(pattern: Pattern, tokens: int, heads: int) -> bool:
     return bool(reached.all())
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("make", "arguments", "heads"),

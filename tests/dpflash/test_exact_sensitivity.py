@@ -221,7 +221,6 @@ def on_the_grid(values, bound):
     return bool((scaled == np.rint(scaled)).all())
 
 
-@pytest.mark.slow
 def test_one_sample_moves_the_sums_by_at_most_the_bound_in_exact_arithmetic(run_of, sums):
     @settings
     @hypothesis.given(cases())

@@ -415,6 +415,7 @@ opacus_warnings = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.cases(1)
 @needs_opacus
 @opacus_warnings
 @pytest.mark.parametrize("name", OPACUS)

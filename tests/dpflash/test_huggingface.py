@@ -414,7 +414,6 @@ def test_a_model_can_change_to_it_and_back():
     assert torch.equal(model(tokens()).logits, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("side", "backend"), [("none", "eager"), ("left", "aot_eager")])
 def test_a_compiled_model_is_one_graph_and_agrees(side, backend):
     mask = padding(side)
@@ -427,7 +426,6 @@ def test_a_compiled_model_is_one_graph_and_agrees(side, backend):
     logits.square().mean().backward()
 
 
-@pytest.mark.slow
 def test_a_compiled_model_refuses_packed_documents_instead_of_mixing_them():
     compiled = torch.compile(model_of(llama, num_hidden_layers=1), backend="eager")
     with pytest.raises(RuntimeError, match="packed position_ids"):

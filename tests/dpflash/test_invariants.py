@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import math
+import os
 import pickle
 import warnings
 
@@ -44,13 +45,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 needs_opacus = pytest.mark.skipif(opacus is None, reason="needs Opacus")
+FULL = os.environ.get("DPFLASH_FULL") == "1"
 few = hypothesis.settings(
-    max_examples=40,
+    max_examples=40 if FULL else 20,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
-# In three dtypes: 200 random and adversarial cases of bounded sensitivity for each clipping.
-many = hypothesis.settings(few, max_examples=67)
+# `make test-all`: in three dtypes 200 random and adversarial cases for each clipping.
+many = hypothesis.settings(few, max_examples=67 if FULL else 20)
 
 # What rounding a product, a factor and a norm may add to one sample's contribution.
 RELATIVE = 1 + 2.0**-20
@@ -112,6 +114,7 @@ def only(batch, i):
 # 1
 
 
+@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
 def test_invariant_1_removing_a_sample_changes_the_sum_by_at_most_c(dtype, kind, clipped, tiny_lm):
@@ -152,6 +155,7 @@ class AttentionLM(nn.Module):
         return self.head(x + self.attention(x, is_causal=True)[0])
 
 
+@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("dtype", ["fp32", "autocast"])
 def test_invariant_1_removing_a_sample_of_attention_changes_the_sum_by_at_most_c(

@@ -778,7 +778,6 @@ print(json.dumps(rounds))
 """
 
 
-@pytest.mark.slow
 def test_kill_9_of_two_processes_that_share_a_ledger_loses_no_line_of_a_release(tmp_path):
     """Three kills; with DPFLASH_FULL=1 in the environment 200 (about half a minute)."""
     kills = 200 if os.environ.get("DPFLASH_FULL") == "1" else 3

@@ -555,6 +555,7 @@ def test_m08_opacus_breaks_the_compiled_graph():
     assert torch._dynamo.explain(model)(x).graph_break_count > 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_m08_a_private_model_compiles_without_a_graph_break_and_releases_the_same_sum(clipping):
     torch.manual_seed(0)

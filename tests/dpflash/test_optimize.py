@@ -260,6 +260,7 @@ def worst_change(private, sums, loss, *, model, seeds, **options):
     return worst
 
 
+@pytest.mark.cases(4)
 @every_kind
 @pytest.mark.parametrize("region", [False, True], ids=["level", "own-region"])
 def test_under_balanced_one_sample_moves_the_sum_by_at_most_the_bound(region, kind, private, sums):
@@ -333,6 +334,7 @@ def test_in_a_large_batch_one_sample_moves_the_sum_by_at_most_the_bound_or_is_re
     assert 0.69 <= moved <= 0.7 * (1 + 1e-4)
 
 
+@pytest.mark.cases(3)
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_norms_sums_and_gradients_stay_float32(level, clipping, private, tiny_lm, quick):
@@ -431,6 +433,7 @@ ROOTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("level", ["balanced", "aggressive"])
 def test_detach_gives_the_model_back_as_it_was(level, root, private, quick):
@@ -479,6 +482,7 @@ def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
     assert type(model) is kind
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("level", ["balanced", "aggressive"])
 def test_a_model_that_the_user_compiles_keeps_the_levels_autocast(
     level, private, tiny_lm, sums, distance, next_token_loss, quick
@@ -502,6 +506,7 @@ def test_a_model_that_the_user_compiles_keeps_the_levels_autocast(
 # Aggressive
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("region", [False, True], ids=["level", "own-region"])
 def test_the_compiled_model_releases_what_the_eager_one_does(
     region, private, sums, distance, tiny_lm, next_token_loss, quick
@@ -520,7 +525,7 @@ def test_the_compiled_model_releases_what_the_eager_one_does(
     assert distance(found[1], found[0]) <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0)
 def test_the_real_compiler_gives_the_sums_of_the_eager_model_and_trains(
     private, sums, distance, next_token_loss, tiny_lm
 ):
@@ -547,6 +552,7 @@ def test_the_real_compiler_gives_the_sums_of_the_eager_model_and_trains(
     assert sum(losses[-10:]) < 0.98 * sum(losses[:10])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_under_aggressive_one_sample_moves_the_sum_by_at_most_the_bound(
     clipping, private, sums, quick
@@ -594,6 +600,7 @@ def test_ten_batch_sizes_compile_twice(private, sums, distance, tiny_lm, next_to
     assert quick.frame_count == 2
 
 
+@pytest.mark.cases(0)
 def test_models_do_not_use_up_each_others_recompilations(private, tiny_lm, next_token_loss, quick):
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         engine, model, *_ = private(nn.Linear(3, 2), optimize="aggressive")
@@ -782,6 +789,7 @@ def test_every_level_trains(level, private, tiny_lm, next_token_loss, quick):
     assert optimizer.releases == 60
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_batch_a_draw")
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

@@ -330,7 +330,7 @@ def running(words: list[str], ledger: Path, lines: int) -> subprocess.Popen[str]
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     number: signal.Signals, data: Path, tmp_path: Path
@@ -352,7 +352,6 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     assert same(weights(out), weights(tmp_path / "whole"))
 
 
-@pytest.mark.slow
 def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,7 @@ def assert_close(outputs, expected, tolerance, dslopes_terms=None):
         assert error <= limit * size, f"{name}: error {error:.2e} of {size:.2e}"
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_matches_the_twin(name, options):
@@ -404,6 +405,7 @@ def test_repeated_calls_give_the_same_bits(options):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", LONG_GRAPHS)
 def test_threads_that_share_a_key_head_add_up(name, options, monkeypatch):
@@ -415,7 +417,7 @@ def test_threads_that_share_a_key_head_add_up(name, options, monkeypatch):
     expected = run(attention_reference, graph, *inputs, **grads)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(7)
+        torch.set_num_threads(3)
         outputs = run(attention_cpu, graph, *inputs, **grads)
     finally:
         torch.set_num_threads(before)
@@ -445,6 +447,7 @@ def random_side(generator, queries, keys):
     return make_side([groups])
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_graphs_match_the_twin(seed):
     generator = random.Random(seed)

@@ -68,6 +68,7 @@ def assert_matches_the_twin(graph, tensors, key_range=None):
         torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-11, msg=name)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("tokens", [2304, 2211])
 @pytest.mark.parametrize("name", LONG)
 def test_long_sequences(name, tokens):
@@ -75,6 +76,7 @@ def test_long_sequences(name, tokens):
     assert_matches_the_twin(graph, make_tensors(graph, 1, 4, 2, 3))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("key_range", [None, [[0, 1111], [700, 1000]]], ids=["all", "some"])
 @pytest.mark.parametrize(
     "name", ["blocks", "dilated-causal", "diagonal-blocks", "neighbouring-blocks"]
@@ -85,6 +87,7 @@ def test_what_memory_held_before_does_not_matter(name, key_range, fresh_memory_i
     assert_matches_the_twin(graph, make_tensors(graph, 2, 4, 4, 3), ranges)
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("begin", [700, 1300])
 @pytest.mark.parametrize("name", LONG)
 def test_shards_of_long_sequences(name, begin):
@@ -104,6 +107,7 @@ HEADS = {
 }
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("clipped", [False, True], ids=["whole", "key-range"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", HEADS)
@@ -135,6 +139,7 @@ def threads(number):
         torch.set_num_threads(before)
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("name", LONG)
 def test_threads_change_no_bit(name, groups):

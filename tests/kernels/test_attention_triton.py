@@ -136,6 +136,7 @@ PATTERNS = {
 T = 53
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_kernels_match_their_twin_for_every_pattern(name):
     q, k, v = fused_qkv(1, 2, 1, T, 16, torch.float32)
@@ -143,6 +144,7 @@ def test_kernels_match_their_twin_for_every_pattern(name):
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 5, 1])
 def test_kernels_match_their_twin_for_every_head_dim(head_dim):
     q, k, v = fused_qkv(1, 2, 1, 35, head_dim, torch.float32)
@@ -150,6 +152,7 @@ def test_kernels_match_their_twin_for_every_head_dim(head_dim):
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "window-globals"])
 def test_kernels_match_their_twin_at_any_length(name, tokens):
@@ -158,6 +161,7 @@ def test_kernels_match_their_twin_at_any_length(name, tokens):
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "block-sparse"])
 def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
@@ -180,6 +184,7 @@ def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
     assert error(found["lse"], expected["lse"]) < 2e-6
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("causal", 40), ("window-globals", 16), ("longnet-causal", 16)],
@@ -225,6 +230,7 @@ def test_a_padded_away_sample_attends_to_nothing():
     assert all((found[name][1] == 0).all() for name in ("dq", "dk", "dv"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [T, 64])
 def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_twin(causal, tokens):
@@ -286,21 +292,22 @@ def test_multiplicities_count_as_often_as_they_say():
     assert found["lse"].exp().sum() > 0
 
 
-def test_no_output_knows_of_later_tokens_or_other_samples():
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    "name", [name for name, p in PATTERNS.items() if p.causal and name != "block-lists"]
+)
+def test_no_output_knows_of_later_tokens_or_other_samples(name):
     q, k, v = fused_qkv(2, 1, 1, T, 16, torch.float32)
-    for name, pattern in PATTERNS.items():
-        if not pattern.causal or name == "block-lists":
-            continue
-        graph = block(pattern, T, 1)
-        o, lse = launch.attention_forward(q, k, v, graph, 0.25)
-        changed = [x.clone() for x in (q, k, v)]
-        for x in changed:
-            x[:, :, 31:] += 1
-            x[1] = -x[1]
-        again_o, again_lse = launch.attention_forward(*changed, graph, 0.25)
-        assert torch.equal(o[0, :, :31], again_o[0, :, :31]), name
-        assert torch.equal(lse[0, :, :31], again_lse[0, :, :31]), name
-        assert not torch.equal(o[0, :, 31:], again_o[0, :, 31:])
+    graph = block(PATTERNS[name], T, 1)
+    o, lse = launch.attention_forward(q, k, v, graph, 0.25)
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, :, 31:] += 1
+        x[1] = -x[1]
+    again_o, again_lse = launch.attention_forward(*changed, graph, 0.25)
+    assert torch.equal(o[0, :, :31], again_o[0, :, :31])
+    assert torch.equal(lse[0, :, :31], again_lse[0, :, :31])
+    assert not torch.equal(o[0, :, 31:], again_o[0, :, 31:])
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -324,6 +331,7 @@ def assert_squares_are_of_what_is_stored(grads):
     torch.testing.assert_close(grads.squares, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", ["causal", "window-globals-causal", "longnet-causal"])
 def test_squares_are_of_the_gradients_as_stored(name, dtype):
@@ -333,6 +341,7 @@ def test_squares_are_of_the_gradients_as_stored(name, dtype):
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [5, 40, 80, 96])
 def test_squares_take_every_part_of_a_head_dim_once(head_dim, dtype):
@@ -341,6 +350,7 @@ def test_squares_take_every_part_of_a_head_dim_once(head_dim, dtype):
     assert_squares_are_of_what_is_stored(backward_with_squares(graph, q, k, v))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_squares_of_heads_that_are_added_later_are_of_their_sum(dtype):
     pattern = Dilated(segment_lengths=(24, 40), dilation_rates=(2, 3), causal=True)

@@ -18,7 +18,6 @@ from dpflash.kernels import attention_configs, grad_configs
 from dpflash.kernels.block_reference import BLOCK
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 full = pytest.mark.skipif(not FULL, reason="DPFLASH_FULL=1 compiles it")
@@ -171,6 +170,7 @@ def test_float32_attention_fits_its_architecture(arch):
     assert not misfits(arch, compiled("attention", arch, entries))
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", COMPILED)
 def test_split_head_dim_with_every_feature_fits_its_architecture(arch):
     entries = [f"{kernel}/128/16" for kernel in ("forward", "dq", "dkdv", "delta")]

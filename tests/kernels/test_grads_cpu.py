@@ -105,6 +105,7 @@ def same_bits(found, expected):
     assert torch.equal(found.signbit(), expected.signbit())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_clipped_sum_has_the_bits_of_the_reference_implementation(dtype, processor):
     for elements, batch in itertools.product(SIZES, (0, 1, 3, 9)):

@@ -164,6 +164,7 @@ def test_block_clipping_matches_its_twin(dtype, size):
     assert torch.equal(launch.block_clipped_grad(x, dy, 9.0, block=(32, 16)), found)
 
 
+@pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x3", "1x1", "3x4"])
 def test_block_clipping_of_stored_gradients_matches_its_twin(dtype, size):
@@ -383,6 +384,7 @@ def test_a_gram_norm_whose_products_overflow_is_not_finite():
     assert not found.isfinite().any()
 
 
+@pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 37, 9), (2, 6, 140)], ids=str)
 def test_look_ups_match_their_twins_where_tokens_repeat(shape, dtype):
@@ -415,6 +417,7 @@ def test_sums_over_tokens_match_float64(tokens, dtype):
     assert distance <= RELATIVE * float(dy.double().norm()) * math.sqrt(tokens)
 
 
+@pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(3, 21, 6, 5), (4, 30), (2, 3, 5, 12)], ids=str)
 def test_norm_layers_match_their_twins(shape, dtype):

@@ -441,7 +441,6 @@ def test_keys_steps_and_parameters_that_differ_in_one_bit_are_uncorrelated(gener
         assert abs(float((one * other).mean())) <= 5 / math.sqrt(count)
 
 
-@pytest.mark.slow
 def test_1e8_draws_keep_every_bound():
     """Moments, distribution, tail and correlations between streams of 10^8 draws.
 

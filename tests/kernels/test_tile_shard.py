@@ -144,6 +144,7 @@ def cols_matrix(graph):
     return torch.stack(sides).unflatten(0, variants.shape)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
@@ -165,6 +166,7 @@ def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
         assert edges == pattern.edges(tokens, 3)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_nobody_sees_is_in_no_table(name, tokens):
@@ -452,6 +454,7 @@ def assert_close(found, expected, tolerance):
 RINGS = {"contiguous-3": (contiguous, 3), "zigzag-2": (zigzag, 2), "scattered-2": (scattered, 2)}
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("house", ["reference", "cpu"])
@@ -490,6 +493,7 @@ def test_shards_of_chosen_blocks_merge_to_the_whole_and_its_run_grads(house, ran
     assert_close(found, whole(graph, tensors, run_grads=True), 1e-12)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -508,6 +512,7 @@ def test_shards_merge_to_the_whole_in_the_kernels(name, ranks):
     assert_close(found, whole(graph, tensors), 3e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
@@ -541,6 +546,7 @@ def test_shards_of_narrow_tensors_merge_before_they_are_rounded(house, dtype, to
     assert_close({"lse": found["lse"]}, {"lse": whole(graph, tensors)["lse"]}, 2e-6)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 @pytest.mark.parametrize("house", HOUSES)
@@ -635,6 +641,7 @@ NOTHING = {
 }
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("runtime", [False, True], ids=["static", "run-time"])
 @pytest.mark.parametrize("case", NOTHING)

@@ -1,0 +1,22 @@
+"""Processes that are forked from one which has imported torch and dpflash, and nothing else."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "torch.distributed", "dpflash"])
+
+
+def run_script(script: str, folder: Path, environment: Mapping[str, str], errors: Path) -> None:
+    """Run a script as the main module; where it fails, `errors` has the traceback."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    try:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    except BaseException:
+        errors.write_text(traceback.format_exc())
+        sys.exit(1)
