@@ -179,11 +179,11 @@ class Accountant(ABC):
         _validate.error_rate(alpha=alpha)
 
         def beta(epsilon: float) -> float:
-            kept = 1 - self._delta_interval(epsilon).upper
+            rest = 1 - self._delta_interval(epsilon).upper
             falling = math.exp(-epsilon) if epsilon < 700 else 0.0
             rising = math.exp(epsilon) if epsilon < 700 else math.inf
-            steep = kept - rising * alpha if alpha else kept
-            return max(0.0, steep, falling * (kept - alpha))
+            steep = rest - rising * alpha if alpha else rest
+            return max(0.0, steep, falling * (rest - alpha))
 
         if not self._pairs() and not self._failure():
             return 1.0 - alpha
@@ -297,7 +297,7 @@ class Accountant(ABC):
         if not state_dict:
             raise ValueError(
                 f"state_dict={state_dict!r}: expected the keys 'history' and 'mechanism'; "
-                "pass what state_dict() returned"
+                "pass the result of state_dict()"
             )
         whole = "steps" not in state_dict
         keys = ("history",) if whole else ("steps", "events", "neighboring_relation")
@@ -305,7 +305,7 @@ class Accountant(ABC):
             if key not in state_dict:
                 raise ValueError(
                     f"state_dict has the keys {sorted(map(str, state_dict))} and no {key!r}; "
-                    "pass what an accountant's state_dict() returned"
+                    "pass the result of an accountant's state_dict()"
                 )
         saved = state_dict["mechanism"]
         # The accountants of dpflash have this prefix in Opacus' registry.
@@ -320,7 +320,7 @@ class Accountant(ABC):
         if not isinstance(history, tuple | list):
             raise ValueError(
                 f"state_dict[{keys[0]!r}]={history!r}: expected a list of "
-                "(noise_multiplier, sample_rate, steps); pass what state_dict() returned"
+                "(noise_multiplier, sample_rate, steps); pass the result of state_dict()"
             )
         phases, relation, events = self._checked(history), ADD_REMOVE, []
         if not whole:
@@ -329,15 +329,15 @@ class Accountant(ABC):
             saved_events = state_dict["events"]
             if not isinstance(saved_events, tuple | list):
                 raise ValueError(
-                    f"state_dict['events']={saved_events!r}: expected a list of events; pass what "
-                    "state_dict() returned"
+                    f"state_dict['events']={saved_events!r}: expected a list of events; pass "
+                    "the result of state_dict()"
                 )
             for entry in saved_events:
                 event, count = _load_event(entry)
                 if event.relation != relation:
                     raise ValueError(
                         f"state_dict has an event under {event.relation!r} beside "
-                        f"neighboring_relation={relation!r}; pass what state_dict() returned"
+                        f"neighboring_relation={relation!r}; pass the result of state_dict()"
                     )
                 events.append((event, count))
         self.history, self.neighboring_relation, self.events = phases, relation, events
@@ -376,7 +376,7 @@ def _load_event(entry: Any) -> tuple[Event, int]:
     if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
         raise ValueError(
             f"state_dict['events'] has the entry {entry!r}: expected the keys 'event' and "
-            "'count'; pass what state_dict() returned"
+            "'count'; pass the result of state_dict()"
         )
     _validate.whole(0, count=entry["count"])
     return event_from_dict(entry["event"]), entry["count"]

@@ -204,7 +204,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
     for contour in axis.contours(epsilon):
         other = _epsilon_bounds(integral_along(pairs, contour, True), epsilon, delta)
         if other.lower > found.upper or other.upper < found.lower:
-            # One of the two is not what it claims.
+            # One of the two contours is wrong.
             found = _Bounds(0.0, math.inf)
             break
         found = _Bounds(max(found.lower, other.lower), min(found.upper, other.upper))
@@ -279,7 +279,7 @@ def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None =
         if not math.isfinite(value + error) or value + error < 0:
             continue
         if value - error > found.upper or value + error < found.lower:
-            # One of the two is not what it claims.
+            # One of the two contours is wrong.
             found = _Bounds(0.0, bound)
             break
         upper = min(found.upper, max(value + error, _LEAST_FLOAT))

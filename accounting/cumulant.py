@@ -200,10 +200,10 @@ def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats:
     exponent = exponent + log_density.real
     peak = float(exponent.max())
     beyond = -math.inf if cut is not None else _tail_exponent(pair, extremes[0], angle)
-    kept = np.flatnonzero(exponent > max(0.0, peak) - nats)
-    if not len(kept) or not beyond < max(0.0, peak) - _DIGITS:
+    significant = np.flatnonzero(exponent > max(0.0, peak) - nats)
+    if not len(significant) or not beyond < max(0.0, peak) - _DIGITS:
         return _Window(angle, 0.0, 0.0, math.inf, math.inf)
-    low, high = max(kept[0] - 1, 0), min(kept[-1] + 1, len(exponent) - 1)
+    low, high = max(significant[0] - 1, 0), min(significant[-1] + 1, len(exponent) - 1)
     lost = 2 * math.exp(min(700.0, max(exponent[high], beyond))) / pair.noise
     error = _ROUNDING * math.exp(min(700.0, peak)) + lost
     return _Window(angle, float(y[low]), float(y[high]), error, lost)

@@ -118,7 +118,7 @@ def from_dp_event(
     if not isinstance(dp_event, theirs.DpEvent):
         raise ValueError(
             f"dp_event={dp_event!r}: expected a dp_accounting.DpEvent; "
-            "pass what to_dp_event or an accountant's ledger returned"
+            "pass the result of to_dp_event or of an accountant's ledger"
         )
     return _Reader(theirs, neighboring_relation, noise_relative_to).read(dp_event)
 

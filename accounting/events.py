@@ -299,7 +299,7 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
         ValueError: they are not those of an event.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"event={values!r}: expected a mapping; pass what as_dict() returned")
+        raise ValueError(f"event={values!r}: expected a mapping; pass the result of as_dict()")
     arguments = dict(values)
     name = arguments.pop("event", None)
     if name not in _KINDS:

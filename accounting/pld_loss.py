@@ -177,9 +177,9 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
     masses = np.concatenate((mirrored[:0:-1], masses))
     begin = min(max(first, -last), last - 1)
     drop = begin + last
-    kept = masses[drop:].copy()
-    kept[0] += masses[:drop].sum()
-    return Atoms(0.0, begin, kept, above_p)
+    inner = masses[drop:].copy()
+    inner[0] += masses[:drop].sum()
+    return Atoms(0.0, begin, inner, above_p)
 
 
 def _cells(
@@ -271,9 +271,9 @@ def optimistic(
     shift = _least_rounding(losses - offset, masses, theta, spacing)
     index = np.floor((losses - offset + shift) / spacing)
     index = np.minimum(index, top)
-    kept = index >= first - 1
-    index = index[kept].astype(np.intp) - (first - 1)
-    return Atoms(offset - shift, first - 1, np.bincount(index, weights=masses[kept]))
+    is_inside = index >= first - 1
+    index = index[is_inside].astype(np.intp) - (first - 1)
+    return Atoms(offset - shift, first - 1, np.bincount(index, weights=masses[is_inside]))
 
 
 def _least_rounding(losses: Array, masses: Array, theta: float, spacing: float) -> float:

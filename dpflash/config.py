@@ -289,7 +289,7 @@ def resolved(
     if performance.physical_batch_size is not None and privacy.sampling == "shuffled":
         raise ValueError(
             f"physical_batch_size={performance.physical_batch_size} with sampling='shuffled' "
-            "(poisson_sampling=False): the loader's own batches are kept whole; give the loader a "
+            "(poisson_sampling=False): the loader's own batches are not split; give the loader a "
             "smaller batch_size"
         )
     return replace(privacy, clipping=clipping), performance

@@ -114,7 +114,7 @@ class Recommendation:
     chosen: Candidate  # of those as fast as the fastest that fits, the one that sees most
     alternatives: tuple[Candidate, ...]  # those that fit first, each by time
     measured_on: str  # device, threads, date and version
-    reasons: tuple[str, ...]  # why, what was left out, and warnings
+    reasons: tuple[str, ...]  # reasons of the choice, omissions and warnings
     asked: str  # the question in words
 
     @property

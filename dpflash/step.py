@@ -157,7 +157,7 @@ class ClippedSums:
     Args:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        tracker: knows which microbatch the training loop holds.
+        tracker: follows the microbatches of the training loop.
         ranks: this process and its peers.
         max_grad_norm: bound of one sample's gradient, until `set_max_grad_norm` changes it.
         exact: whether sums of per-sample gradients are multiples of the grid.
@@ -391,7 +391,7 @@ class PrivateStep(ClippedSums):
         optimizer: the wrapped optimizer; a release sets the gradients of its parameters.
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        tracker: knows which microbatch the training loop holds.
+        tracker: follows the microbatches of the training loop.
         sampler: draws the logical batches; knows the privacy cost of each.
         spending: the privacy cost of all releases so far.
         keys: of the noise.
@@ -555,7 +555,7 @@ class PrivateStep(ClippedSums):
 
         Raises:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
-            ValueError: the accountant does not know this event; the batch is dropped.
+            ValueError: the accountant does not support this event; the batch is dropped.
         """
         bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
@@ -628,7 +628,7 @@ class PrivateStep(ClippedSums):
         """Check that all ranks are about to make the same release.
 
         Raises:
-            ValueError: on all ranks, naming what differs; the batch is dropped.
+            ValueError: on all ranks, naming the difference; the batch is dropped.
             RuntimeError: the batch is not of the private loader.
         """
         if self.ranks.everyone is None:

@@ -250,15 +250,15 @@ def _split(
     names = _names(model, optimizer)
     saved = optimizer.state_dict()
     values: dict[str, dict[str, Any]] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    specs: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         name = names[index]
-        values[name], kept[name] = {}, {}
+        values[name], specs[name] = {}, {}
         for key, value in entries.items():
             # Step counts are the same on all ranks, and may be on another device.
             if isinstance(value, Tensor) and (value.ndim or is_sharded(value)):
                 tensors[f"optimizer/{name}/{key}"] = value
-                kept[name][key] = (tuple(value.shape), value.dtype)
+                specs[name][key] = (tuple(value.shape), value.dtype)
             else:
                 values[name][key] = value
     plain = {
@@ -267,7 +267,7 @@ def _split(
             "param_groups": saved["param_groups"],
             "names": names,
             "values": values,
-            "tensors": kept,
+            "tensors": specs,
         },
     }
     return tensors, plain

@@ -75,8 +75,8 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         ) from e
     if not isinstance(state, dict) or state.get("format") != format:
         raise ValueError(
-            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass what "
-            "engine.save_checkpoint was given"
+            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass a "
+            "path that engine.save_checkpoint wrote"
         )
     if "unamplified" in state:
         # Written by an earlier version.

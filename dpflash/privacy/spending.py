@@ -1,7 +1,7 @@
 """Spending: the privacy cost of all releases on one dataset, and its limit.
 
 Accountants of dpflash take any event. Those of Opacus take only Poisson sampling and the Gaussian
-mechanism, and know no neighboring relations.
+mechanism, and have no neighboring relations.
 """
 
 from __future__ import annotations

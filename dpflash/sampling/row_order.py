@@ -126,8 +126,8 @@ class _Rows:
 
 def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
     """Digests of the tensors with one row for each of the `size` rows of the batch."""
-    kept = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
-    return [_Rows(x) for x in kept]
+    batched = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
+    return [_Rows(x) for x in batched]
 
 
 def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:

@@ -152,7 +152,7 @@ class PoissonBatchSampler(DrawSampler):
         steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: of a draw with more samples a uniform subset of this size is kept; None
+        max_batch_size: a draw of more samples is truncated to a uniform subset of this size; None
             for no truncation.
         accounted_size: public size for which the probability of a truncation is accounted; at
             least num_samples where that is private; None for num_samples.

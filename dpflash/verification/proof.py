@@ -323,7 +323,7 @@ class Proof:
         """
         leaves, structure = tree_flatten(outputs)
         uses = self._mode.uses
-        # Other ranks do not know yet that this one found something new.
+        # The other ranks have not heard yet that this one found new uses.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -493,13 +493,13 @@ class _Ordinary:
         if number >= len(expected):
             self._refuse(_COUNTS, layer)
             return
-        kept, included = weighted.weights, ~weighted.left_out
+        live, included = weighted.weights, ~weighted.left_out
         apart = differing(
             expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
         ).cpu()
-        if bool((kept & apart & included).any()):
+        if bool((live & apart & included).any()):
             self._refuse(_OTHERS, layer)
-        both = (kept & use.nonzero & included).any() & (~kept & use.nonzero & included).any()
+        both = (live & use.nonzero & included).any() & (~live & use.nonzero & included).any()
         self._proven[slot] = self._proven.get(slot, True) and bool(both)
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
