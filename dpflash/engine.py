@@ -285,7 +285,7 @@ class PrivacyEngine:
                 key=self._keys.sampling,
                 physical_batch_size=performance.physical_batch_size,
                 max_batch_size=privacy.max_batch_size,
-                share=(ranks.data_rank, ranks.data_size),
+                rank_part=(ranks.data_rank, ranks.data_size),
                 public_size=privacy.public_size,
                 public_length=privacy.public_length,
             )

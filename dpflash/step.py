@@ -586,7 +586,7 @@ class PrivateStep(ClippedSums):
                 "from now on. Iterate over the loader that make_private returned",
                 stacklevel=4,
             )
-        self._pay(event, is_foreign=not drawn)
+        self._charge_on_all_ranks(event, is_foreign=not drawn)
         if drawn and event is not None:
             self._paid = (self.tracker.epochs, noise_multiplier)
         step = self.releases
@@ -657,7 +657,7 @@ class PrivateStep(ClippedSums):
             self.tracker.refused()
             raise
 
-    def _pay(self, event: Event | None, *, is_foreign: bool) -> None:
+    def _charge_on_all_ranks(self, event: Event | None, *, is_foreign: bool) -> None:
         """Charge a release on all ranks; first on the first rank, which writes the ledger."""
 
         def charge() -> bytes:

@@ -87,9 +87,9 @@ class Ledger:
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
         self.lines = self._read(content)
-        self._payer: str | None = None
+        self._covered_run: str | None = None
         for line in self.lines:
-            self._payer = _payer_after(self._payer, line)
+            self._covered_run = _covered_run_after(self._covered_run, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._running = _hash(content)
 
@@ -120,12 +120,12 @@ class Ledger:
         }
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # Refuses a line that the next reader would refuse.
-        payer = _payer_after(self._payer, _parse(line))
+        covered_run = _covered_run_after(self._covered_run, _parse(line))
         running = self._running.copy()
         running.update(line)
         tail = self._store(line)
         self.releases += count
-        self._payer = payer
+        self._covered_run = covered_run
         self._running = running
         # Last: after an interrupt before it, the next line is refused.
         self._tail = tail
@@ -160,7 +160,7 @@ class Ledger:
 
     def _read(self, content: bytes) -> list[LedgerLine]:
         lines: list[LedgerLine] = []
-        payer: str | None = None
+        covered_run: str | None = None
         running = _hash(b"")
         for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             try:
@@ -171,7 +171,7 @@ class Ledger:
                         f"it begins with step {line.first}, expected {expected}: a line is "
                         "missing, duplicated or out of order"
                     )
-                payer = _payer_after(payer, line)
+                covered_run = _covered_run_after(covered_run, line)
                 is_required = bool(lines) and lines[-1].digest is not None
                 _check_digest(line, raw + b"\n", running, is_required=is_required)
             except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
@@ -318,27 +318,27 @@ def _check_digest(
         raise ValueError("its digest is wrong: this line or one before it was changed")
 
 
-def _payer_after(payer: str | None, line: LedgerLine) -> str | None:
+def _covered_run_after(covered_run: str | None, line: LedgerLine) -> str | None:
     """The run whose shuffled epoch is covered after this line.
 
     Args:
-        payer: the run whose epoch was covered before the line.
+        covered_run: the run whose epoch was covered before the line.
         line: the next line.
 
     Raises:
         ValueError: the line has no event, and no earlier line covers an epoch of its run.
     """
     if line.event is None:
-        if payer != line.run:
+        if covered_run != line.run:
             raise ValueError(
                 "event=null is for the later steps of a shuffled epoch, but no earlier line of "
                 "the same run covers its epoch"
             )
-        return payer
+        return covered_run
     if isinstance(line.event, ShuffledGaussian):
         return line.run
     # A step on a batch of unknown origin may come between the steps of an epoch.
-    return payer if type(line.event) is Gaussian and payer == line.run else None
+    return covered_run if type(line.event) is Gaussian and covered_run == line.run else None
 
 
 def _is_number(value: object) -> bool:

@@ -35,7 +35,7 @@ _RECOMPUTED = ("contour", "rdp")
 
 
 @dataclass
-class _Room:
+class _Remaining:
     """How many more releases of `event` fit the budget while the accountant is at `state`."""
 
     event: Event
@@ -82,7 +82,7 @@ class Spending:
         self.noiseless = False
         self.has_foreign_batches = False
         self._relation = ADD_REMOVE if relation is None else relation
-        self._room: _Room | None = None
+        self._remaining: _Remaining | None = None
         self._last: Event | None = None
         if relation is not None:
             self._convert(relation)
@@ -174,14 +174,14 @@ class Spending:
             )
         if event is None:
             return
-        room = self._room
-        known = room is not None and room.event == event and room.state == self._state()
+        left = self._remaining
+        known = left is not None and left.event == event and left.state == self._state()
         self.add(event)
         self._last = event
         if known:
-            assert room is not None
-            room.count -= 1
-            room.state = self._state()
+            assert left is not None
+            left.count -= 1
+            left.state = self._state()
 
     # Remaining budget
 
@@ -198,10 +198,10 @@ class Spending:
         if self.budget is None or event is None:
             return True
         event = convert_event(event, self._relation_with(event))
-        room = self._room
+        left = self._remaining
         # The first event of a kind may be the only one, as with a noise scheduler.
         if event != self._last and not (
-            room is not None and room.event == event and room.state == self._state()
+            left is not None and left.event == event and left.state == self._state()
         ):
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
@@ -212,7 +212,10 @@ class Spending:
         if _is_noiseless(event) or self.noiseless:
             return 0
         event = convert_event(event, self._relation_with(event))
-        if self._room is None or (self._room.event, self._room.state) != (event, self._state()):
+        if self._remaining is None or (self._remaining.event, self._remaining.state) != (
+            event,
+            self._state(),
+        ):
             trial = self._copied_accountant()
             if self.is_ours:
                 _convert_all(trial, event.relation)
@@ -222,8 +225,8 @@ class Spending:
                 target_epsilon=self.budget.epsilon,
                 target_delta=self.budget.delta,
             )
-            self._room = _Room(event, count, self._state())
-        return self._room.count
+            self._remaining = _Remaining(event, count, self._state())
+        return self._remaining.count
 
     def begin(self, event: Event, budget: PrivacyBudget | None) -> None:
         """Prepare for a run of such events.
@@ -282,7 +285,9 @@ class Spending:
         if self.ledger is None and self.is_ours:
             loaded = self._copied_accountant()
             loaded.load_state_dict(state["accountant"])
-            _convert_all(loaded, self.asked or self._joined(loaded, state["relation"]))
+            _convert_all(
+                loaded, self.asked or self._relation_with_history(loaded, state["relation"])
+            )
             self.accountant.load_state_dict(loaded.state_dict())
         elif self.ledger is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
@@ -333,7 +338,7 @@ class Spending:
                 "or pass the accountant with that history"
             )
 
-    def _joined(self, loaded: Accountant, relation: str) -> str:
+    def _relation_with_history(self, loaded: Accountant, relation: str) -> str:
         """The common relation of a loaded history and of this engine's future releases."""
         if not (loaded.history or loaded.events):
             return self.relation

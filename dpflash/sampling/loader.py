@@ -116,7 +116,7 @@ class PrivateDataLoader(DataLoader):
     BatchMemoryManager, gets the samples alone, without padding rows.
 
     Args:
-        share: (number of this rank, number of ranks) that split each draw.
+        rank_part: (number of this rank, number of ranks) that split each draw.
         public_size: determines rate, steps and divisor; None for the size of the dataset.
         public_length: public length of dimension 1; None where none is declared.
 
@@ -142,7 +142,7 @@ class PrivateDataLoader(DataLoader):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
-        share: tuple[int, int] = (0, 1),
+        rank_part: tuple[int, int] = (0, 1),
         public_size: PublicSize | None = None,
         public_length: int | None = None,
     ):
@@ -178,7 +178,7 @@ class PrivateDataLoader(DataLoader):
                 "key": key,
                 "physical_batch_size": physical_batch_size,
             }
-            bounds: dict[str, Any] = {"ranks": share[1], "at_most": physical_batch_size}
+            bounds: dict[str, Any] = {"ranks": rank_part[1], "at_most": physical_batch_size}
             if sampling == "fixed_size":
                 self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
                 self.slots = slots_of_size(batch_size, **bounds)
@@ -194,7 +194,7 @@ class PrivateDataLoader(DataLoader):
                     relation=ZERO_OUT if public_size is None else ADD_REMOVE,
                     **drawn,
                 )
-            self._draws.follow(tracker, share)
+            self._draws.follow(tracker, rank_part)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         options: dict[str, Any] = {

@@ -63,7 +63,7 @@ class DrawSampler(ABC):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Attributes:
-        share: (number of this rank, number of ranks) that split each draw. All ranks yield the
+        rank_part: (number of this rank, number of ranks) that split each draw. All ranks yield the
             same number of microbatches of a draw; some may be empty.
     """
 
@@ -82,15 +82,15 @@ class DrawSampler(ABC):
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
         self.position = 0
-        self.share = (0, 1)
+        self.rank_part = (0, 1)
         self.pass_remainder: int | None = None
         self._tracker = BatchTracker()
         self._key = key
 
-    def follow(self, tracker: BatchTracker, share: tuple[int, int]) -> None:
+    def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
         """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
         self._tracker = tracker
-        self.share = share
+        self.rank_part = rank_part
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
@@ -118,7 +118,7 @@ class DrawSampler(ABC):
 
     def __iter__(self) -> Iterator[list[int]]:
         for _, drawn in self.logical_batches():
-            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
+            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.rank_part[1]))
             size = self.physical_batch_size or most
             for start in range(0, most, size):
                 yield indices[start : start + size]
@@ -136,7 +136,7 @@ class DrawSampler(ABC):
         self.pass_remainder = remainder or None
 
     def _own(self, drawn: list[int]) -> list[int]:
-        number, count = self.share
+        number, count = self.rank_part
         return drawn[number::count]
 
     def _words(self, index: int) -> np.ndarray:

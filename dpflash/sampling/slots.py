@@ -38,9 +38,9 @@ def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> i
         ranks: number of ranks that split it.
         at_most: upper bound of the rows; None for none.
     """
-    share = -(-size // ranks)
-    parts = -(-share // (at_most or share))
-    return -(-share // parts)
+    per_rank = -(-size // ranks)
+    parts = -(-per_rank // (at_most or per_rank))
+    return -(-per_rank // parts)
 
 
 def slots_of_draws(
@@ -105,7 +105,7 @@ def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float
 class _Draws(Protocol):
     """A sampler of logical batches."""
 
-    share: tuple[int, int]
+    rank_part: tuple[int, int]
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples) over one epoch."""
@@ -154,7 +154,7 @@ class SlotSampler:
 
     def placed(self, draw: int, drawn: list[int]) -> np.ndarray:
         """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
-        rank, ranks = self._draws.share
+        rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         words = uniform_words(self._key, index=draw, count=rounds * ranks * self.slots)
         table = np.full(len(words), -1, dtype=np.int64)

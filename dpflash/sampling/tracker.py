@@ -23,14 +23,14 @@ class BatchMark:
         draw: number of the logical batch.
         size: rows of the microbatch, padding rows included.
         last: whether it is the last microbatch of the logical batch.
-        part: its number among the microbatches of the logical batch.
+        microbatch: its number among the microbatches of the logical batch.
         real: `[size]`, bool: which rows are samples; None if all rows are.
     """
 
     draw: int
     size: int
     last: bool
-    part: int = 0
+    microbatch: int = 0
     real: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -162,8 +162,8 @@ class BatchTracker:
         self._refused = self.current
 
     def place(self) -> tuple[int, int] | None:
-        """(draw, part) of the current microbatch; None where it is not of the private loader."""
-        return None if self.current is None else (self.current.draw, self.current.part)
+        """(draw, microbatch) of the current mark; None if it is not of the private loader."""
+        return None if self.current is None else (self.current.draw, self.current.microbatch)
 
     def real_rows(self, rows: int) -> Tensor | None:
         """`[rows]`: which rows of the current microbatch are samples; None where all rows are.

@@ -42,8 +42,8 @@ class ForwardRows:
         self.shapes: list[torch.Size] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
-        self._loudest: list[Tensor] = []
-        self._quietest: list[Tensor] = []
+        self._greatest: list[Tensor] = []
+        self._least: list[Tensor] = []
 
     def note(self, name: str, x: Tensor) -> None:
         """Record the input of a layer."""
@@ -63,14 +63,14 @@ class ForwardRows:
         if x.is_floating_point() and x.numel():
             rows = x.detach().reshape(len(x), -1)
             greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
-            self._loudest.append(greatest.argmax())
-            self._quietest.append(greatest.argmin())
+            self._greatest.append(greatest.argmax())
+            self._least.append(greatest.argmin())
 
     def extremes(self, count: int) -> list[int]:
         """Rows that most often had the greatest entry of the batch, and those that most often had
         the smallest maximum; at most this many of each.
         """
-        kinds = (self._loudest, self._quietest)
+        kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
         return [row for rows in found for row, _ in rows]
 

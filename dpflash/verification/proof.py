@@ -98,7 +98,7 @@ class _Progress:
         self.batches += self.is_pending
         return due
 
-    def meet(self, names: Iterable[Any]) -> bool:
+    def record(self, names: Iterable[Any]) -> bool:
         """Record the names in this forward or backward; returns whether some are new."""
         new = set(names) - self.known
         self.known |= new
@@ -177,7 +177,7 @@ class Proof:
         self._calls = 0
         self._mode_is_new = False
         self._repeated = False
-        self.resting: tuple[Watch, ...] = (_Resting(self),) if is_on else ()
+        self.resting: tuple[Watch, ...] = (_Idle(self),) if is_on else ()
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
@@ -263,7 +263,7 @@ class Proof:
         mode, repeated = self._mode, self._repeated
         self._repeated = False
         mode.is_trained = True
-        if is_new := mode.layers.meet(used):
+        if is_new := mode.layers.record(used):
             mode.layers.restart()
         # Other ranks may have more samples, and then all ranks prove.
         if size < 2:
@@ -294,17 +294,17 @@ class Proof:
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
         """
-        loudest = _loudest(outputs, seeds, size)
-        drawn = self.draw(lambda rng: _weights(size, rng, loudest)).astype(bool)
-        weighted = _Weighted(torch.from_numpy(drawn), real)
+        largest = _largest_losses(outputs, seeds, size)
+        drawn = self.draw(lambda rng: _weights(size, rng, largest)).astype(bool)
+        weighted = _WeightedBackward(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not _differentiate(owner, outputs, weights, weighted):
                 return None
         self._mode.uses.woken = False
-        self._mode.uses.meet(weighted.uses)
+        self._mode.uses.record(weighted.uses)
         self.refuse(weighted.refusal)
-        return _Ordinary(self, weighted)
+        return _OrdinaryBackward(self, weighted)
 
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
@@ -359,7 +359,7 @@ class Proof:
             stacklevel=2,
         )
 
-    def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
+    def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
         """Record the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
         rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
@@ -368,7 +368,7 @@ class Proof:
         for position, value in enumerate(best[1:]):
             slot = (gate.index, position)
             if value:
-                uses.meet([slot])
+                uses.record([slot])
             if value == 2:
                 uses.prove([slot])
 
@@ -383,7 +383,7 @@ class CrossedBackward(Protocol):
 OFF = Proof(is_on=False)
 
 
-class _Resting:
+class _Idle:
     """Watches for new uses while no proof is running."""
 
     def __init__(self, proof: Proof) -> None:
@@ -394,7 +394,7 @@ class _Resting:
         if slot in uses.unproven:
             # A layer whose gradients were all zero may have nonzero ones now.
             uses.woken = uses.woken or bool(rows[0].any())
-        elif uses.samples and uses.meet([slot]):
+        elif uses.samples and uses.record([slot]):
             uses.restart()
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
@@ -411,7 +411,7 @@ class _Use:
     nonzero: Tensor
 
 
-class _Weighted:
+class _WeightedBackward:
     """Watches the backward in which some samples have weight 0.
 
     Attributes:
@@ -444,8 +444,8 @@ class _Weighted:
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
-    def look(self, rows: Tensor) -> _Use | None:
-        """Summarise the rows of a use; None for rows of another batch (refused elsewhere)."""
+    def summarize(self, rows: Tensor) -> _Use | None:
+        """Summarize the rows of a use; None for rows of another batch (refused elsewhere)."""
         rows = rows.detach()
         if not rows.ndim or len(rows) != len(self.weights):
             return None
@@ -459,7 +459,7 @@ class _Weighted:
         return _Use(summaries, (greatest != 0).cpu())
 
     def _see(self, slot: _Slot, layer: str, rows: Tensor) -> None:
-        use = self.look(rows)
+        use = self.summarize(rows)
         if use is None:
             return
         self.uses.setdefault(slot, []).append(use)
@@ -467,10 +467,10 @@ class _Weighted:
             self.refusal = _MIXED.format(layer=layer)
 
 
-class _Ordinary:
+class _OrdinaryBackward:
     """Watches the ordinary backward, and compares its rows with those of the weighted one."""
 
-    def __init__(self, proof: Proof, weighted: _Weighted) -> None:
+    def __init__(self, proof: Proof, weighted: _WeightedBackward) -> None:
         self._proof = proof
         self._weighted = weighted
         self._counts: dict[_Slot, int] = {}
@@ -486,7 +486,7 @@ class _Ordinary:
         self._counts[slot] = number + 1
         weighted = self._weighted
         expected = weighted.uses.get(slot, [])
-        use = weighted.look(rows[0])
+        use = weighted.summarize(rows[0])
         if use is None:
             self._is_foreign = True
             return
@@ -520,7 +520,7 @@ class _Ordinary:
         both = bool((weights & included).any()) and bool((~weights & included).any())
         samples = 0 if self._counted or not both else int(included.sum())
         self._counted = True
-        self._proof._settle(gate, samples, found)
+        self._proof._record_uses(gate, samples, found)
 
     def _refuse(self, text: str, layer: str) -> None:
         self._refusal = self._refusal or text.format(layer=layer)
@@ -564,7 +564,7 @@ def _differentiate(
     owner: ProvableBackward,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
-    watch: _Weighted,
+    watch: _WeightedBackward,
 ) -> bool:
     """Run the backward to the handles; the watch sees the gradients of handles too.
 
@@ -600,19 +600,19 @@ def _secret() -> int:
     return int.from_bytes(os.urandom(32), "little")
 
 
-def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -> np.ndarray:
+def _weights(size: int, rng: np.random.Generator, largest: Sequence[int] = ()) -> np.ndarray:
     """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
 
     The samples with the largest losses have weight 0: one of them may set a scale of the batch.
     """
     while True:
         weights = rng.integers(0, 2, size)
-        weights[list(loudest)] = 0
+        weights[list(largest)] = 0
         if size < 2 or 0 < weights.sum() < size:
             return weights
 
 
-def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
+def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
     """The few samples with the largest losses, or products of outputs and gradients."""
     sizes = torch.zeros(size, dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):

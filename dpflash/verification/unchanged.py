@@ -52,7 +52,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _State:
     """Last known state of a tensor."""
 
     tensor: Tensor
@@ -61,7 +61,7 @@ class _Seen:
     digest: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Seen:
+    def of(cls, tensor: Tensor) -> _State:
         return cls(tensor, _version(tensor), tensor.shape, _digest(tensor))
 
 
@@ -85,8 +85,8 @@ class Unchanged:
         self._allowed = {n for n, p in places.items() if n in allowed or id(p.tensor()) in ids}
         self._allowed_places = [places[name] for name in sorted(self._allowed)]
         self._places = {n: p for n, p in places.items() if n not in self._allowed}
-        self._seen = {
-            n: _Seen.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
+        self._states = {
+            n: _State.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
         }
         self._backwards = 0
 
@@ -140,35 +140,35 @@ class Unchanged:
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and id(tensor) in ids:
-                self._seen[name] = _Seen.of(tensor)
+                self._states[name] = _State.of(tensor)
 
     def moved(self, apart_from: Collection[str] = ()) -> None:
         """Accept all contents, after a change of device or dtype."""
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and name not in apart_from:
-                self._seen[name] = _Seen.of(tensor)
+                self._states[name] = _State.of(tensor)
 
     def allowed_contents(self) -> Contents:
         """Current contents of the tensors that may change."""
         return Contents(self._allowed_places)
 
     def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
-        tensor, seen = place.tensor(), self._seen.get(name)
+        tensor, seen = place.tensor(), self._states.get(name)
         if tensor is None:
             # A tensor that no longer exists cannot be released.
             return False
         if seen is not None and tensor is seen.tensor and not contents:
             if seen.version is not None and _version(tensor) == seen.version:
                 return False
-        now = _Seen.of(tensor)
+        now = _State.of(tensor)
         if seen is None or now.shape != seen.shape:
             # Outside of `state_dict` tables of angles and masks grow with the longest sequence.
             same = not place.is_public
         else:
             same = now.digest == seen.digest
         if same:
-            self._seen[name] = now
+            self._states[name] = now
         return not same
 
 
