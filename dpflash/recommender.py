@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -198,31 +199,29 @@ def recommend(
     patterns: Collection[type[Pattern]] | type[Pattern] | None = None,
     results: Results = None,
 ) -> Recommendation:
-    """The fastest attention pattern for one sample of this many tokens, by measurements.
+    """Recommend the fastest attention pattern for a sample of `tokens` tokens, by measurements.
 
     Patterns are different models: a sparse one is faster because it sees less. The answer shows
-    how many pairs each sees and, where it was measured, the held-out loss of a small model. Of
-    patterns as fast as the fastest within noise (95% intervals that overlap, or 5%) the one that
+    the pairs that each sees and, where it was measured, the held-out loss of a small model. Of
+    patterns as fast as the fastest within noise (overlapping 95% intervals, or 5%) the one that
     sees most is chosen, and never one whose last position cannot depend on all earlier ones.
 
-    Between measured T, time follows a straight line over the pattern's pairs and memory one
-    over T, in logarithms; beyond, the line of the nearest two, up to 4 times T. Both count as
-    proportional to heads * head_dim. Figures of one dtype only are ranked, and those of a quick
-    run only where no full one has the pattern near this T.
+    Time is interpolated over a pattern's pairs and memory over T, on straight lines in logarithms,
+    and extrapolated up to 4 times T. Both are proportional to heads * head_dim. Only figures of
+    one dtype are ranked, and figures of a quick run only if no full run is near.
 
     Args:
         tokens: T.
-        memory: bytes by which memory may grow during one call of attention, forward or with its
-            backward as `direction` says: the output, gradients of q, k and v, and temporaries.
-            q, k, v and the output's gradient exist before and do not count, nor does the rest of
-            a model. None for no limit.
+        memory: limit in bytes for the growth of memory during one call of attention: the output,
+            gradients of q, k and v, and temporaries. q, k, v and the output's gradient do not
+            count, nor does the rest of a model. None for no limit.
         causal: no query sees a later key.
         heads: H.
         head_dim: D.
         direction: "forward" or "forward+backward".
-        device: "cpu" or "cuda"; None for a GPU where torch finds one.
-        dtype: of q, k and v, such as "float32"; None for float32 on a CPU, where it was measured,
-            else for that in which most patterns were.
+        device: "cpu" or "cuda"; None for a GPU if torch finds one.
+        dtype: of q, k and v, such as "float32"; None for float32 on a CPU if it was measured, else
+            for the dtype of most patterns.
         patterns: classes of `dpflash.patterns` to choose from, or one; None for all.
         results: folders or JSON files of `dpflash bench`, of which `attention`, `variants` and
             `sequence` are read; None for the figures that come with the library.
@@ -231,8 +230,7 @@ def recommend(
         The choice with its expected time and memory, their sources, and the alternatives.
 
     Raises:
-        ValueError: nothing was measured near enough, nothing fits, or an argument of the wrong
-            type or range.
+        ValueError: nothing was measured near enough, nothing fits, or an argument is invalid.
     """
     _validate.positive_int(tokens=tokens, heads=heads, head_dim=head_dim)
     if isinstance(memory, str):
@@ -550,11 +548,11 @@ def _curves(runs: Sequence[_Run], asked: _Question, kinds: tuple[type, ...]) -> 
 
 
 def _near(curve: _Curve, asked: _Question, left_out: list[str]) -> _Curve:
-    """The one or two cases that the figures of a pattern at T come from; none where T is far."""
+    """The case at T, or the two whose line goes through T; none if T is out of reach."""
     ends = _ends([case for case in curve if not case.is_quick], asked) or _ends(curve, asked)
     try:
-        if ends:
-            ends[0].pattern.edges(asked.tokens, asked.heads)
+        for case in ends[:1]:
+            case.pattern.edges(asked.tokens, asked.heads)
     except ValueError as error:  # its blocks are listed for other heads or another T
         left_out.append(f"{ends[0].variant}: {error}")
         return []
@@ -562,8 +560,6 @@ def _near(curve: _Curve, asked: _Question, left_out: list[str]) -> _Curve:
 
 
 def _ends(curve: _Curve, asked: _Question) -> _Curve:
-    """The case at T, or the two whose line goes through T; none where T is out of reach."""
-
     def distance(case: _Case) -> float:
         return abs(math.log(case.width / asked.width))
 
@@ -573,28 +569,24 @@ def _ends(curve: _Curve, asked: _Question) -> _Curve:
             nearest.setdefault(case.tokens, case)
     if asked.tokens in nearest:
         return [nearest[asked.tokens]]
-    points = [nearest[tokens] for tokens in sorted(nearest)]
-    reach = min((abs(math.log(one.tokens / asked.tokens)) for one in points), default=math.inf)
-    if len(points) < 2 or reach > math.log(_TOKENS_REACH):
+    lengths = sorted(nearest)
+    is_near = any(1 / _TOKENS_REACH <= t / asked.tokens <= _TOKENS_REACH for t in lengths)
+    if len(lengths) < 2 or not is_near:
         return []
-    above = sum(point.tokens < asked.tokens for point in points)
-    begin = min(max(above - 1, 0), len(points) - 2)
-    return points[begin : begin + 2]
+    begin = min(max(bisect(lengths, asked.tokens) - 1, 0), len(lengths) - 2)
+    return [nearest[t] for t in lengths[begin : begin + 2]]
 
 
 def _dtypes(near: Sequence[_Curve], asked: _Question, is_cpu: bool) -> list[str]:
     """The dtype whose figures are ranked, then the others."""
-    counts = Counter(ends[0].dtype for ends in near)
-    by_count = sorted(counts, key=lambda dtype: (-counts[dtype], dtype))
-    first = asked.dtype or ("float32" if is_cpu else by_count[0])
-    if first in counts:
-        return [first, *(dtype for dtype in by_count if dtype != first)]
-    if asked.dtype is None:
-        return by_count
-    raise ValueError(
-        f"dtype={first!r}: measured near tokens={asked.tokens} were {', '.join(by_count)} only; "
-        f"{_WAY_OUT}"
-    )
+    found = [dtype for dtype, _ in Counter(sorted(ends[0].dtype for ends in near)).most_common()]
+    first = asked.dtype or ("float32" if is_cpu and "float32" in found else found[0])
+    if first not in found:
+        raise ValueError(
+            f"dtype={first!r}: measured near tokens={asked.tokens} were {', '.join(found)} only; "
+            f"{_WAY_OUT}"
+        )
+    return [first, *(dtype for dtype in found if dtype != first)]
 
 
 def _candidate(
@@ -604,13 +596,11 @@ def _candidate(
 
     def expected(sizes: Sequence[int], size: int, values: Sequence[float]) -> float:
         """The value at a size, on the line through one or two points in logarithms."""
-        scaled = [
-            asked.width / case.width * value for case, value in zip(ends, values, strict=True)
-        ]
-        if len(scaled) == 1:
-            return scaled[0]
-        (x0, x1), (y0, y1) = (map(math.log, pair) for pair in (sizes, scaled))
-        return math.exp(y0 + (y1 - y0) * (math.log(size) - x0) / (x1 - x0))
+        y = [asked.width / case.width * value for case, value in zip(ends, values, strict=True)]
+        if len(y) == 1:
+            return y[0]
+        slope = math.log(y[1] / y[0]) / math.log(sizes[1] / sizes[0])
+        return y[0] * (size / sizes[0]) ** float(slope)
 
     lengths = [case.tokens for case in ends]
     # Over its pairs the time of a pattern is a line at every length. Over T it is not: one that
