@@ -58,7 +58,7 @@ class PrivacyConfig:
         max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
             1e-30 and 1e30.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
-            epsilon). None where `make_private_with_epsilon` chooses it.
+            epsilon). None if `make_private_with_epsilon` chooses it.
         clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
             each with an equal part of C^2) or "per_block" (one for each 128 x 128 tile of a linear
             layer's weight and for each other parameter; C^2 is divided by number of elements).
@@ -305,7 +305,7 @@ def configs_of(
 
     Args:
         method: the method called, for messages.
-        privacy, performance: the objects passed; None where keywords are used.
+        privacy, performance: the objects passed; None if keywords are used.
         keywords: all other keywords of the call, UNSET where not passed; "unknown" holds those
             that the method does not have.
 

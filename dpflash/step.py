@@ -216,7 +216,7 @@ class ClippedSums:
 
     @property
     def grid(self) -> float | None:
-        """Exact sums are multiples of this number; None where sums are rounded."""
+        """Exact sums are multiples of this number; None if sums are rounded."""
         if not self.exact or not math.isfinite(self.bound):
             return None
         return grid_of(self.bound)
@@ -471,7 +471,7 @@ class PrivateStep(ClippedSums):
         self.discard()
 
     def leave_ranks(self) -> None:
-        """Go on as a process by itself: a forked child is none of the ranks."""
+        """Continue as a process by itself: a forked child is none of the ranks."""
         self.ranks = Ranks()
 
     # The last microbatch's backward
@@ -596,7 +596,7 @@ class PrivateStep(ClippedSums):
         )
 
     def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
-        """The event that the next release is charged as; None where it is already charged."""
+        """The event that the next release is charged as; None if it is already charged."""
         event = self._sampler.event(noise_multiplier)
         if self._sampler.sampler_name == "shuffled" and not new_epoch:
             # Batches of an epoch are disjoint, so the step with the least noise covers all.

@@ -13,7 +13,7 @@ class PublicFacts:
     """Properties of a run's batches that do not depend on who is in the dataset.
 
     Attributes:
-        slots: rows of each microbatch of each rank; None where batches have the sizes of the
+        slots: rows of each microbatch of each rank; None if batches have the sizes of the
             loader's own epochs, which are public as the dataset's size is.
         others: whether some batches, without slots, did not come from the private loader's own
             iteration.

@@ -33,7 +33,7 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function visibly mixes or sorts the entries of a batch.
 
-    The function is called about 30 times on entries of the dataset, or about 100 times where it
+    The function is called about 30 times on entries of the dataset, or about 100 times if it
     draws random numbers, for three seconds at most. Global random states are restored. Where
     DataLoader workers fetch the entries, these workers try it, see `TriedCollate`.
 
@@ -250,7 +250,7 @@ def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Whether two rows, or parts of them, are equal; None where their forms differ."""
+    """Whether two rows, or parts of them, are equal; None if their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):

@@ -118,7 +118,7 @@ class PrivateDataLoader(DataLoader):
     Args:
         rank_part: (number of this rank, number of ranks) that split each draw.
         public_size: determines rate, steps and divisor; None for the size of the dataset.
-        public_length: public length of dimension 1; None where none is declared.
+        public_length: public length of dimension 1; None if none is declared.
 
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs

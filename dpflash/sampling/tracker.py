@@ -166,7 +166,7 @@ class BatchTracker:
         return None if self.current is None else (self.current.draw, self.current.microbatch)
 
     def real_rows(self, rows: int) -> Tensor | None:
-        """`[rows]`: which rows of the current microbatch are samples; None where all rows are.
+        """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
 
         A batch with as many rows as the one released last may be that batch again, whose padding
         rows would count a sample twice.

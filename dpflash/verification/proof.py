@@ -289,7 +289,7 @@ class Proof:
             real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
 
         Returns:
-            A watch that compares the ordinary backward with it; None where it could not run.
+            A watch that compares the ordinary backward with it; None if it could not run.
 
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.

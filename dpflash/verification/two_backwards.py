@@ -95,7 +95,7 @@ class SecondBackward(FirstBackward):
         refuse_together(refusal, self._group, "the second backward", BackwardsDiffer)
 
     def _unequal(self, gate: WatchedGate) -> str | None:
-        """A message about the first parameter whose uses differ; None where none do."""
+        """A message about the first parameter whose uses differ; None if none do."""
         first, second = self._first.uses, self.uses
         found: list[tuple[int, Tensor]] = []
         # In order of arrival, so that the layer nearest to the losses is named.

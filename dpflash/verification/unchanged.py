@@ -227,7 +227,7 @@ def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[st
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Version counter of a tensor; None where it has none."""
+    """Version counter of a tensor; None if it has none."""
     return None if tensor.is_inference() else _here(tensor)._version
 
 

@@ -52,7 +52,7 @@ def refuse_together(
     """Raise on all ranks of a group if one of them refuses.
 
     Args:
-        refusal: why this rank refuses; None where it does not.
+        refusal: why this rank refuses; None if it does not.
         group: all of its ranks call this; None for a single process.
         name: of the exchange, for messages.
         error: class of the error.
