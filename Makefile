@@ -24,10 +24,10 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 	@out=runs/demo; n=1; while [ -e $$out ]; do n=$$((n+1)); out=runs/demo-$$n; done; \
 	  set -x; $(BIN)/dpflash train --out $$out
 
-test: $(STAMP) ## run every test that needs no GPU
+test: $(STAMP) ## run the tests that need no GPU, with some cases of the large grids
 	$(ONE_THREAD) $(PYTEST)
 
-test-all: $(STAMP) $(NEWEST)/.installed ## the same with all their cases, and the kernels again under the newest Triton
+test-all: $(STAMP) $(NEWEST)/.installed ## run all cases of all tests, and the kernels again under the newest Triton
 	$(ONE_THREAD) DPFLASH_FULL=1 $(PYTEST)
 	$(ONE_THREAD) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) tests/kernels
 

@@ -237,19 +237,13 @@ def is_small(request: Request) -> bool:
 
 
 def shape(
-    request: Request,
-    direction: str,
-    tokens: int,
-    batch: int,
-    heads: int,
-    *,
-    head_dim: int = 64,
-    causal: bool = False,
+    request: Request, direction: str, *size: int, head_dim: int = 64, causal: bool = False
 ) -> dict[str, Any]:
-    """The config of a row, but for its pattern; float16 on a GPU.
+    """The config of a row of T, B and H, but for its pattern.
 
-    A CPU multiplies float16 slowly, and gets float32.
+    float16 on a GPU; float32 on a CPU, which multiplies float16 slowly.
     """
+    tokens, batch, heads = size
     return {
         "direction": direction,
         "tokens": tokens,
@@ -295,10 +289,8 @@ def _plan(request: Request) -> Iterator[Comparison]:
             # On a CPU, only the first comparison lists the peers that need a GPU.
             and (is_cuda or number == 0 or peer not in _ON_GPUS)
         ]
-        batch = max(1, batch_tokens // tokens)
-        given = shape(
-            request, direction, tokens, batch, width // head_dim, head_dim=head_dim, causal=causal
-        )
+        size = tokens, max(1, batch_tokens // tokens), width // head_dim
+        given = shape(request, direction, *size, head_dim=head_dim, causal=causal)
         yield _comparison(pattern, peers, given)
     if is_cuda:
         for direction in DIRECTIONS:

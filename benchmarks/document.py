@@ -320,12 +320,6 @@ EXPONENTS = columns(
 )
 
 
-def exponent_table(section: str, title: str, note: str) -> Table:
-    """The table of a section of exponents."""
-    note += " The interval is that of the fit to the logarithms."
-    return Table(section, title, EXPONENTS, note)
-
-
 _TIME = (
     "median over the trials of one call, outliers beyond Tukey's fences left out, with the 95% "
     "interval of the median by order statistics; fewer than 6 trials have no such interval, and "

@@ -163,29 +163,30 @@ _TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES)
         "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
     ),
 }
-_SEQUENCE = page("sequence", _TABLES)
-_BATCH = page("batch", {"dilated_batch": _COLUMNS, "exponents": EXPONENTS})
+_SEQUENCE = page("sequence", {**private.SEQUENCE_TABLES, **_TABLES})
+_BATCH_TABLES = {**private.BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
 _MS = "median_ms: ms"
 
 SEQUENCE = Suite(
     name="sequence",
-    **{**_SEQUENCE, "tables": [*private.SEQUENCE_TABLES, *_SEQUENCE["tables"]]},
+    **_SEQUENCE,
     plan=_sequences,
     charts=[
-        *private.SEQUENCE_CHARTS,
+        private.SEQUENCE_CHART,
         *(
             chart(table.section, table.title, "tokens: T", _MS, "direction")
-            for table in _SEQUENCE["tables"][:3]
+            for table in _SEQUENCE["tables"]
+            if table.section in (FIXED, LONG, PROPORTIONAL)
         ),
     ],
     derive=_derive_sequences,
 )
 BATCH = Suite(
     name="batch",
-    **{**_BATCH, "tables": [*private.BATCH_TABLES, *_BATCH["tables"]]},
+    **page("batch", _BATCH_TABLES),
     plan=_batches,
     charts=[
-        *private.BATCH_CHARTS,
+        private.BATCH_CHART,
         chart(
             "dilated_batch",
             "Dilated attention by itself",

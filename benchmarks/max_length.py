@@ -6,6 +6,7 @@ sequence.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ import torch
 from dpflash.patterns import SlidingWindow
 
 from . import output as results
-from .attention import DIRECTIONS, LONGNET, case_subject
-from .attention_cases import TOLERANCES
+from .attention import DIRECTIONS, LONGNET, goes_backward, operator_subject
+from .attention_cases import TOLERANCES, Case
 from .document import Row, chart, columns, why_not
-from .isolated import Failed, OutOfMemory, OutOfTime, brief, run_isolated
+from .isolated import Failed, OutOfMemory, OutOfTime, run_isolated
 from .memory import device_memory, peak_growth
-from .suite import Part, Request, Subject, Suite, Unsupported
+from .peers import build_run
+from .suite import Part, Request, Suite, refuse
 from .suite_pages import page
 from .timing import Stopwatch
 from .variants import VARIANTS, Variant, fixed
@@ -69,19 +71,23 @@ def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
     """Checks a variant of SEARCHED at a small T, then calls it once, causal and with B = 1."""
-    own, where = SEARCHED[variant], torch.device(device)
-
-    def subject(tokens: int, heads: int) -> Subject:
-        shape: Any = {"tokens": tokens, "batch": 1, "heads": heads, "head_dim": _HEAD_DIM}
-        shape |= {"dtype": dtype, "device": device}
-        pattern = own.pattern(tokens, True)
-        return case_subject(pattern, own.operator, direction=direction, seed=seed, **shape)
-
-    error, seconds = subject(_CHECKED_TOKENS, _CHECKED_HEADS).error(), 0.0
+    own, where, backward = SEARCHED[variant], torch.device(device), goes_backward(direction)
+    case = Case(own.pattern(tokens, True), tokens, 1, _HEADS, _HEAD_DIM, dtype, device)
+    small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
+    error = operator_subject(small, own.operator, direction, seed).error()
+    run, seconds = build_run(own.operator, case), 0.0
 
     def whole() -> None:
         nonlocal seconds
-        seconds = _seconds(subject(tokens, _HEADS).step, where)
+        inputs = case.inputs(seed, with_do=backward)
+
+        def call() -> None:
+            with torch.set_grad_enabled(backward):
+                o = run(*inputs[:3])
+            if backward:
+                torch.autograd.grad(o, inputs[:3], inputs[3])
+
+        seconds = _seconds(call, where)
 
     peak = peak_growth(whole, where)
     return Measured(error, seconds, peak)
@@ -98,17 +104,17 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def search(why_not: Callable[[int], str | None], first: int, ceiling: int) -> Found:
+def search(why_failed: Callable[[int], str | None], first: int, ceiling: int) -> Found:
     """Doubles or halves T until calls begin to fail, then bisects.
 
     Args:
-        why_not: makes a call with this T, and returns why it failed or None.
+        why_failed: makes a call with this T, and returns why it failed or None.
         first: T of the first call.
         ceiling: the largest T that is tried.
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
-        failure = why_not(tokens)
+        failure = why_failed(tokens)
         if failure is None:
             good = tokens
             if good == ceiling:
@@ -175,22 +181,20 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
 
     try:
         found = search(failure, first, ceiling)
-    except Unsupported as reason:
-        return {**row, "needs": str(reason)}
     except _WrongResult as wrong_result:
         return {**row, "correct": False, "error": wrong_result.args[0]}
     except Exception as error:
-        return {**row, "correct": False, "failure": brief(error)}
-    row.update(
-        max_tokens=found.tokens, failed_tokens=found.failed_tokens, stopped_by=found.stopped_by
-    )
+        refuse(row, error)
+        return row
+    longest, shortest, stopped_by = found
+    row.update(max_tokens=longest, failed_tokens=shortest, stopped_by=stopped_by)
     if calls:
         row.update(correct=True, error=max(one.error for one in calls.values()))
-    if found.tokens is not None:
-        _, seconds, peak = calls[found.tokens]
+    if longest is not None:
+        _, seconds, peak = calls[longest]
         row.update(call_seconds=seconds, peak_memory_mb=peak)
         if peak is not None:
-            row["bytes_per_token"] = peak * 2**20 / found.tokens
+            row["bytes_per_token"] = peak * 2**20 / longest
     return row
 
 

@@ -15,7 +15,7 @@ from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, conf
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
-from .suite import Comparison, Measurement, Part, Request, Subject, Suite, not_measured
+from .suite import Comparison, Part, Request, Subject, Suite, compared, not_measured
 from .suite_pages import page
 from .work import count_work
 
@@ -70,21 +70,16 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
         physical = min(batch, max(2, _PHYSICAL[request.where.type] // tokens // (heads // 8 or 1)))
         name = f"B{batch}-T{tokens}-H{heads}-D{head_dim}"
         shape = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
-        levels = [
-            Measurement(
-                f"optimize/{name}/{level}",
-                optimize_subject,
-                {"level": level, "batch": batch, "physical_batch": physical, **shape},
-                {"section": "levels"},
-            )
-            for level in LEVELS
-        ]
+        given = {"batch": batch, "physical_batch": physical, **shape}
+        levels = compared(
+            f"optimize/{name}", optimize_subject, "level", LEVELS, given, "levels", "none"
+        )
         same = names.setdefault((physical, *shape.values()), name)
         if same == name:
-            yield Comparison(levels, baseline=f"optimize/{name}/none")
+            yield levels
         else:
             reason = f"a larger physical batch: here its step would be the one of {same} again"
-            yield not_measured(levels, reason)
+            yield not_measured(levels.measurements, reason)
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

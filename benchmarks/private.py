@@ -8,9 +8,12 @@ T tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import losses
 from dpflash.accounting import get_noise_multiplier
 from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.grad_rules.convert import make_groups
 from dpflash.kernels import gaussian_noise_
-from dpflash.nn import LinearCrossEntropy
 
-from .private_tasks import VOCABULARY, Task, built, bytes_task, lm, make_task
+from .private_tasks import Task, ghost_task, head_task, lm, make_task
 from .suite import Subject, Unsupported, worst
 from .timing import Step
 from .work import Work, count_work
@@ -121,45 +122,35 @@ def make_training(
     """
     model = task.build()
     optimizer = optimize(list(model.parameters()))
-    loader = DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch)
+    loader: Iterable[Any] = DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch)
+    given: dict[str, Any] = {"module": model, "optimizer": optimizer, "data_loader": loader}
+    given.update(noise_multiplier=noise_multiplier, max_grad_norm=MAX_GRAD_NORM)
+    losses, engine = task.losses, None
+    backward: Callable[[Tensor], object] = _backward
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if provider in OPACUS:
-        return _opacus(task, provider, model, optimizer, loader, noise_multiplier)
-    if provider == NONPRIVATE:
-        batches = endless(loader)
-
-        def plain_step() -> None:
-            x, y = next(batches)
-            task.losses(model, x, y).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Training(plain_step)
-    options: dict[str, Any]
-    if is_level := provider.startswith("optimize-"):
-        options = {"optimize": provider.removeprefix("optimize-")}
-    else:
-        _, clipping, *mode = provider.split("-")
-        options = {"clipping": clipping, "grad_sample_mode": _MODES[mode[0] if mode else "auto"]}
-    engine = PrivacyEngine()
-    private, private_optimizer, private_loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=MAX_GRAD_NORM,
+        model, optimizer, loader, losses = _make_opacus(task, provider.split("-")[1], given)
+        context = functools.partial(_inside_opacus, provider.endswith("-registered"))
+    elif provider != NONPRIVATE:
+        kind, clipping, *mode = provider.split("-")
+        if kind == "optimize":
+            given["optimize"] = clipping
+            # A level sets autocast itself.
+            losses = replace(task, dtype="float32").losses
+        else:
+            given.update(clipping=clipping, grad_sample_mode=_MODES[mode[0] if mode else "auto"])
+        engine = PrivacyEngine()
+        backward = engine.backward
         # The checks of the first batch are no part of a step.
-        verify_first_batch=False,
-        **options,
-    )
-    private_batches = endless(private_loader)
+        model, optimizer, loader = engine.make_private(**given, verify_first_batch=False)
+    batches = endless(loader)
 
     def step() -> None:
-        x, y = next(private_batches)
-        # A level sets autocast itself.
-        found = task.loss(private(x), y) if is_level else task.losses(private, x, y)
-        engine.backward(found)
-        private_optimizer.step()
-        private_optimizer.zero_grad()
+        x, y = next(batches)
+        with context():
+            backward(losses(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
 
     return Training(step, engine)
 
@@ -283,77 +274,60 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-class _SampleMean(nn.Module):
+def _backward(losses: Any) -> None:
+    """The backward of the mean of losses, or of a loss that Opacus wrapped."""
+    (losses.mean() if isinstance(losses, Tensor) else losses).backward()
+
+
+class _SampleMean:
     """A task's loss as Opacus wants it: reduction "mean" over samples, or "none"."""
 
+    reduction = "mean"
+
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.reduction = "mean"
         self._loss = loss
 
-    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
         found = self._loss(output, y)
         return found if self.reduction == "none" else found.mean()
 
 
-def _opacus(
-    task: Task,
-    provider: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    noise_multiplier: float,
-) -> Training:
+def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Opacus' model, optimizer, loader, and the loss of (model, x, y), which has a backward."""
     try:
         import opacus
     except ImportError:
         raise Unsupported("Opacus: pip install opacus") from None
-    mode = provider.split("-")[1]
-    with _quiet():
-        parts = opacus.PrivacyEngine(accountant="rdp").make_private(
-            module=model,
-            optimizer=optimizer,
-            criterion=_SampleMean(task.loss),
-            data_loader=loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=MAX_GRAD_NORM,
-            grad_sample_mode=mode,
+    criterion: Any = _SampleMean(task.loss)
+    with _inside_opacus():
+        model, optimizer, *rest, loader = opacus.PrivacyEngine(accountant="rdp").make_private(
+            **given, criterion=criterion, grad_sample_mode=mode
         )
-    private, private_optimizer, private_loader = parts[0], parts[1], parts[-1]
-    criterion = _SampleMean(task.loss) if mode == "hooks" else parts[2]
-    batches = endless(private_loader)
-    is_registered = provider.endswith("-registered")
+    if mode == "ghost":
+        (criterion,) = rest
 
-    def step() -> None:
-        x, y = next(batches)
-        with _quiet(), _registered() if is_registered else contextlib.nullcontext():
-            with task.precision():
-                output = private(x)
-            criterion(output, y).backward()
-        private_optimizer.step()
-        private_optimizer.zero_grad()
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        with task.precision():
+            output = model(x)
+        return criterion(output, y)
 
-    return Training(step)
+    return model, optimizer, loader, loss
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Ignores the warnings of Opacus about its noise, and of torch about Opacus' hooks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _registered() -> Iterator[None]:
-    """Registers dpflash's norms with Opacus, inside the block only."""
+def _inside_opacus(is_registered: bool = False) -> Iterator[None]:
+    """Ignores warnings about Opacus' noise and hooks; in it dpflash's norms may be registered."""
     from dpflash.integrations import opacus as integration
 
-    integration.register()
-    try:
-        yield
-    finally:
-        integration.unregister()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if is_registered:
+            integration.register()
+        try:
+            yield
+        finally:
+            if is_registered:
+                integration.unregister()
 
 
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
@@ -369,31 +343,19 @@ def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
 
 
 def noise_subject(
-    *,
-    provider: str,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int,
-    dtype: str,
-    device: str,
-    seed: int,
+    *, provider: str, batch: int, dtype: str, device: str, seed: int, **shape: int
 ) -> Subject:
     """One of ALONE on sums of the shapes of the lm's parameters; batch and dtype do not matter."""
-    model = lm(tokens, heads, head_dim, layers).to(device)
+    model = lm(**shape).to(device)
     sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
     copies = [torch.ones_like(total) for total in sums]
     generator = torch.Generator(device).manual_seed(seed)
-    key, number = seed.to_bytes(32, "little"), 0
+    key, numbers = seed.to_bytes(32, "little"), itertools.count(1)
 
     def secure() -> None:
-        nonlocal number
-        number += 1
+        each: dict[str, Any] = {"std": 1.0, "grid": 2.0**-30, "key": key, "step": next(numbers)}
         for parameter_id, total in enumerate(sums):
-            gaussian_noise_(
-                total, std=1.0, grid=2.0**-30, key=key, step=number, parameter_id=parameter_id
-            )
+            gaussian_noise_(total, parameter_id=parameter_id, **each)
 
     def plain() -> None:
         for total in sums:
@@ -408,12 +370,12 @@ def noise_subject(
     def error() -> float:
         before = [total.clone() for total in sums]
         step()
-        if provider == "copy-alone":
+        if step is copy:
             pairs = zip(copies, sums, strict=True)
             return worst(float((one - other).abs().max()) for one, other in pairs)
         return off_standard_normal([total - old for total, old in zip(sums, before, strict=True)])
 
-    return Subject(step, error, 0.0 if provider == "copy-alone" else _NOISE_TOLERANCE)
+    return Subject(step, error, 0.0 if step is copy else _NOISE_TOLERANCE)
 
 
 def off_standard_normal(noise: Sequence[Tensor]) -> float:
@@ -422,66 +384,25 @@ def off_standard_normal(noise: Sequence[Tensor]) -> float:
     return worst((abs(float(values.mean())), abs(float(values.std()) - 1)))
 
 
-def ghost_subject(
-    *, provider: str, batch: int, tokens: int, width: int, layers: int, device: str, seed: int
-) -> Subject:
-    """A step of an embedding, layers (LayerNorm, Linear, GELU) and a head, without attention."""
-
-    def make() -> nn.Module:
-        parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
-        for _ in range(layers):
-            parts += [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()]
-        return nn.Sequential(*parts, nn.Linear(width, VOCABULARY))
-
-    return subject_of(bytes_task(make, batch, tokens, "float32", device, seed), provider)
+def ghost_subject(*, provider: str, **task: Any) -> Subject:
+    """A step of a model without attention; `task` is given to `private_tasks.ghost_task`."""
+    return subject_of(ghost_task(**task), provider)
 
 
-def head_subject(
-    *,
-    head: str,
-    provider: str,
-    batch: int,
-    tokens: int,
-    classes: int,
-    width: int,
-    device: str,
-    seed: int,
-) -> Subject:
-    """A step of a language model's head, with the gradient of its input `[batch, tokens, width]`.
-
-    head is "dense" (a linear layer and its logits) or "chunked" (`LinearCrossEntropy`).
-    """
-    is_chunked = head == "chunked"
-
-    def make() -> nn.Module:
-        if is_chunked:
-            return LinearCrossEntropy(width, classes)
-        return nn.Linear(width, classes, bias=False)
-
-    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        output: Tensor = model(x, y) if is_chunked else model(x)
-        return output
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return output if is_chunked else losses.cross_entropy(output, y)
-
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, tokens, width, generator=generator)
-    y = torch.randint(0, classes, (batch, tokens), generator=generator)
-    task = Task(built(make, device, seed), x.to(device), y.to(device), loss, forward)
-    return subject_of(task, provider)
+def head_subject(*, provider: str, **task: Any) -> Subject:
+    """A step of a language model's head; `task` is given to `private_tasks.head_task`."""
+    return subject_of(head_task(**task), provider)
 
 
 def epsilon_subject(
     *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, **task: Any
 ) -> Subject:
     """A step with the noise multiplier with which a run of such steps has this epsilon."""
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        sample_rate=sample_rate,
-        steps=steps,
-    )
-    subject = private_subject(model="lm", provider=AUTO, noise_multiplier=noise_multiplier, **task)
-    return replace(subject, figures={"noise_multiplier": noise_multiplier})
+    run: dict[str, Any] = {
+        "target_delta": target_delta,
+        "sample_rate": sample_rate,
+        "steps": steps,
+    }
+    noise = get_noise_multiplier(target_epsilon=target_epsilon, **run)
+    subject = private_subject(model="lm", provider=AUTO, noise_multiplier=noise, **task)
+    return replace(subject, figures={"noise_multiplier": noise})

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import output as results
 from .document import (
+    EXPONENTS,
     FIGURES,
     LEAST_SIZES,
     ROOFS,
-    Chart,
-    Table,
-    column,
-    config,
-    exponent_table,
+    Column,
+    chart,
+    columns,
     fitted_row,
 )
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
-from .suite import Comparison, Measurement, Request, Row, needs, of_section
+from .suite import Comparison, Request, Row, compared, of_section
 
 PRIVATE = AUTO
 BATCHES = (1, 3, 5, 10, 19, 35, 64)
@@ -32,59 +30,52 @@ _CPU_LIMIT_MB = 8.0 * 1024
 _GPU_FRACTION = 0.8
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """One size of a curve."""
-
-    batch: int
-    tokens: int
-    heads: int
-    head_dim: int
-
-
-Curves = Mapping[str, Sequence[_Shape]]
+# B, T, heads and head dim.
+_Shape = tuple[int, int, int, int]
+_Curves = Mapping[str, Sequence[_Shape]]
 
 
 def batch_plan(request: Request) -> Iterator[Comparison]:
     """Steps at each batch size, private beside nonprivate; section "private_batch"."""
-    curves: Curves = {
-        f"seq{tokens}_h{heads}_d{dim}": [_Shape(batch, tokens, heads, dim) for batch in BATCHES]
+    curves: _Curves = {
+        f"seq{tokens}_h{heads}_d{dim}": [(batch, tokens, heads, dim) for batch in BATCHES]
         for tokens, heads, dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
     }
     if request.quick:
-        curves = {"seq128_h4_d32": [_Shape(batch, 128, 4, 32) for batch in (1, 3, 10)]}
+        curves = {"seq128_h4_d32": [(batch, 128, 4, 32) for batch in (1, 3, 10)]}
     yield from _plan("private_batch", curves, (NONPRIVATE, PRIVATE), request)
 
 
 def sequence_plan(request: Request) -> Iterator[Comparison]:
     """Private steps at each number of tokens; section "private_sequence"."""
-    curves: Curves = {
-        f"b16_h{heads}_d{dim}": [_Shape(16, tokens, heads, dim) for tokens in TOKENS]
+    curves: _Curves = {
+        f"b16_h{heads}_d{dim}": [(16, tokens, heads, dim) for tokens in TOKENS]
         for heads, dim in ((12, 64), (16, 64), (20, 80))
     }
     if request.quick:
-        curves = {"b4_h4_d32": [_Shape(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
+        curves = {"b4_h4_d32": [(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
     yield from _plan("private_sequence", curves, (PRIVATE,), request)
 
 
 def _plan(
-    section: str, curves: Curves, providers: Sequence[str], request: Request
+    section: str, curves: _Curves, providers: Sequence[str], request: Request
 ) -> Iterator[Comparison]:
     dtype = "bfloat16" if request.where.type == "cuda" else "float32"
     limit = memory_limit_mb(request)
     for curve, shapes in curves.items():
-        for shape in shapes:
-            measurements = [
-                Measurement(
-                    f"{section}/{curve}/B{shape.batch}-T{shape.tokens}/{provider}",
-                    private_subject,
-                    {"model": "attention", "provider": provider, **asdict(shape), "dtype": dtype},
-                    {"section": section, "curve": curve, "memory_limit_mb": limit},
-                )
-                for provider in providers
-            ]
-            baseline = measurements[0].name if measurements[1:] else None
-            yield Comparison(measurements, baseline, curve=f"{section}/{curve}")
+        for batch, tokens, heads, head_dim in shapes:
+            given = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
+            yield compared(
+                f"{section}/{curve}/B{batch}-T{tokens}",
+                private_subject,
+                "provider",
+                providers,
+                {"model": "attention", **given, "dtype": dtype},
+                section=section,
+                baseline=providers[0] if providers[1:] else None,
+                columns={"curve": curve, "memory_limit_mb": limit},
+                curve=f"{section}/{curve}",
+            )
 
 
 def memory_limit_mb(request: Request) -> float:
@@ -98,14 +89,10 @@ def derive_batch(rows: Sequence[Row]) -> Iterator[Row]:
     found = list(of_section(rows, "private_batch"))
     optimal = []
     for curve, own in _curves(found).items():
-        section = "private_batch_exponent"
-        yield fitted_row(
-            f"{section}/{curve}", own, "batch", "tokens_per_s", section=section, curve=curve
-        )
+        yield _exponent("private_batch_exponent", curve, own, "batch", "tokens_per_s")
         best = optimal_batch("private_batch_optimal", curve, own)
         yield best
-        if best["batch"] is not None:
-            optimal.append(best)
+        optimal += [best] if best["batch"] is not None else []
     if optimal:
         mean = sum(row["batch"] for row in optimal) / len(optimal)
         each = ", ".join(f"{row['batch']} ({row['curve']}{_untried(row)})" for row in optimal)
@@ -127,8 +114,7 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
     """The exponent of time in tokens of each curve."""
     exponents = []
     for curve, own in _curves(of_section(rows, "private_sequence")).items():
-        section = "private_sequence_exponent"
-        row = fitted_row(f"{section}/{curve}", own, "tokens", section=section, curve=curve)
+        row = _exponent("private_sequence_exponent", curve, own, "tokens", "median_ms")
         yield row
         if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
             low, high = row["exponent_ci95"]
@@ -136,6 +122,10 @@ def derive_sequence(rows: Sequence[Row]) -> Iterator[Row]:
     if exponents:
         text = f"The time of a private step grows with the tokens to the power {exponents[0]}"
         yield insight("private_sequence/exponent", ", ".join([text, *exponents[1:]]) + ".")
+
+
+def _exponent(section: str, curve: str, rows: Sequence[Row], size: str, value: str) -> Row:
+    return fitted_row(f"{section}/{curve}", rows, size, value, section=section, curve=curve)
 
 
 def _curves(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -151,26 +141,22 @@ def optimal_batch(section: str, curve: str, rows: Sequence[Row]) -> Row:
     """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
     limit = rows[0]["memory_limit_mb"]
     measured = {row["config"]["batch"]: row for row in rows if row.get("tokens_per_s") is not None}
-    fitting = {
+    speeds = {
         batch: row["tokens_per_s"]
         for batch, row in measured.items()
         if row["peak_memory_mb"] is None or row["peak_memory_mb"] <= limit
     }
-    columns: dict[str, Any] = {
+    best = [b for b, speed in speeds.items() if speed >= _CLOSE * max(speeds.values())]
+    found = {
         "section": section,
         "curve": curve,
         "memory_limit_mb": limit,
         "not_measured": [b for row in rows if (b := row["config"]["batch"]) not in measured],
-        "batch": None,
-        "tokens_per_s": None,
+        "batch": min(best, default=None),
+        "tokens_per_s": speeds[min(best)] if best else None,
     }
-    name = f"{section}/{curve}"
-    if not fitting:
-        return needs(name, {}, "a size that was measured and fits the limit", **columns)
-    most = max(fitting.values())
-    batch = min(batch for batch, speed in fitting.items() if speed >= _CLOSE * most)
-    columns.update(batch=batch, tokens_per_s=fitting[batch])
-    return results.row(name, {}, **columns)
+    lacking = {} if best else {"needs": "a size that was measured and fits the limit"}
+    return results.row(f"{section}/{curve}", {}, **found, **lacking)
 
 
 def insight(name: str, text: str, **numbers: float) -> Row:
@@ -199,77 +185,20 @@ def _not_measured(row: Mapping[str, Any]) -> str:
     return ", ".join(str(size) for size in row["not_measured"]) or "none"
 
 
-OPTIMAL = (
-    column("curve"),
-    column("batch", "optimal batch"),
-    column("tokens_per_s", "tokens/s"),
-    column("memory_limit_mb", "memory limit MiB"),
-    ("not measured", _not_measured),
+OPTIMAL = columns(
+    "curve | batch: optimal batch | tokens_per_s: tokens/s | memory_limit_mb: memory limit MiB",
+    [("not measured", _not_measured)],
 )
-OPTIMAL_NOTE = (
-    "The smallest batch whose tokens/s are within 5% of the most, among those that were "
-    "measured and whose peak memory is within the limit (8 GiB on a CPU, 80% of a GPU's). "
-    "Batches that were not measured might be faster."
-)
-_STEP = (
-    "A step is loader, forward, backward, clipping, noise and AdamW, of one layer of causal "
-    "attention with its projections; a curve is named by its samples (b) or tokens (seq), heads "
-    "(h) and head dim (d)."
-)
-BATCH_TABLES = (
-    Table(
-        "private_batch",
-        "One private training step of causal attention, by batch",
-        (
-            column("curve"),
-            config("batch"),
-            config("provider"),
-            *FIGURES,
-            ("time over nonprivate", shown_overhead),
-            *ROOFS,
-        ),
-        _STEP,
-    ),
-    exponent_table(
-        "private_batch_exponent",
-        "Private tokens/s grow with the batch to the power",
-        "0: a larger batch is no faster; 1: the time does not depend on it.",
-    ),
-    Table(
-        "private_batch_optimal",
-        "Optimal batch",
-        OPTIMAL,
-        OPTIMAL_NOTE,
-    ),
-)
-BATCH_CHARTS = (
-    Chart(
-        "private_batch",
-        "Private training step of attention",
-        config("batch"),
-        column("tokens_per_s", "tokens/s"),
-        lambda row: f"{row['curve']} {row['config']['provider']}",
-    ),
-)
-SEQUENCE_TABLES = (
-    Table(
-        "private_sequence",
-        "One private training step of causal attention, by tokens of a sample",
-        (column("curve"), config("tokens"), *FIGURES, *ROOFS),
-        _STEP,
-    ),
-    exponent_table(
-        "private_sequence_exponent",
-        "The time of a private step grows with the tokens to the power",
-        "Between 1, the projections, and 2, the pairs of dense attention.",
-    ),
-)
-SEQUENCE_CHARTS = (
-    Chart(
-        "private_sequence",
-        "Private training step of attention",
-        config("tokens"),
-        column("median_ms", "ms"),
-        lambda row: row["curve"],
-    ),
-)
+OVER_NONPRIVATE: Column = ("time over nonprivate", shown_overhead)
+BATCH_TABLES = {
+    "private_batch": columns("curve | batch | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
+    "private_batch_exponent": EXPONENTS,
+    "private_batch_optimal": OPTIMAL,
+}
+SEQUENCE_TABLES = {
+    "private_sequence": columns("curve | tokens", FIGURES, ROOFS),
+    "private_sequence_exponent": EXPONENTS,
+}
+_TITLE = "Private training step of attention"
+BATCH_CHART = chart("private_batch", _TITLE, "batch", "tokens_per_s: tokens/s", "curve provider")
+SEQUENCE_CHART = chart("private_sequence", _TITLE, "tokens", "median_ms: ms", "curve")

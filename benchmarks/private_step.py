@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Column, Table, column, config
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, chart, column, columns, config, ratio
 from .private import (
     ALONE,
     AUTO,
@@ -20,14 +20,15 @@ from .private import (
 )
 from .private_scaling import (
     OPTIMAL,
-    OPTIMAL_NOTE,
+    OVER_NONPRIVATE,
     insight,
     memory_limit_mb,
     optimal_batch,
     overhead,
     shown_overhead,
 )
-from .suite import Build, Comparison, Measurement, Request, Row, Suite, needs, of_section
+from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
+from .suite_pages import page
 from .timing import Ratio, speedup
 
 # Libraries that are not measured, and why.
@@ -47,13 +48,11 @@ def _lm(batch: int, tokens: int, heads: int, head_dim: int, layers: int) -> _Sha
 
 
 _QUICK_LM = _lm(4, 128, 2, 32, 1)
-_ALL = (NONPRIVATE, *DPFLASH, *OPACUS[:2])
+_PEERS = OPACUS[:2]  # registered, Opacus runs with dpflash's norms, and is no peer
+_ALL = (NONPRIVATE, *DPFLASH, *_PEERS)
 # Without those that short sequences show to be slow; they take minutes on long ones.
-_SOME = tuple(
-    name
-    for name in _ALL
-    if name not in ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", OPACUS[1])
-)
+_SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", "opacus-ghost")
+_SOME = tuple(name for name in _ALL if name not in _SLOW)
 _STEPS: Mapping[str, Sequence[tuple[_Shape, Sequence[str]]]] = {
     "quick": [(_QUICK_LM, _ALL)],
     "cpu": [(_lm(16, 256, 8, 32, 2), _ALL), (_lm(4, 2048, 8, 32, 2), _SOME)],
@@ -93,23 +92,26 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequenc
         for name, reason in ABSENT.items()
     ]
     for tokens in _GHOST_TOKENS[size]:
-        shape: _Shape = {"batch": 1, "tokens": tokens, "width": 256, "layers": 2}
-        rows = [
-            _row("ghost", f"ghost/T{tokens}/{name}", ghost_subject, name, shape)
-            for name in (NONPRIVATE, *OPACUS[1:])
-        ]
-        yield Comparison(rows, f"ghost/T{tokens}/opacus-ghost")
+        yield compared(
+            f"ghost/T{tokens}",
+            ghost_subject,
+            "provider",
+            (NONPRIVATE, *OPACUS[1:]),
+            {"batch": 1, "tokens": tokens, "width": 256, "layers": 2},
+            section="ghost",
+            baseline="opacus-ghost",
+            peers=_PEERS,
+        )
     batch, tokens, classes = _HEADS[size]
-    shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
+    shape: _Shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
     for family, members in HEAD_FAMILIES.items():
+        columns = {"section": "head", "family": family}
         rows = [
-            _row(
-                "head",
+            Measurement(
                 f"head/{head}-{name}",
                 head_subject,
-                name,
-                {"head": head, **shape},
-                family=family,
+                {"provider": name, "head": head, **shape},
+                columns,
             )
             for head, name in members
         ]
@@ -117,47 +119,49 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequenc
     shape, batches = _THROUGHPUT[size]
     for batch in batches:
         yield throughput({**shape, "batch": batch, **dtype}, memory_limit_mb(request))
+    section = "throughput_epsilon"
     rows = [
         Measurement(
-            f"throughput_epsilon/{epsilon:g}",
+            f"{section}/{epsilon:g}",
             epsilon_subject,
             {"target_epsilon": epsilon, **_RUN, **shape, **dtype},
-            {"section": "throughput_epsilon"},
+            {"section": section},
         )
         for epsilon in EPSILONS
     ]
     yield Comparison(rows, rows[0].name)
 
 
-def _row(
-    section: str, name: str, subject: Build, provider: str, rest: _Shape, **columns: Any
-) -> Measurement:
-    # Registered, Opacus runs with dpflash's norms, and is no peer.
-    peer = {"peer": True} if provider in OPACUS[:2] else {}
-    given = {"provider": provider, **rest}
-    return Measurement(name, subject, given, {"section": section, **columns, **peer})
-
-
 def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
     """A whole step by each provider, and the noise by itself."""
     name = f"B{shape['batch']}-T{shape['tokens']}"
-    model = {"model": "lm", **shape}
-    rows = [
-        _row("step", f"step/{name}/{one}", private_subject, one, model, shape=name)
-        for one in providers
-    ]
-    rows += [
-        _row("step", f"step/{name}/{one}", noise_subject, one, shape, shape=name) for one in ALONE
-    ]
-    return Comparison(rows, rows[0].name)
+    whole, alone = (
+        compared(
+            f"step/{name}",
+            build,
+            "provider",
+            names,
+            given,
+            section="step",
+            baseline=providers[0],
+            peers=_PEERS,
+            columns={"shape": name},
+        )
+        for build, names, given in (
+            (private_subject, providers, {"model": "lm", **shape}),
+            (noise_subject, ALONE, shape),
+        )
+    )
+    return Comparison([*whole.measurements, *alone.measurements], whole.baseline)
 
 
 def throughput(shape: _Shape, limit: float) -> Comparison:
     """A step of dpflash at one batch size."""
-    name = f"throughput_batch/B{shape['batch']}-T{shape['tokens']}"
-    model = {"model": "lm", **shape}
     section = "throughput_batch"
-    return Comparison([_row(section, name, private_subject, AUTO, model, memory_limit_mb=limit)])
+    name = f"{section}/B{shape['batch']}-T{shape['tokens']}"
+    given = {"provider": AUTO, "model": "lm", **shape}
+    columns = {"section": section, "memory_limit_mb": limit}
+    return Comparison([Measurement(name, private_subject, given, columns)])
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
@@ -167,7 +171,7 @@ def _derive(rows: Sequence[Row]) -> Iterator[Row]:
     for shape, own in shapes.items():
         yield from _best_clipping(shape, own)
         yield from _beside_opacus(shape, own)
-    yield from _register_gains(rows)
+    yield from _register_gain(rows)
     yield from _head_memory(rows)
     yield from _batch_and_epsilon(rows)
 
@@ -208,7 +212,7 @@ def _best_clipping(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
 
 
 def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
-    for peer in OPACUS[:2]:
+    for peer in _PEERS:
         if AUTO in own and peer in own:
             times = _times(own[peer], own[AUTO])
             low, high = times.ci95
@@ -216,21 +220,19 @@ def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
             yield insight(f"{peer}/{shape}", text, ratio=times.median, low=low, high=high)
 
 
-def _register_gains(rows: Sequence[Row]) -> Iterator[Row]:
-    gains = {
-        row["config"]["tokens"]: row
+def _register_gain(rows: Sequence[Row]) -> Iterator[Row]:
+    registered = [
+        row
         for row in _timed(rows, "ghost")
         if row["config"]["provider"] == OPACUS[2] and row.get("speedup") is not None
-    }
-    if gains:
-        tokens = max(gains)
-        gain = gains[tokens]["speedup"]
-        low, high = gains[tokens]["speedup_ci95"]
+    ]
+    if registered:
+        row = max(registered, key=lambda row: row["config"]["tokens"])
         text = (
-            f"register() makes Opacus' ghost clipping {gain:.2f} [{low:.2f}, {high:.2f}] times "
-            f"as fast at T = {tokens}."
+            f"register() makes Opacus' ghost clipping {ratio(row)} times as fast "
+            f"at T = {row['config']['tokens']}."
         )
-        yield insight("register", text, speedup=gain)
+        yield insight("register", text, speedup=row["speedup"])
 
 
 def _head_memory(rows: Sequence[Row]) -> Iterator[Row]:
@@ -268,98 +270,47 @@ def _batch_and_epsilon(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("epsilon", text, ratio=times.median)
 
 
-def _chart(section: str, title: str, x: Column, y: Column, logarithmic: bool = False) -> Chart:
-    def series(row: Mapping[str, Any]) -> str:
-        return str(row["config"].get("provider", AUTO))
-
-    return Chart(section, title, x, y, series, logarithmic)
-
-
-_OVER = ("time over nonprivate", shown_overhead)
-_TOKENS = column("tokens_per_s", "tokens/s")
-
+_SPEED = "tokens_per_s: tokens/s"
 SUITE = Suite(
     name="private-step",
-    title="Private training steps: time and memory beside Opacus and beside no privacy",
-    about=(
-        "One whole training step: loader, forward, backward, clipping of each sample's gradient, "
-        "noise, AdamW. A *provider* makes the step: `nonprivate` (torch alone), "
-        "`dpflash-CLIPPING-WAY` (flat: one norm over all parameters; per_layer, per_block: a norm "
-        "for each layer or tile; WAY is how norms are computed, auto leaves it to the planner), "
-        "`opacus-hooks` (per-sample gradients), `opacus-ghost` (norms without them), and "
-        "`opacus-ghost-registered` (the same with this library's norms). All train the same model "
-        "on the same batch and take turns. Before a row is timed, its sum of clipped gradients, "
-        "without noise, is compared with a loop over single samples. dpflash's noise is by "
-        "ChaCha20, Opacus' by torch's generator (secure_mode is off)."
-    ),
     plan=_plan,
     derive=_derive,
-    tables=(
-        Table(
-            "step",
-            "A step of a language model",
-            (column("shape"), config("layers"), config("provider"), *FIGURES, _OVER, *ROOFS),
-            "LongContextLM over bytes, untied; fp32 on a CPU, bf16 autocast on a GPU. "
-            "'alone': no step but the noise of one, or a copy of as many numbers.",
-        ),
-        Table(
-            "ghost",
-            "Opacus' ghost clipping with dpflash.integrations.opacus.register()",
-            (config("tokens"), config("provider"), *FIGURES, SPEEDUP),
-            "Embedding, 2 x (LayerNorm, Linear, GELU), Linear; no attention; B = 1. Speed-up: "
-            "over Opacus' own ghost clipping.",
-        ),
-        Table(
-            "head",
-            "The head of a language model",
-            (
-                column("family"),
-                config("head"),
-                config("provider"),
-                config("batch"),
-                config("tokens"),
-                config("classes"),
-                *FIGURES,
-                SPEEDUP,
+    **page(
+        "private-step",
+        {
+            "step": columns("shape | layers | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
+            "ghost": columns("tokens | provider", FIGURES, [SPEEDUP]),
+            "head": columns(
+                "family | head | provider | batch | tokens | classes", FIGURES, [SPEEDUP]
             ),
-            "Dense: a linear layer and its logits; chunked: LinearCrossEntropy. Speed-up: over "
-            "the dense one of the family.",
-        ),
-        Table(
-            "throughput_batch",
-            "Private tokens/s by batch",
-            (config("batch"), config("tokens"), *FIGURES, *ROOFS),
-        ),
-        Table("throughput_optimal", "Optimal batch", OPTIMAL, OPTIMAL_NOTE),
-        Table(
-            "throughput_epsilon",
-            "Private tokens/s by epsilon",
-            (
-                config("target_epsilon", "epsilon"),
-                config("target_delta", "delta"),
-                config("sample_rate"),
-                config("steps"),
-                column("noise_multiplier"),
-                *FIGURES,
-                SPEEDUP,
+            "throughput_batch": columns("batch | tokens", FIGURES, ROOFS),
+            "throughput_optimal": OPTIMAL,
+            "throughput_epsilon": columns(
+                "target_epsilon: epsilon | target_delta: delta | sample_rate | steps",
+                "noise_multiplier",
+                FIGURES,
+                [SPEEDUP],
             ),
-            "The noise is that of a run of so many steps at this sample rate; the step that is "
-            "timed has a batch of 8. Speed-up: over the first row.",
-        ),
+        },
     ),
-    charts=(
-        _chart(
-            "step", "Time over that of a nonprivate step", column("shape"), ("times", overhead)
+    charts=[
+        Chart(
+            "step",
+            "Time over that of a nonprivate step",
+            column("shape"),
+            ("times", overhead),
+            lambda row: str(row["config"]["provider"]),
+            logarithmic=False,
         ),
-        _chart(
-            "ghost", "Opacus' ghost clipping", config("tokens"), column("median_ms", "ms"), True
-        ),
-        _chart("throughput_batch", "Private tokens/s by batch", config("batch"), _TOKENS, True),
-        _chart(
+        chart("ghost", "Opacus' ghost clipping", "tokens", "median_ms: ms", "provider"),
+        chart("throughput_batch", "Private tokens/s by batch", "batch", _SPEED, "provider"),
+        Chart(
             "throughput_epsilon",
             "Private tokens/s by epsilon",
             config("target_epsilon", "epsilon"),
-            _TOKENS,
+            columns(_SPEED)[0],
+            lambda row: AUTO,
+            logarithmic=False,
         ),
-    ),
+    ],
 )

@@ -1,25 +1,21 @@
 """The models, batches and losses of private training steps that are measured.
 
-Letters: B samples, T tokens, H heads, D head dim, E = H D.
+Letters: B samples, T tokens, E model dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpflash import losses
-from dpflash.nn import LongContextLM, MultiheadAttention
+from dpflash.nn import LinearCrossEntropy, LongContextLM, MultiheadAttention
 
 VOCABULARY = 256
-
-
-def _output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    output: Tensor = model(x)
-    return output
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Task:
     y: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]  # (output, y) to one loss per sample, `[B]`
     # (model, x, y) to the output; Opacus calls the model with x alone.
-    forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = _output
+    forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: model(x)
     dtype: str = "float32"  # or "bfloat16", for autocast
 
     @property
@@ -51,44 +47,89 @@ class Task:
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
 
-def make_task(
-    *,
-    model: str,
-    batch: int,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    layers: int = 1,
-    dtype: str = "float32",
-    device: str,
-    seed: int,
-) -> Task:
-    """One of the two models, see `private.private_subject`."""
+def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given: Any) -> Task:
+    """A task of the language model "lm" on bytes, or of one layer "attention" on random vectors.
+
+    `given` are the further arguments of `bytes_task`.
+    """
     if model == "lm":
-        return bytes_task(
-            lambda: lm(tokens, heads, head_dim, layers), batch, tokens, dtype, device, seed
-        )
+        return bytes_task(lambda: lm(given["tokens"], heads, head_dim, layers), **given)
     assert model == "attention", model
     if layers != 1:
         raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return (output.float() - y).square().sum(2).mean(1)
-
-    width = heads * head_dim
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(batch, tokens, width, generator=generator) for _ in range(2))
-    build = built(lambda: _Attention(width, heads), device, seed)
-    return Task(build, x.to(device), y.to(device), loss, dtype=dtype)
+    return _attention_task(heads, heads * head_dim, **given)
 
 
 def bytes_task(
-    make: Callable[[], nn.Module], batch: int, tokens: int, dtype: str, device: str, seed: int
+    make: Callable[[], nn.Module],
+    *,
+    batch: int,
+    tokens: int,
+    device: str,
+    seed: int,
+    dtype: str = "float32",
+    vocab: int = VOCABULARY,
 ) -> Task:
     """A model of logits on random bytes, `[batch, tokens]`, with its cross entropy."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(0, VOCABULARY, (2, batch, tokens), generator=generator).to(device)
-    return Task(built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
+    x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
+    return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
+
+
+def ghost_task(*, width: int, layers: int, **given: Any) -> Task:
+    """An embedding, layers (LayerNorm, Linear, GELU) and a head; `given` as in `make_task`."""
+
+    def make() -> nn.Module:
+        parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
+        for _ in range(layers):
+            parts += [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()]
+        return nn.Sequential(*parts, nn.Linear(width, VOCABULARY))
+
+    return bytes_task(make, **given)
+
+
+def head_task(
+    *, head: str, batch: int, tokens: int, classes: int, width: int, device: str, seed: int
+) -> Task:
+    """A language model's head and the gradient of its input, `[batch, tokens, width]`.
+
+    head is "dense" (a linear layer and its logits) or "chunked" (`LinearCrossEntropy`).
+    """
+    is_chunked = head == "chunked"
+
+    def make() -> nn.Module:
+        if is_chunked:
+            return LinearCrossEntropy(width, classes)
+        return nn.Linear(width, classes, bias=False)
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        output: Tensor = model(x, y) if is_chunked else model(x)
+        return output
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return output if is_chunked else losses.cross_entropy(output, y)
+
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, tokens, width, generator=generator).to(device)
+    y = torch.randint(0, classes, (batch, tokens), generator=generator).to(device)
+    return Task(_built(make, device, seed), x, y, loss, forward)
+
+
+def _attention_task(
+    heads: int,
+    width: int,
+    *,
+    batch: int,
+    tokens: int,
+    device: str,
+    seed: int,
+    dtype: str = "float32",
+) -> Task:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(batch, tokens, width, generator=generator).to(device) for _ in range(2))
+    build = _built(lambda: _Attention(width, heads), device, seed)
+    return Task(build, x, y, lambda o, y: (o.float() - y).square().sum(2).mean(1), dtype=dtype)
 
 
 class _Attention(nn.Module):
@@ -109,7 +150,7 @@ def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
     )
 
 
-def built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
+def _built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
     """Makes a model with the weights of this seed, and leaves torch's generator as it was."""
 
     def build() -> nn.Module:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from . import output as results
-from .document import Chart, Column, Table, column, config, milliseconds
+from .document import Chart, Column, column, columns, milliseconds
 from .environment import usable_cores
 from .isolated import run_ranks
 from .private_scaling import insight
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
-from .timing import Effort, columns, speedup, summarize
+from .suite_pages import page
+from .timing import Effort, speedup, summarize
+from .timing import columns as time_columns
 
 SAMPLES, CONTEXT, NODE = "private_training", "context", "nodes"
 RANKS = (1, 2, 4, 8, 16)
@@ -45,7 +47,7 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
         return
     # A trial ends when its slowest rank does.
     seconds = [max(trial) for trial in zip(*(one["seconds"] for one in returned), strict=True)]
-    row.update(columns(seconds, is_short=is_short), alone=None, speedup=1.0, efficiency=1.0)
+    row.update(time_columns(seconds, is_short=is_short), alone=None, speedup=1.0, efficiency=1.0)
     row["tokens_per_s"] = 1e3 * first["tokens"] / row["median_ms"]
     gain = first["tokens"] / first["tokens_alone"]
     if "alone_seconds" in first:
@@ -96,20 +98,15 @@ def on_ranks(
     return rows
 
 
-def _ranks(row: Mapping[str, Any]) -> str:
-    return f"{row['ranks']}{' over' if row.get('oversubscribed') else ''}"
-
-
 def _efficiency(row: Mapping[str, Any]) -> str | None:
     if row.get("efficiency") is None:
         return None
-    if row.get("efficiency_ci95") is None:
-        return f"{row['efficiency']:.0%}"
-    low, high = row["efficiency_ci95"]
-    return f"{row['efficiency']:.0%} [{low:.0%}, {high:.0%}]"
+    interval = row.get("efficiency_ci95")
+    shown = f" [{interval[0]:.0%}, {interval[1]:.0%}]" if interval else ""
+    return f"{row['efficiency']:.0%}{shown}"
 
 
-P: Column = ("P", _ranks)
+P: Column = ("P", lambda row: f"{row['ranks']}{' over' * bool(row.get('oversubscribed'))}")
 X: Column = ("P", lambda row: row["ranks"])
 PEAK = column("peak_memory_mb", "peak MiB of a rank")
 EFFICIENCY: Column = ("efficiency", _efficiency)
@@ -220,44 +217,21 @@ def throughput_rows(rows: Iterable[Row]) -> Iterator[Row]:
             )
 
 
-_B, _T, _CORRECT = config("batch", "B"), config("tokens", "T"), column("correct")
-_STEPS: tuple[Column, ...] = (
-    *(P, _B, _T, ("ms of a step", milliseconds), column("tasks_per_s", "steps/s")),
-    *(column("tokens_per_s", "tokens/s"), EFFICIENCY, PEAK, _CORRECT),
+_STEPS = columns(
+    [P],
+    "batch: B | tokens: T",
+    [("ms of a step", milliseconds)],
+    "tasks_per_s: steps/s | tokens_per_s: tokens/s",
+    [EFFICIENCY, PEAK],
+    "correct",
 )
+_MACHINES = columns("ranks: machines", [("", milliseconds)])
 SUITE = Suite(
     name="ranks",
-    title="Private training on several ranks: throughput and efficiency",
-    about=(
-        "Private steps (per-sample clipping, noise, one sum over all ranks) of a transformer on P "
-        "ranks of this machine: a GPU each, or one core and one thread each, and never more ranks "
-        "than cores. Efficiency is throughput(P) / (P throughput(1)); rank 0 by itself takes "
-        "turns with all of them, so that both see the same machine. Before anything is timed, the "
-        "ranks' step without noise is compared with a loop over single samples in one process. P, "
-        "B and T are those of tables that earlier libraries published (dp-flash-attention and "
-        "torchbridge). Bytes, memory and more ways to share the work are "
-        "in `dpflash bench scaling`."
-    ),
     plan=lambda request: [sample_rows, context_rows, node_rows],
     derive=throughput_rows,
     on_ranks=True,
-    tables=(
-        Table(
-            SAMPLES,
-            "The samples of a step spread over P ranks: strong scaling",
-            _STEPS,
-            "A layer of 12 heads of 64; B and T stay as P grows.",
-        ),
-        Table(
-            CONTEXT,
-            "The tokens of each sample spread over P ranks: weak scaling",
-            _STEPS,
-            "Two layers of 4 heads of 32. T grows with P; attention is dense, so a token's work "
-            "grows too, and an efficiency below 100% is not lost time alone. For attention by "
-            "itself see `dpflash bench scaling`.",
-        ),
-        Table(NODE, "Several machines", (column("ranks", "machines"), ("", milliseconds))),
-    ),
+    **page("ranks", {SAMPLES: _STEPS, CONTEXT: _STEPS, NODE: _MACHINES}),
     charts=(
         Chart(
             SAMPLES,

@@ -14,7 +14,7 @@ import torch
 
 from dpflash import _validate
 
-from .document import Chart, Column, Table, column, config, milliseconds
+from .document import Chart, Column, column, columns, config, milliseconds
 from .environment import usable_cores
 from .ranks import EFFICIENCY, PEAK, TIMEOUT, P, X, blank_row, on_ranks
 from .scaling_model import ASSUMPTIONS, LINKS, Link, model_rows
@@ -29,6 +29,7 @@ from .scaling_tasks import (
     spread,
 )
 from .suite import Request, Row, Suite
+from .suite_pages import page
 
 SECTIONS = ("attention", "memory", "reported", "training", "model")
 
@@ -53,6 +54,11 @@ class Sizes:
     # Of the model: T of each rank (weak) and of all (strong), and P.
     modelled: tuple[tuple[str, int], ...] = (("weak", 8192), ("strong", 2**20))
     modelled_ranks: Sequence[int] = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+    def case(self, pattern: str, tokens: int, **more: Any) -> AttentionCase:
+        """Attention by one rank; `more` are further fields of the case."""
+        shape = (pattern, tokens, self.heads, self.head_dim)
+        return AttentionCase(*shape, checked_tokens=self.checked_tokens, **more)
 
 
 FULL_SIZES = Sizes(
@@ -113,15 +119,11 @@ class Options:
             )
 
 
-def _spread(row: Mapping[str, Any]) -> str:
-    return spread(row["config"]["pattern"], row["config"]["sharding"])
-
-
-def _modes(ranks: int, heads: int, modes: Sequence[str]) -> list[str]:
-    """Those that differ and are possible on so many ranks."""
+def _is_possible(case: AttentionCase, ranks: int) -> bool:
+    """Whether its mode exists on so many ranks, and differs from "ring" there."""
     if ranks == 1:
-        return ["ring"]
-    return [mode for mode in modes if mode != "ulysses" or heads >= ranks]
+        return case.mode == "ring"
+    return case.mode != "ulysses" or case.heads >= ranks
 
 
 @dataclass(frozen=True)
@@ -141,30 +143,37 @@ class _Sections:
     def _attention(
         self,
         section: str,
-        scaling: str,
-        tokens: int,
         cases: Sequence[AttentionCase],
         request: Request,
+        scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Cases that take turns, on each number of ranks; one rank has so many tokens."""
+        """Cases on each number of ranks; their tokens are those of one rank.
+
+        They take turns, but for those whose memory is measured.
+        """
+        tokens, is_memory = cases[0].tokens, section == "memory"
+        more = {} if is_memory else {"scaling": scaling}
         for ranks in self.options.ranks:
             whole = tokens * ranks if scaling == "weak" else tokens
-            modes = _modes(ranks, cases[0].heads, MODES)
-            own = [replace(case, tokens=whole) for case in cases if case.mode in modes]
-            rows = []
-            for case in own:
-                direction = "forward" + "+backward" * case.backward
-                place = f"{scaling}/{spread(case.pattern, case.sharding)}/{case.mode}/{direction}"
-                rows.append(blank_row(section, f"{place}/T{whole}", case, ranks, scaling=scaling))
-            yield from on_ranks(
-                rows,
-                measure_attention,
-                request,
-                self.options.timeout,
-                cases=own,
-                tokens_alone=tokens,
-                effort=request.calls,
-            )
+            own = [replace(case, tokens=whole) for case in cases if _is_possible(case, ranks)]
+            for turns in [[case] for case in own] if is_memory else [own]:
+                rows = []
+                for case in turns:
+                    name = f"{case.pattern}/{case.mode}"
+                    if not is_memory:
+                        direction = "forward" + "+backward" * case.backward
+                        place = f"{scaling}/{spread(case.pattern, case.sharding)}"
+                        name = f"{place}/{case.mode}/{direction}"
+                    rows.append(blank_row(section, f"{name}/T{whole}", case, ranks, **more))
+                yield from on_ranks(
+                    rows,
+                    measure_attention,
+                    request,
+                    self.options.timeout,
+                    cases=turns,
+                    tokens_alone=tokens,
+                    effort=None if is_memory else request.calls,
+                )
 
     def attention(self, request: Request) -> Iterator[Row]:
         """Attention, strong and weak scaling."""
@@ -172,42 +181,26 @@ class _Sections:
         for scaling, lengths in (("strong", sizes.strong), ("weak", sizes.weak)):
             for pattern, sharding in SPREADS:
                 if pattern in lengths:
-                    shape = (pattern, lengths[pattern], sizes.heads, sizes.head_dim, 1, sharding)
-                    checked = sizes.checked_tokens
-                    cases = [AttentionCase(*shape, mode, checked_tokens=checked) for mode in MODES]
-                    yield from self._attention(
-                        "attention", scaling, lengths[pattern], cases, request
-                    )
+                    case = sizes.case(pattern, lengths[pattern], sharding=sharding)
+                    cases = [replace(case, mode=mode) for mode in MODES]
+                    yield from self._attention("attention", cases, request, scaling)
 
     def reported(self, request: Request) -> Iterator[Row]:
         """Dilated attention at the sizes of a published table."""
         sizes = self._sizes(request)
         for batch, tokens in sizes.reported:
-            shape = ("dilated", tokens, sizes.heads, sizes.head_dim, batch)
-            cases = [
-                AttentionCase(*shape, backward=backward, checked_tokens=sizes.checked_tokens)
-                for backward in (True, False)
-            ]
-            yield from self._attention("reported", "strong", tokens, cases, request)
+            case = sizes.case("dilated", tokens, batch=batch)
+            cases = [case, replace(case, backward=False)]
+            yield from self._attention("reported", cases, request)
 
     def memory(self, request: Request) -> Iterator[Row]:
         """Memory of attention on each rank."""
         sizes = self._sizes(request)
         for pattern, sharding, modes, tokens in sizes.memory:
-            for ranks in self.options.ranks:
-                for mode in _modes(ranks, sizes.heads, modes):
-                    shape = (pattern, tokens, sizes.heads, sizes.head_dim, 1, sharding, mode)
-                    checked = min(sizes.checked_tokens, tokens)
-                    case = AttentionCase(*shape, checked_tokens=checked)
-                    yield from on_ranks(
-                        [blank_row("memory", f"{pattern}/{mode}/T{tokens}", case, ranks)],
-                        measure_attention,
-                        request,
-                        self.options.timeout,
-                        cases=[case],
-                        tokens_alone=tokens,
-                        effort=None,
-                    )
+            case = sizes.case(pattern, tokens, sharding=sharding)
+            case = replace(case, checked_tokens=min(case.checked_tokens, tokens))
+            cases = [replace(case, mode=mode) for mode in modes]
+            yield from self._attention("memory", cases, request)
 
     def training(self, request: Request) -> Iterator[Row]:
         """Private training steps, strong and weak scaling."""
@@ -246,6 +239,10 @@ class _Sections:
             )
 
 
+def _spread(row: Mapping[str, Any]) -> str:
+    return spread(row["config"]["pattern"], row["config"]["sharding"])
+
+
 def _scheme(row: Mapping[str, Any]) -> str:
     return {
         "replicated": "data parallel, replicated",
@@ -270,77 +267,67 @@ def _times_ranks(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda row: None if row.get(key) is None else row[key] * row["ranks"]
 
 
-_SENT = (("MiB sent", _sent_mib), column("bytes_equal", "as predicted"))
-_B, _T, _CORRECT = config("batch", "B"), config("tokens", "T"), column("correct")
-_SPEED: tuple[Column, ...] = (
-    ("ms", milliseconds),
-    ("ms of one rank", lambda row: (row.get("alone") or row)["median_ms"]),
-    column("tokens_per_s", "tokens/s"),
-    EFFICIENCY,
+_SENT: Column = ("MiB sent", _sent_mib)
+_SPEED = columns(
+    [("ms", milliseconds), ("ms of one rank", lambda row: (row.get("alone") or row)["median_ms"])],
+    "tokens_per_s: tokens/s",
+    [EFFICIENCY],
 )
-_ATTENTION = (config("scaling"), ("pattern", _spread), config("mode"))
-_SHAPE = "`ring_attention`, H 8, D 64, float32; dilated is [512, 1024] / [1, 2]."
-
-_TABLES = (
-    Table(
-        "attention",
-        "Attention: T fixed (strong scaling), T of each rank fixed (weak)",
-        (
-            *(*_ATTENTION, P, _T, *_SPEED, column("work_efficiency", "of work"), *_SENT),
-            *(column("balance"), PEAK, _CORRECT),
-        ),
-        f"{_SHAPE} B 1, forward and backward. In weak scaling one rank has its own T.",
+_SPREAD = [("pattern", _spread)]
+_TABLES = {
+    "attention": columns(
+        "scaling",
+        _SPREAD,
+        "mode",
+        [P],
+        "tokens: T",
+        _SPEED,
+        "work_efficiency: of work",
+        [_SENT],
+        "bytes_equal: as predicted | balance",
+        [PEAK],
+        "correct",
     ),
-    Table(
-        "memory",
-        "Memory of each rank, T fixed",
-        (
-            *(*_ATTENTION[1:], P, _T, PEAK, ("peak x P", _times_ranks("peak_memory_mb"))),
-            column("saved_mb", "saved MiB"),
-            *(("saved x P", _times_ranks("saved_mb")), _CORRECT),
-        ),
-        f"{_SHAPE} B 1. Where memory falls as 1 / P, memory x P stays the same.",
+    "memory": columns(
+        _SPREAD,
+        "mode",
+        [P],
+        "tokens: T",
+        [PEAK, ("peak x P", _times_ranks("peak_memory_mb"))],
+        "saved_mb: saved MiB",
+        [("saved x P", _times_ranks("saved_mb"))],
+        "correct",
     ),
-    Table(
-        "reported",
-        "Dilated attention at the sizes of a published table",
-        (
-            *(_T, _B, P),
-            ("direction", lambda row: "forward" + "+backward" * row["config"]["backward"]),
-            *(*_SPEED, *_SENT, PEAK, _CORRECT),
-        ),
-        f"{_SHAPE} Shards of a multiple of 1024 tokens hold whole segments, so nothing is sent. "
-        "The published figures are on the page of results.",
+    "reported": columns(
+        "tokens: T | batch: B",
+        [P, ("direction", lambda row: "forward" + "+backward" * row["config"]["backward"])],
+        _SPEED,
+        [_SENT],
+        "bytes_equal: as predicted",
+        [PEAK],
+        "correct",
     ),
-    Table(
-        "training",
-        "Private training steps, strong and weak scaling",
-        (
-            *(config("scaling"), ("ranks are", _scheme), P, _B, _T, *_SPEED, *_SENT),
-            *(("MiB by purpose", _purposes), PEAK, _CORRECT),
-        ),
-        "A `LongContextLM` (vocab 256, width 128, 2 layers, 4 heads; width 64 in a quick run), "
-        "flat clipping, noise, SGD, one microbatch. Weak scaling fixes the samples of each rank, "
-        "of context parallel the tokens. MiB sent: numbers handed to collectives and pairwise "
-        "exchanges, counted; what ranks agree on before (some words a call) is left out. MiB by "
-        "purpose: of rank 0, by formula.",
+    "training": columns(
+        "scaling",
+        [("ranks are", _scheme), P],
+        "batch: B | tokens: T",
+        _SPEED,
+        [_SENT],
+        "bytes_equal: as predicted",
+        [("MiB by purpose", _purposes), PEAK],
+        "correct",
     ),
-    Table(
-        "model",
-        "A model of larger clusters, no measurement",
-        (
-            *_ATTENTION[:2],
-            ("FLOP/s", lambda row: f"{row['config']['flops']:.3g}"),
-            *(config("flops_source", "which are"), config("link"), P, _T),
-            *(column("compute_ms", "compute ms"), column("exchange_ms", "exchange ms")),
-            column("modelled_ms", "modelled ms"),
-            column("modelled_overlapped_ms", "overlapped ms"),
-            column("efficiency", "modelled efficiency"),
-            column("efficiency_overlapped", "overlapped"),
-        ),
-        f"No rank ran for this. It assumes: {'; '.join(ASSUMPTIONS)}.",
+    "model": columns(
+        "scaling",
+        _SPREAD,
+        [("FLOP/s", lambda row: f"{row['config']['flops']:.3g}")],
+        "flops_source: which are | link",
+        [P],
+        "tokens: T | compute_ms: compute ms | exchange_ms: exchange ms | modelled_ms: modelled ms",
+        "modelled_overlapped_ms: overlapped ms | efficiency: modelled efficiency",
+        "efficiency_overlapped: overlapped",
     ),
-)
+}
 
 
 def _chart(
@@ -376,11 +363,11 @@ _CHARTS = (
     _chart("training", "Private training steps", column("efficiency"), _scheme, "weak"),
     _chart("memory", "Peak memory of a rank, T fixed", PEAK, _by_mode),
     _chart("memory", "Kept by autograd, T fixed", column("saved_mb", "saved MiB"), _by_mode),
-    _chart("attention", "Sent by the busiest rank", _SENT[0], _by_mode, "strong"),
+    _chart("attention", "Sent by the busiest rank", _SENT, _by_mode, "strong"),
     Chart(
         "reported",
         "Dilated attention, forward: peak memory of a rank",
-        _T,
+        config("tokens", "T"),
         ("MiB", lambda row: None if row["config"]["backward"] else row["peak_memory_mb"]),
         lambda row: f"P {row['ranks']}",
     ),
@@ -394,15 +381,8 @@ def scaling_suite(options: Options) -> Suite:
     sections = _Sections(options)
     return Suite(
         name="scaling",
-        title="Scaling of attention and private training over ranks",
-        about=(
-            "Attention, its memory and private training steps on P ranks, fresh processes of this "
-            "machine with a GPU or one thread each. They begin a trial together, and it ends with "
-            "the slowest. Before anything is timed, its result is compared with that of one "
-            "process."
-        ),
+        **page("scaling", _TABLES, {"assumptions": "; ".join(ASSUMPTIONS)}),
         plan=sections.plan,
-        tables=_TABLES,
         charts=_CHARTS,
         derive=sections.model,
         on_ranks=True,

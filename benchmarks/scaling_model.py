@@ -83,44 +83,38 @@ def model_rows(
     """
     speeds = [("measured on one rank", measured_flops(rows), torch.float32)]
     for flops in given_flops:
-        assumed = dict.fromkeys(PATTERNS, flops)
-        speeds.append((f"given, {flops:g} FLOP/s", assumed, torch.bfloat16))
-    for (scaling, length), (pattern, sharding), number, (
-        source,
-        flops_of,
-        dtype,
-    ) in itertools.product(lengths, SPREADS, ranks, speeds):
+        speeds.append((f"given, {flops:g} FLOP/s", dict.fromkeys(PATTERNS, flops), torch.bfloat16))
+    cases = itertools.product(lengths, SPREADS, ranks, speeds, links)
+    for (scaling, length), (pattern, sharding), number, (source, flops_of, dtype), link in cases:
         if pattern not in flops_of:
             continue
         tokens = length * number if scaling == "weak" else length
         load = load_of(PATTERNS[pattern], tokens, heads, head_dim, dtype, number, sharding)
-        for link in links:
-            place = f"model/{scaling}/{spread(pattern, sharding)}/P{number}/{source}/{link.name}"
-            shape = {
-                "pattern": pattern,
-                "scaling": scaling,
-                "tokens": tokens,
-                "heads": heads,
-                "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."),
-                "sharding": sharding,
-                "ranks": number,
-                "flops": flops_of[pattern],
-                "flops_source": source,
-                "link": link.name,
-                "link_bytes_per_s": link.bandwidth,
-                "link_latency_s": link.latency,
-            }
-            yield results.row(
-                place,
-                shape,
-                section="model",
-                ranks=number,
-                edges=load.greatest,
-                bytes_sent=load.sent,
-                messages=load.messages,
-                **step_times(load, head_dim, flops_of[pattern], link),
-            )
+        shape = {
+            "pattern": pattern,
+            "scaling": scaling,
+            "tokens": tokens,
+            "heads": heads,
+            "head_dim": head_dim,
+            "dtype": str(dtype).removeprefix("torch."),
+            "sharding": sharding,
+            "ranks": number,
+            "flops": flops_of[pattern],
+            "flops_source": source,
+            "link": link.name,
+            "link_bytes_per_s": link.bandwidth,
+            "link_latency_s": link.latency,
+        }
+        yield results.row(
+            f"model/{scaling}/{spread(pattern, sharding)}/P{number}/{source}/{link.name}",
+            shape,
+            section="model",
+            ranks=number,
+            edges=load.greatest,
+            bytes_sent=load.sent,
+            messages=load.messages,
+            **step_times(load, head_dim, flops_of[pattern], link),
+        )
 
 
 def measured_flops(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -165,91 +159,55 @@ def load_of(
     Dense causal attention is counted by its ranges. Where queries see only some tokens back, a
     stretch of neighbouring ranks is counted, long enough to hold all that those in its middle see
     and whole segments of a dilated pattern; the other ranks are like its middle.
-
-    Raises:
-        ValueError: another pattern, T that P does not divide, or segments that shards do not fit.
     """
-    if tokens % ranks:
-        raise ValueError(
-            f"tokens={tokens} over {ranks} ranks: the model needs equal shards; pass a "
-            "multiple of the number of ranks"
-        )
-    if isinstance(pattern, Dense) and pattern.causal:
-        return _dense(tokens, heads, head_dim, dtype, Layout(tokens, ranks, sharding))
+    assert tokens % ranks == 0, (tokens, ranks)
+    if isinstance(pattern, Dense):
+        assert pattern.causal
+        return _dense(heads, head_dim, dtype, Layout(tokens, ranks, sharding))
     own = tokens // ranks
     # Whole segments, one of them with neighbours on both sides.
     stretch = min(ranks, 4 * -(-_reach(pattern, own) // own))
     length = stretch * own
     edges = edges_per_rank(pattern, length, heads, stretch, sharding)
-    sent = [
-        sum(
-            sent_bytes(
-                pattern,
-                length,
-                heads,
-                head_dim=head_dim,
-                dtype=dtype,
-                world_size=stretch,
-                sharding=sharding,
-                rank=rank,
-            )
-        )
-        for rank in range(stretch)
-    ]
+    sent = functools.partial(sent_bytes, pattern, length, heads, head_dim=head_dim, dtype=dtype)
+    most = max(
+        sum(sent(world_size=stretch, sharding=sharding, rank=rank)) for rank in range(stretch)
+    )
     spread = ShardedPattern(pattern, length, heads, heads, Layout(length, stretch, sharding))
     cpu = torch.device("cpu")
-    moved = np.array(
-        [
-            [to != of and needed_rows(spread, to, of, cpu).count > 0 for of in range(stretch)]
-            for to in range(stretch)
-        ]
-    )
-    messages = 2 * moved.sum(0) + moved.sum(1)
+    moved = [
+        [to != of and needed_rows(spread, to, of, cpu).count > 0 for of in range(stretch)]
+        for to in range(stretch)
+    ]
     mean = (sum(edges) + (ranks - stretch) * edges[stretch // 2]) / ranks
-    return Load(max(edges), mean, max(sent), int(messages.max()))
+    return Load(max(edges), mean, most, _messages(np.array(moved)))
+
+
+def _messages(moved: np.ndarray[Any, Any]) -> int:
+    """Most messages of a rank: keys and values from each owner, to it their gradients."""
+    return int((2 * moved.sum(0) + moved.sum(1)).max())
 
 
 def _reach(pattern: Pattern, own: int) -> int:
     """How far back a query sees, in tokens; shards of `own` tokens must fit segments."""
-    if isinstance(pattern, SlidingWindow) and pattern.causal and not pattern.global_tokens:
+    if isinstance(pattern, SlidingWindow):
+        assert pattern.causal and not pattern.global_tokens
         return max(1, pattern.window)
-    if isinstance(pattern, Dilated):
-        for length in pattern.segment_lengths:
-            if own % length and length % own:
-                raise ValueError(
-                    f"segments of {length} tokens over shards of {own}: the model needs one to "
-                    "be a multiple of the other; pass other tokens or ranks"
-                )
-        return max(pattern.segment_lengths)
-    raise ValueError(
-        f"pattern={pattern!r}: the model knows dense causal attention, causal sliding windows "
-        "without global tokens, and dilated attention; pass one of these"
-    )
+    assert isinstance(pattern, Dilated)
+    assert all(own % n == 0 or n % own == 0 for n in pattern.segment_lengths), own
+    return max(pattern.segment_lengths)
 
 
-def _dense(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, layout: Layout) -> Load:
-    ranks = layout.world_size
-    edges, last = [], []
-    starts = np.zeros((ranks, 2), dtype=np.int64)
-    lengths = np.zeros((ranks, 2), dtype=np.int64)
-    for rank in range(ranks):
-        chunks = layout.chunks(rank)
-        ends = [chunk.start + chunk.length for chunk in chunks]
-        edges.append(
-            sum(e * (e + 1) - c.start * (c.start + 1) for c, e in zip(chunks, ends, strict=True))
-            // 2
-        )
-        last.append(max(ends))
-        for number, chunk in enumerate(chunks):
-            starts[rank, number], lengths[rank, number] = chunk.start, chunk.length
+def _dense(heads: int, head_dim: int, dtype: torch.dtype, layout: Layout) -> Load:
+    chunks = [layout.chunks(rank) for rank in range(layout.world_size)]
+    ranges = [[(c.start, c.length) for c in own] + [(0, 0)] * (2 - len(own)) for own in chunks]
+    starts, lengths = np.moveaxis(np.array(ranges, dtype=np.int64), 2, 0)  # [rank, chunk]
+    ends = starts + lengths
+    edges = (ends * (ends + 1) - starts * (starts + 1)).sum(1) // 2
     # [receiver, owner]: how many of the owner's tokens the receiver's last query sees.
-    behind = np.array(last)[:, None, None] - starts[None]
-    rows = np.clip(behind, 0, lengths[None]).sum(2)
+    rows = np.clip(ends.max(1)[:, None, None] - starts, 0, lengths).sum(2)
     np.fill_diagonal(rows, 0)
-    row = 2 * heads * head_dim
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    given, back = rows.sum(0), rows.sum(1)
-    sent = row * (2 * dtype.itemsize * given + wide * back)
-    messages = 2 * (rows > 0).sum(0) + (rows > 0).sum(1)
-    mean = heads * tokens * (tokens + 1) / 2 / ranks
-    return Load(heads * max(edges), mean, int(sent.max()), int(messages.max()))
+    sent = 2 * heads * head_dim * (2 * dtype.itemsize * rows.sum(0) + wide * rows.sum(1))
+    greatest, mean = heads * int(edges.max()), heads * float(edges.mean())
+    return Load(greatest, mean, int(sent.max()), _messages(rows > 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 from .isolated import Place
 from .memory import peak_growth, saved_bytes
+from .private import MAX_GRAD_NORM, GradientKeeper, Optimize, clipped_sums
+from .private_tasks import Task, bytes_task
 from .suite import worst
 from .timing import Effort, Step, Stopwatch, time_steps
 
@@ -56,12 +58,15 @@ SCHEMES = ("replicated", "fsdp2", "context")
 
 _DTYPE = torch.float32
 _MIB = 2**20
-# A small learning rate: noise must not let weights grow, which makes numbers slow to compute.
-_TIMED_RATE = 1e-3
 _TOLERANCE = 1e-4
 _CHECKED_TOKENS = 64
 _EMBEDDING = "token_embedding.weight"
 _EXACT_SUM_BYTES = 8
+
+
+def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    # A small learning rate: noise must not let weights grow, which makes numbers slow to compute.
+    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def spread(pattern: str, sharding: str) -> str:
@@ -118,8 +123,10 @@ def measure_attention(
         of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone", "counted" and
         "predicted" bytes that this rank sent, and further "columns" of the row.
     """
-    found = [_checked_attention(place, case) for case in cases]
+    found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
+    alone: dict[str, Callable[[], Step]] = {}
+    by_itself = Place(0, 1, place.device)
     for number, (case, figures) in enumerate(zip(cases, found, strict=True)):
         if not figures["correct"]:
             continue
@@ -129,9 +136,8 @@ def measure_attention(
             figures.update(peak_memory_mb=peak_growth(step, place.device), columns={})
             q, k, v, _ = _shards(place, case, case.tokens)
             place.barrier()
-            figures["saved_mb"] = (
-                saved_bytes(functools.partial(_call, place, q, k, v, case)) / _MIB
-            )
+            forward = functools.partial(_call, place, q, k, v, case)
+            figures["saved_mb"] = saved_bytes(forward) / _MIB
             continue
         with count_traffic() as count:
             step()
@@ -142,13 +148,12 @@ def measure_attention(
             peak_memory_mb=peak_growth(step, place.device),
         )
         steps[str(number)] = step
-        alone = f"alone {case.backward}"
-        if place.world_size > 1 and alone not in steps:
-            steps[alone] = lambda: None
-            if place.rank == 0:
-                steps[alone] = _attention_step(Place(0, 1, place.device), case, tokens_alone)
+        # The modes are the same call on one rank.
+        alone[f"alone {case.backward}"] = functools.partial(
+            _attention_step, by_itself, case, tokens_alone
+        )
     if effort is not None:
-        seconds = _timed(place, steps, effort)
+        seconds = _timed(place, steps, alone, effort)
         for number, (case, figures) in enumerate(zip(cases, found, strict=True)):
             if figures["correct"]:
                 figures["seconds"] = seconds[str(number)]
@@ -157,16 +162,38 @@ def measure_attention(
     return found
 
 
-def _timed(place: Place, steps: dict[str, Step], effort: Effort) -> dict[str, list[float]]:
+def _checked(place: Place, error: float) -> dict[str, Any]:
+    return {"error": error, "correct": place.all_true(error <= _TOLERANCE)}
+
+
+def _timed(
+    place: Place, steps: dict[str, Step], alone: Mapping[str, Callable[[], Step]], effort: Effort
+) -> dict[str, list[float]]:
+    """Seconds of steps of all ranks, and of those that rank 0 of several makes by itself."""
+
+    def wait() -> None:
+        pass
+
+    if place.world_size > 1:
+        own = {name: make() if place.rank == 0 else wait for name, make in alone.items()}
+        steps = {**steps, **own}
     stopwatch = Stopwatch(place.device, wall=True)
     return time_steps(steps, effort=effort, stopwatch=stopwatch, before=place.barrier)
 
 
-def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any]:
-    """What a call sends by the formula, and how its work is spread."""
-    pattern = PATTERNS[case.pattern]
+def _sent(place: Place, case: AttentionCase | TrainingCase) -> tuple[int, int]:
+    """Bytes that attention sends from this rank by the formula, forward and backward."""
+    if isinstance(case, TrainingCase):
+        case = AttentionCase(
+            "dense causal",
+            case.tokens,
+            case.heads,
+            case.width // case.heads,
+            case.batch,
+            sharding="zigzag",
+        )
     forward, backward = sent_bytes(
-        pattern,
+        PATTERNS[case.pattern],
         case.tokens,
         case.heads,
         head_dim=case.head_dim,
@@ -177,15 +204,20 @@ def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any
         mode=case.mode,
         rank=place.rank,
     )
-    edges = edges_per_rank(pattern, case.tokens, case.heads, place.world_size, case.sharding)
-    (edges_alone,) = edges_per_rank(pattern, tokens_alone, case.heads, 1)
+    return forward, backward if case.backward else 0
+
+
+def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any]:
+    """The bytes that a call sends by the formula, and the pairs that each rank computes."""
+    count = functools.partial(edges_per_rank, PATTERNS[case.pattern])
+    edges = count(case.tokens, case.heads, place.world_size, case.sharding)
     return {
         "tokens": case.batch * case.tokens,
         "tokens_alone": case.batch * tokens_alone,
-        "predicted": [forward, backward if case.backward else 0],
+        "predicted": [*_sent(place, case)],
         "columns": {
             "edges_per_rank": [case.batch * number for number in edges],
-            "edges_alone": case.batch * edges_alone,
+            "edges_alone": case.batch * sum(count(tokens_alone, case.heads, 1)),
         },
     }
 
@@ -217,26 +249,27 @@ def _attention_step(place: Place, case: AttentionCase, tokens: int) -> Step:
     return step
 
 
-def _checked_attention(place: Place, case: AttentionCase) -> dict[str, Any]:
-    """Compares o, dq, dk and dv of a smaller call with those of one process."""
+def _attention_error(place: Place, case: AttentionCase) -> float:
+    """The error of o, dq, dk and dv of a smaller call, compared with those of one process."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, case.heads, case.checked_tokens, case.head_dim)
     q, k, v, do = (
         torch.randn(shape, generator=generator, dtype=_DTYPE).to(place.device) for _ in range(4)
     )
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = dpflash.attention(*whole, pattern=PATTERNS[case.pattern])
-    expected = [o.detach(), *torch.autograd.grad(o, whole, do)]
     layout = Layout(case.checked_tokens, place.world_size, case.sharding)
     at = layout.positions(place.rank, place.device)
-    own = [x[:, :, at].requires_grad_() for x in (q, k, v)]
-    part = _call(place, own[0], own[1], own[2], case)
-    found = [part.detach(), *torch.autograd.grad(part, own, do[:, :, at])]
-    error = worst(
+
+    def results(place: Place, inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        o = _call(place, q, k, v, case)
+        return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+    expected = results(Place(0, 1, place.device), (q, k, v), do)
+    found = results(place, [x[:, :, at] for x in (q, k, v)], do[:, :, at])
+    return worst(
         float((x - y[:, :, at]).abs().max() / y.abs().max())
         for x, y in zip(found, expected, strict=True)
     )
-    return {"error": error, "correct": place.all_true(error <= _TOLERANCE)}
 
 
 def measure_training(
@@ -251,38 +284,29 @@ def measure_training(
     with warnings.catch_warnings():
         # Such as that of the rank that trains by itself while others exist.
         warnings.simplefilter("ignore")
-        error = _training_error(place, case)
-        figures: dict[str, Any] = {"error": error, "correct": place.all_true(error <= _TOLERANCE)}
+        figures = _checked(place, _training_error(place, case))
         if not figures["correct"]:
             return [figures]
-        trained = _Training(place, case, noise_multiplier=1.0, rate=_TIMED_RATE)
+        trained = _Training(place, case)
         trained.step()
         place.barrier()
         with count_traffic() as traffic, _Collectives() as collectives:
             trained.step()
         place.barrier()
         figures["peak_memory_mb"] = peak_growth(trained.step, place.device)
-        steps: dict[str, Step] = {"step": trained.step}
-        if place.world_size > 1:
-            steps["alone"] = lambda: None
-            if place.rank == 0:
-                steps["alone"] = _Training(Place(0, 1, place.device), alone, 1.0, _TIMED_RATE).step
-        seconds = _timed(place, steps, effort)
-    if place.world_size > 1:
-        figures["alone_seconds"] = seconds["alone"]
+        by_itself = Place(0, 1, place.device)
+        others = {"alone_seconds": lambda: _Training(by_itself, alone).step}
+        figures.update(_timed(place, {"seconds": trained.step}, others, effort))
     predicted = predicted_training_bytes(trained.plain_shapes, case, place)
     parameters = sum(shape.numel() for shape in trained.plain_shapes.values())
-    return [
-        {
-            **figures,
-            "seconds": seconds["step"],
-            "tokens": case.batch * case.tokens,
-            "tokens_alone": alone.batch * alone.tokens,
-            "counted": collectives.sent + traffic.forward + traffic.backward,
-            "predicted": sum(predicted.values()),
-            "columns": {"parameters": parameters, "bytes_by_purpose": predicted},
-        }
-    ]
+    figures.update(
+        tokens=case.batch * case.tokens,
+        tokens_alone=alone.batch * alone.tokens,
+        counted=collectives.sent + traffic.forward + traffic.backward,
+        predicted=sum(predicted.values()),
+        columns={"parameters": parameters, "bytes_by_purpose": predicted},
+    )
+    return [figures]
 
 
 def predicted_training_bytes(
@@ -307,33 +331,19 @@ def predicted_training_bytes(
         return {
             "parameters (all-gather, forward)": others * total * item,
             "parameters of blocks again (all-gather, backward)": others * blocks * item,
-            # With each parameter travels one number that tells which one it is.
+            # With each parameter travels its index.
             "sum over samples (reduce-scatter)": others * (total + len(padded)) * _EXACT_SUM_BYTES,
         }
     parts = {name: -(-shape.numel() // size) for name, shape in shapes.items()}
     # The tied embedding is used twice: as a table of tokens and as the head's matrix.
-    uses = sum(parts.values()) + parts[_EMBEDDING]
-    attention = sent_bytes(
-        Dense(causal=True),
-        case.tokens,
-        case.heads,
-        head_dim=case.width // case.heads,
-        dtype=_DTYPE,
-        batch=case.batch,
-        world_size=size,
-        sharding="zigzag",
-        mode="ring",
-        rank=place.rank,
-    )
+    numbers = case.batch * (sum(parts.values()) + parts[_EMBEDDING])
     one_number_a_sample = 2 * others * case.batch * 8 // size
     return {
-        # With each parameter travels one number that tells which one it is.
-        "per-sample gradients (reduce-scatter)": others
-        * (case.batch * uses + len(parts) + 1)
-        * item,
+        # With each parameter travels its index.
+        "per-sample gradients (reduce-scatter)": others * (numbers + len(parts) + 1) * item,
         "norms (all-reduce)": one_number_a_sample,
         "clipped sums (all-gather)": others * sum(parts.values()) * _EXACT_SUM_BYTES,
-        "ring attention": case.layers * sum(attention),
+        "ring attention": case.layers * sum(_sent(place, case)),
         "valid targets (all-reduce)": one_number_a_sample,
     }
 
@@ -365,15 +375,20 @@ class _Training:
     """A private model, its engine, and this rank's part of a batch."""
 
     def __init__(
-        self, place: Place, case: TrainingCase, noise_multiplier: float, rate: float
+        self,
+        place: Place,
+        case: TrainingCase,
+        noise_multiplier: float = 1.0,
+        optimize: Optimize = _sgd,
     ) -> None:
-        size = place.world_size
-        model = build_model(case).to(place.device)
-        self.plain_shapes = {n: p.shape for n, p in model.named_parameters()}
-        self.device, mesh = place.device, None
-        if size > 1:
+        task = _task(case, place.device)
+        model: Any = task.build()
+        self.plain_shapes = {name: p.shape for name, p in model.named_parameters()}
+        mesh = None
+        if place.world_size > 1:
             name = "context" if case.scheme == "context" else "data"
-            mesh = init_device_mesh(place.device.type, (size,), mesh_dim_names=(name,))
+            size = (place.world_size,)
+            mesh = init_device_mesh(place.device.type, size, mesh_dim_names=(name,))
             if case.scheme == "context":
                 context_parallel(model, mesh, mode="ring", sharding="zigzag")
             elif case.scheme == "fsdp2":
@@ -383,11 +398,11 @@ class _Training:
         self.engine = dpflash.PrivacyEngine(mesh=mesh)
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=rate),
-            data_loader=DataLoader(TensorDataset(*_batch(case)), batch_size=case.batch),
+            optimizer=optimize(list(model.parameters())),
+            data_loader=DataLoader(TensorDataset(task.x, task.y), batch_size=case.batch),
             sampling="fixed_size",  # of all samples, so that all steps are of one size
             noise_multiplier=noise_multiplier,
-            max_grad_norm=1.0,
+            max_grad_norm=MAX_GRAD_NORM,
             grad_sample_mode="instantiate" if case.scheme == "context" else "auto",
             # The checks of the first batches are no part of a step.
             verify_first_batch=False,
@@ -396,7 +411,6 @@ class _Training:
     def step(self) -> None:
         """An epoch, which is one step."""
         for x, y in self.loader:
-            x, y = x.to(self.device), y.to(self.device)
             parallel = getattr(self.model, "context_parallel", None)
             if parallel is not None:
                 x, y = parallel.shard(x), parallel.shard(y)
@@ -405,40 +419,28 @@ class _Training:
             self.optimizer.zero_grad()
 
 
-def build_model(case: TrainingCase) -> LongContextLM:
-    """The same model on all ranks."""
-    torch.manual_seed(0)
-    return LongContextLM(case.vocab, case.width, case.layers, case.heads, max_seq_len=case.tokens)
-
-
-@functools.cache
-def _batch(case: TrainingCase) -> tuple[Tensor, Tensor]:
-    """Tokens and targets `[B, T]`, the same on all ranks."""
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randint(case.vocab, (2, case.batch, case.tokens), generator=generator)
-    return x, y
+def _task(case: TrainingCase, device: torch.device) -> Task:
+    """The same model and batch on all ranks."""
+    shape = (case.vocab, case.width, case.layers, case.heads)
+    return bytes_task(
+        lambda: LongContextLM(*shape, max_seq_len=case.tokens),
+        batch=case.batch,
+        tokens=case.tokens,
+        vocab=case.vocab,
+        device=str(device),
+        seed=0,
+    )
 
 
 def _training_error(place: Place, case: TrainingCase) -> float:
     """Largest error of a small noiseless step against a loop over samples, relative."""
-    size = place.world_size
+    size, given = place.world_size, list[Tensor]()
     small = replace(case, batch=max(4, size), tokens=max(_CHECKED_TOKENS, 2 * size))
-    plain = build_model(small).to(place.device)
-    parameters = list(plain.parameters())
-    sums = [torch.zeros_like(p) for p in parameters]
-    x, y = (t.to(place.device) for t in _batch(small))
-    for i in range(small.batch):
-        loss = dpflash.losses.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]).sum()
-        grads = torch.autograd.grad(loss, parameters)
-        norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt().item()
-        for total, grad in zip(sums, grads, strict=True):
-            total.add_(grad, alpha=min(1.0, 1.0 / norm) / small.batch)
-    trained = _Training(place, small, noise_multiplier=0.0, rate=1.0)
-    trained.step()
-    greatest = max(float(total.abs().max()) for total in sums)
-    errors = []
-    for before, total, after in zip(parameters, sums, trained.model.parameters(), strict=True):
-        whole = after.full_tensor() if isinstance(after, DTensor) else after
-        moved = (before - whole).detach()  # the learning rate is 1
-        errors.append(float((moved - total).abs().max()) / greatest)
-    return worst(errors)
+    _Training(place, small, 0.0, functools.partial(GradientKeeper, given=given)).step()
+    expected = clipped_sums(_task(small, place.device), "flat")
+    greatest = max(float(total.abs().max()) for total in expected)
+    wholes = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in given]
+    return worst(
+        float((small.batch * grad - total).abs().max()) / greatest
+        for grad, total in zip(wholes, expected, strict=True)
+    )

@@ -115,18 +115,21 @@ def compared(
     baseline: str | None = None,
     *,
     peers: Sequence[str] = (),
+    columns: Mapping[str, Any] | None = None,
+    curve: str = "",
 ) -> Comparison:
     """Rows PLACE/NAME whose configs differ in one key, the name; speed-ups are over `baseline`."""
+    more = {"section": section, **(columns or {})}
     rows = [
         Measurement(
             f"{place}/{name}",
             build,
             {key: name, **given},
-            {"section": section, **({"peer": True} if name in peers else {})},
+            {**more, **({"peer": True} if name in peers else {})},
         )
         for name in names
     ]
-    return Comparison(rows, f"{place}/{baseline}" if baseline else None)
+    return Comparison(rows, f"{place}/{baseline}" if baseline else None, curve)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 # Launches and rounds of each.
 FULL, QUICK = (8, 6), (4, 3)
-_HOUSES = ("kernels", "accounting")
+_PACKAGES = ("kernels", "accounting")
 _HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -175,7 +175,7 @@ def _copy_harness(folder: Path) -> Path:
 
 def _copy_sources(checkout: Path, folder: Path) -> Path:
     """One tree of the three packages that the checkout maps to dpflash."""
-    packages = [f"{name}/__init__.py" for name in ("dpflash", *_HOUSES)]
+    packages = [f"{name}/__init__.py" for name in ("dpflash", *_PACKAGES)]
     missing = [file for file in packages if not (checkout / file).is_file()]
     if missing:
         raise ValueError(
@@ -183,8 +183,8 @@ def _copy_sources(checkout: Path, folder: Path) -> Path:
         )
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(checkout / "dpflash", folder / "dpflash", ignore=ignored)
-    for house in _HOUSES:
-        shutil.copytree(checkout / house, folder / "dpflash" / house, ignore=ignored)
+    for package in _PACKAGES:
+        shutil.copytree(checkout / package, folder / "dpflash" / package, ignore=ignored)
     return folder
 
 

@@ -304,10 +304,10 @@ def main() -> None:
     os.dup2(2, 1)  # what anything else prints is no answer
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    houses = (dpflash, dpflash.kernels, dpflash.accounting)
+    packages = (dpflash, dpflash.kernels, dpflash.accounting)
     hello = {
         "version": dpflash.__version__,
-        "files": [str(Path(str(house.__file__)).resolve()) for house in houses],
+        "files": [str(Path(str(package.__file__)).resolve()) for package in packages],
     }
     print(json.dumps(hello), file=answers, flush=True)
     gc.disable()

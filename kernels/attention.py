@@ -1,6 +1,6 @@
 """Attention over a tile graph: the tensors' device chooses how it is computed.
 
-Signatures and semantics are those of the plain twin, `attention_reference.py`.
+Signatures and semantics are those of the reference implementation, `attention_reference.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`."""
     q, scale = _positive_scale(q, scale)
-    return _house(q).attention_forward(
+    return _backend(q).attention_forward(
         q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
     )
 
@@ -58,7 +58,7 @@ def attention_backward(
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
 
-    Args beyond those of the twin:
+    Args beyond those of the reference implementation:
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
 
     Raises:
@@ -75,10 +75,10 @@ def attention_backward(
         do = do.masked_fill(blind.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
     turned, positive = _positive_scale(q, scale)
-    house = _house(q)
+    backend = _backend(q)
     # Only the Triton kernels write where they are told to.
     where = {} if out is None or q.device.type == "cpu" else {"out": out}
-    grads = house.attention_backward(
+    grads = backend.attention_backward(
         do,
         dlse,
         turned,
@@ -118,8 +118,8 @@ def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
-def _house(q: Tensor) -> ModuleType:
-    """The module that runs on q's device; the plain twin if the CPU's kernels cannot be had."""
+def _backend(q: Tensor) -> ModuleType:
+    """The module that runs on q's device; `attention_reference` without a C++ compiler."""
     if q.device.type == "cpu":
         return attention_reference if native.library() is None else attention_cpu
     try:

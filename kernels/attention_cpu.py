@@ -1,6 +1,6 @@
 """Attention over tile graphs on the CPU, by the C++ kernels of attention_cpu.cpp.
 
-Memory is linear in T. They need `native.library`; without it `attention` takes the plain twin.
+Memory is linear in T. Needs `native.library`; without it `attention` runs `attention_reference`.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """

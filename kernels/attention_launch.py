@@ -1,6 +1,6 @@
 """Runs the Triton attention kernels: allocation, grids, and what is summed outside of them.
 
-Signatures are those of the plain twin, `attention_reference.py`, plus the buffers to write into.
+Signatures are those of `attention_reference.py`, plus the buffers to write into.
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """
 
@@ -85,7 +85,7 @@ def attention_backward(
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`; scale > 0.
 
-    Args beyond those of the twin:
+    Args beyond those of the reference implementation:
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
     """
     do, o, q, k, v = (_unit_stride(x) for x in (do, o, q, k, v))

@@ -1,4 +1,4 @@
-"""The plain twin of the attention kernels: every score of the tile graph, held at once.
+"""Reference implementation of the attention kernels: holds every score of the tile graph.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
 """

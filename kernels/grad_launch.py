@@ -1,6 +1,6 @@
 """Runs the Triton per-sample gradient kernels: allocation, grids, and what is summed outside.
 
-Signatures are those of the plain twins in `reference.py`; arguments are checked by `grads.py`.
+Signatures are those of `reference.py`; `grads.py` checks the arguments.
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
 """
 

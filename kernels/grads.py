@@ -36,9 +36,13 @@ Raises:
     ImportError: the tensors are on a GPU, not float64, and triton cannot be imported."""
 
 
-def _documented_by(twin: Callable[..., object]) -> Callable[[_Operation], _Operation]:
-    """Gives an operation the docstring of its twin, and what the dispatch may raise."""
-    text, guarantees, rest = inspect.cleandoc(twin.__doc__ or "").partition("\n\nGuarantees:")
+def _documented_by(
+    reference_function: Callable[..., object],
+) -> Callable[[_Operation], _Operation]:
+    """Gives an operation the docstring of its reference, and the errors of the dispatch."""
+    text, guarantees, rest = inspect.cleandoc(reference_function.__doc__ or "").partition(
+        "\n\nGuarantees:"
+    )
 
     def document(operation: _Operation) -> _Operation:
         operation.__doc__ = text + _RAISES + guarantees + rest
@@ -61,14 +65,14 @@ def per_sample_grad(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.per_sample_grad`."""
     _check_uses(x, dy)
-    return _house(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
+    return _backend(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
 
 
 @_documented_by(reference.per_sample_bias_grad)
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
     """See `reference.per_sample_bias_grad`."""
     _check("dy", dy, 3)
-    return _house(dy).per_sample_bias_grad(dy)
+    return _backend(dy).per_sample_bias_grad(dy)
 
 
 @_documented_by(reference.grad_norm)
@@ -77,7 +81,7 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     _check_uses(x, dy)
     if form not in (None, "gram", "tile"):
         raise ValueError(f"form is {form!r}: give 'gram', 'tile', or None for the cheaper one")
-    return _house(x, dy).grad_norm(x, dy, form=form)
+    return _backend(x, dy).grad_norm(x, dy, form=form)
 
 
 @_documented_by(reference.clipped_grad)
@@ -85,7 +89,7 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     """See `reference.clipped_grad`."""
     _check_uses(x, dy)
     _check_factors(factors, x)
-    return _house(x, dy).clipped_grad(x, dy, factors)
+    return _backend(x, dy).clipped_grad(x, dy, factors)
 
 
 @overload
@@ -191,28 +195,28 @@ def clip_reduce(
             + (" and the sum goes into another" if into is not None else "")
             + ": give noise of the same grid, and no `into`; add noise to that with noise.add_to_"
         )
-    return _house(grads).clip_reduce(grads, factors, grid=grid, into=into, noise=noise)
+    return _backend(grads).clip_reduce(grads, factors, grid=grid, into=into, noise=noise)
 
 
 @_documented_by(reference.squared_norm)
 def squared_norm(grads: Tensor) -> Tensor:
     """See `reference.squared_norm`."""
     _check("grads", grads)
-    return _house(grads).squared_norm(grads)
+    return _backend(grads).squared_norm(grads)
 
 
 @_documented_by(reference.embedding_per_sample_grad)
 def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
     """See `reference.embedding_per_sample_grad`."""
     _check_look_ups(indices, dy)
-    return _house(dy).embedding_per_sample_grad(indices, dy, num_embeddings)
+    return _backend(dy).embedding_per_sample_grad(indices, dy, num_embeddings)
 
 
 @_documented_by(reference.embedding_grad_norm)
 def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     """See `reference.embedding_grad_norm`."""
     _check_look_ups(indices, dy)
-    return _house(dy).embedding_grad_norm(indices, dy)
+    return _backend(dy).embedding_grad_norm(indices, dy)
 
 
 @_documented_by(reference.embedding_clipped_grad)
@@ -222,7 +226,7 @@ def embedding_clipped_grad(
     """See `reference.embedding_clipped_grad`."""
     _check_look_ups(indices, dy)
     _check_factors(factors, dy)
-    return _house(dy).embedding_clipped_grad(indices, dy, factors, num_embeddings)
+    return _backend(dy).embedding_clipped_grad(indices, dy, factors, num_embeddings)
 
 
 @_documented_by(reference.layer_norm_backward)
@@ -231,7 +235,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.layer_norm_backward`."""
     _check_norm(dy, x, ndim)
-    return _house(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim)
+    return _backend(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim)
 
 
 @_documented_by(reference.rms_norm_backward)
@@ -240,10 +244,10 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.rms_norm_backward`."""
     _check_norm(dy, x, ndim)
-    return _house(dy, x).rms_norm_backward(dy, x, rstd, weight, ndim)
+    return _backend(dy, x).rms_norm_backward(dy, x, rstd, weight, ndim)
 
 
-def _house(*tensors: Tensor) -> ModuleType:
+def _backend(*tensors: Tensor) -> ModuleType:
     """The module that runs on these tensors."""
     device = tensors[0].device
     if device.type == "cpu" and not torch.compiler.is_compiling():
@@ -261,8 +265,8 @@ def _house(*tensors: Tensor) -> ModuleType:
 
 
 def _block_house(*tensors: Tensor) -> ModuleType:
-    house = _house(*tensors)
-    return block_reference if house is reference else house
+    backend = _backend(*tensors)
+    return block_reference if backend is reference else backend
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:

@@ -189,7 +189,7 @@ class PrivateBackward:
             raise
         if group is None:
             return twice, proving
-        what = "engine.backward"
+        operation = "engine.backward"
         # With other modules, or another order, gradients of different parameters would be added.
         same = {
             "(draw, part) of the batch": self.step.tracker.place(),
@@ -199,9 +199,9 @@ class PrivateBackward:
         size = {"number of samples": self.forward.batch_size}
         if group is ranks.context:
             same |= size
-        told = agree(what, same, group, extra=[int(twice), int(proving)])
+        told = agree(operation, same, group, extra=[int(twice), int(proving)])
         if group is not ranks.context:
-            agree(what, size, ranks.context)
+            agree(operation, size, ranks.context)
         return any(row[0] for row in told), any(row[1] for row in told)
 
     def _is_ghost(self, gate: Gate) -> bool:

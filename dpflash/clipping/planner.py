@@ -123,7 +123,7 @@ class LinearShape:
     def _norm_costs(self, gpu: bool) -> tuple[int, int]:
         """One sample's FLOPs by Gram and by tile."""
         gram = 2 * self.tokens**2 * (self.inputs + self.outputs)
-        # Triton takes half of the symmetric matrix; the plain twin all of it, in fp64.
+        # Triton takes half of the symmetric matrix; PyTorch code all of it, in fp64.
         gram = gram // 2 if self._fused(gpu) else 2 * gram
         return gram, 2 * self.tokens * self.inputs * self.outputs
 
@@ -144,7 +144,7 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Magnitudes by an fp64 copy; the plain twin makes one for the norms too, and sums it."""
+        """Magnitudes by an fp64 copy; PyTorch code makes one for the norms too, and sums it."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]

@@ -101,7 +101,7 @@ class DeferredError:
 
 
 def agree_on_lengths(
-    what: str,
+    operation: str,
     values: Mapping[str, object],
     length: int,
     group: ProcessGroup | None,
@@ -112,7 +112,7 @@ def agree_on_lengths(
     Takes one small exchange if all is well.
 
     Args:
-        what: name of the call in messages.
+        operation: name of the call in messages.
         values: values that must be equal on all ranks, see `collectives.agree`.
         length: number of tokens of this rank.
         group: all of its ranks call this together.
@@ -126,15 +126,15 @@ def agree_on_lengths(
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
-    rows = gather_rows(own, group, what)
+    rows = gather_rows(own, group, operation)
     if any(row[0] for row in rows):
-        _raise_together(what, error, group)
+        _raise_together(operation, error, group)
     if any(row[1] != own[1] for row in rows):
-        agree(what, values, group)
+        agree(operation, values, group)
     return [row[2] for row in rows]
 
 
-def layout_of(what: str, lengths: list[int], sharding: str) -> Layout:
+def layout_of(operation: str, lengths: list[int], sharding: str) -> Layout:
     """The layout in which the ranks hold these numbers of tokens.
 
     Raises:
@@ -144,7 +144,7 @@ def layout_of(what: str, lengths: list[int], sharding: str) -> Layout:
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:
         raise ValueError(
-            f"{what}: the ranks have {lengths} tokens: expected {expected} of "
+            f"{operation}: the ranks have {lengths} tokens: expected {expected} of "
             f"{sum(lengths)} tokens with sharding={sharding!r}; split the sequence with "
             "dpflash.distributed.shard_sequence"
         )
@@ -165,13 +165,15 @@ def unpadded_length(length: object, num_tokens: int) -> int:
     return length
 
 
-def _raise_together(what: str, error: ValueError | None, group: ProcessGroup | None) -> NoReturn:
+def _raise_together(
+    operation: str, error: ValueError | None, group: ProcessGroup | None
+) -> NoReturn:
     texts: list[object] = [None]
     if world_size(group) > 1:
         texts *= world_size(group)
-        with exchanging(what, group):
+        with exchanging(operation, group):
             dist.all_gather_object(texts, None if error is None else str(error), group=group)
     if error is not None:
         raise error
     first = next(rank for rank, text in enumerate(texts) if text is not None)
-    raise ValueError(f"{what}: rank {first} raised: {texts[first]}")
+    raise ValueError(f"{operation}: rank {first} raised: {texts[first]}")

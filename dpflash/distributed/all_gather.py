@@ -53,8 +53,8 @@ class AllGatherCall:
         for rank, chunk in self.sharded.layout.in_order(self.sharded.length):
             local = slice(chunk.local, chunk.local + chunk.length)
             shards[rank][:, :, :, local] = whole[:, :, :, chunk.start : chunk.start + chunk.length]
-        what = "gradients of keys and values"
-        summed = reduce_scatter(shards, self.group, what, "backward")
+        operation = "gradients of keys and values"
+        summed = reduce_scatter(shards, self.group, operation, "backward")
         return summed[:, :, :, : self.sharded.tokens(rank_in(self.group))]
 
 

@@ -83,8 +83,8 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        what = "gradients of the block means of an Adaptive pattern"
-        return all_reduce(grad, ctx.group, what, "backward"), None
+        operation = "gradients of the block means of an Adaptive pattern"
+        return all_reduce(grad, ctx.group, operation, "backward"), None
 
 
 def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGroup) -> Tensor:

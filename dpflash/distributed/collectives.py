@@ -1,7 +1,7 @@
 """Collectives over a process group, which raise `RankError` if another rank is lost.
 
-A group is a `torch.distributed` process group; None stands for a single process. `what` is the
-name of the exchange in messages. P is the number of ranks.
+A group is a `torch.distributed` process group; None stands for a single process. `operation` names
+the exchange in messages. P is the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def digest(data: bytes | str) -> int:
 
 
 @contextmanager
-def exchanging(what: str, group: ProcessGroup | None) -> Iterator[None]:
+def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
     """Convert errors of torch.distributed inside the block to `RankError`.
 
     Args:
-        what: name of the exchange in the message.
+        operation: name of the exchange in the message.
         group: the group of the exchange.
     """
     try:
@@ -58,28 +58,28 @@ def exchanging(what: str, group: ProcessGroup | None) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RankError(
-            f"{what}: rank {rank_in(group)} of {world_size(group)} lost the others "
+            f"{operation}: rank {rank_in(group)} of {world_size(group)} lost the others "
             f"({reason[0]}). One of them died, or did not get here within the group's timeout. "
             "End all ranks, look for the first error in their outputs, and resume from the last "
             "checkpoint"
         ) from error
 
 
-def gather_rows(row: Sequence[int], group: ProcessGroup | None, what: str) -> list[list[int]]:
+def gather_rows(row: Sequence[int], group: ProcessGroup | None, operation: str) -> list[list[int]]:
     """The row of integers of every rank, by rank. All rows have the same length."""
     if group is None or world_size(group) == 1:
         return [list(row)]
     device = control_device(group)
     own = torch.tensor(row, dtype=torch.int64, device=device)
     rows = torch.empty(world_size(group) * len(row), dtype=torch.int64, device=device)
-    with exchanging(what, group):
+    with exchanging(operation, group):
         _all_gather(rows, own, group=group)
         table: list[list[int]] = rows.view(-1, len(row)).tolist()
     return table
 
 
 def agree(
-    what: str,
+    operation: str,
     values: Mapping[str, object],
     group: ProcessGroup | None,
     extra: Sequence[int] = (),
@@ -87,7 +87,7 @@ def agree(
     """Check that values are equal on all ranks of a group, which call this together.
 
     Args:
-        what: name of the call that the values belong to, for the message.
+        operation: name of the call that the values belong to, for the message.
         values: values by name, compared by their repr; the same names on all ranks.
         group: the ranks whose values must be equal.
         extra: integers to gather, which may differ; the same number on all ranks.
@@ -102,40 +102,40 @@ def agree(
     if group is None or world_size(group) == 1:
         return [list(extra)]
     digests = [digest(repr(value)) for value in values.values()]
-    rows = gather_rows([*digests, *extra], group, what)
+    rows = gather_rows([*digests, *extra], group, operation)
     for index, name in enumerate(values):
         if len({row[index] for row in rows}) == 1:
             continue
         texts: list[object] = [None] * len(rows)
-        with exchanging(what, group):
+        with exchanging(operation, group):
             dist.all_gather_object(texts, repr(values[name]), group=group)
         shown = (text if len(str(text)) < 200 else f"{str(text)[:200]}..." for text in texts)
         listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(shown))
-        raise ValueError(f"{what}: {name} differs between ranks ({listed}); make it the same")
+        raise ValueError(f"{operation}: {name} differs between ranks ({listed}); make it the same")
     return [row[len(values) :] for row in rows]
 
 
-def all_gather(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
     gathered = x.new_empty((world_size(group), *x.shape))
-    with exchanging(what, group):
+    with exchanging(operation, group):
         _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup, what: str) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     """``x[rank]`` summed over the ranks, for x `[P, ...]`."""
     own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-    with exchanging(what, group):
+    with exchanging(operation, group):
         _reduce_scatter(own.view(-1), x.contiguous().view(-1), group=group)
     return own
 
 
 def all_reduce_(
-    x: Tensor, group: ProcessGroup, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    x: Tensor, group: ProcessGroup, operation: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduce a contiguous x over the ranks in place. All ranks get the same bits."""
-    with exchanging(what, group):
+    with exchanging(operation, group):
         dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -171,21 +171,21 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def broadcast_(x: Tensor, group: ProcessGroup, what: str) -> None:
+def broadcast_(x: Tensor, group: ProcessGroup, operation: str) -> None:
     """Overwrite x of all ranks with that of rank 0 of the group; any dtype and strides."""
     with torch.no_grad():
         buffer = x.contiguous()
-        with exchanging(what, group):
+        with exchanging(operation, group):
             dist.broadcast(as_bytes(buffer), group=group, group_src=0)
         x.copy_(buffer)
 
 
-def broadcast_from_first(value: bytes, group: ProcessGroup | None, what: str) -> bytes:
+def broadcast_from_first(value: bytes, group: ProcessGroup | None, operation: str) -> bytes:
     """Return the value of rank 0 of the group on all of its ranks."""
     if group is None or world_size(group) == 1:
         return value
     values: list[object] = [value if rank_in(group) == 0 else None]
-    with exchanging(what, group):
+    with exchanging(operation, group):
         dist.broadcast_object_list(values, group=group, group_src=0)
     assert isinstance(values[0], bytes)
     return values[0]

@@ -203,9 +203,9 @@ class ContextParallel:
                 tokens, or a length that exceeds the sequence.
         """
         everything = {**values, "length": length, "mode": self.mode, "sharding": self.sharding}
-        what = "context parallelism"
-        lengths = agree_on_lengths(what, everything, tokens, self.group, error)
-        layout = layout_of(what, lengths, self.sharding)
+        operation = "context parallelism"
+        lengths = agree_on_lengths(operation, everything, tokens, self.group, error)
+        layout = layout_of(operation, lengths, self.sharding)
         return Context(self.group, layout, self.mode, unpadded_length(length, layout.num_tokens))
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Tensor exchanges of context parallelism, and a count of the bytes they send.
 
 Tensors are moved as raw bytes and summed in their own dtype. P is the number of ranks. `phase` is
-"forward" or "backward", `what` is the name of the exchange in messages.
+"forward" or "backward", `operation` is the name of the exchange in messages.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def count_traffic() -> Iterator[TrafficCount]:
         _active.remove(count)
 
 
-def _record(phase: str, what: str, size: int) -> None:
+def _record(phase: str, operation: str, size: int) -> None:
     """Add a send to every active `TrafficCount`."""
     if size:
         for count in _active:
-            count.sends.append((phase, what, size))
+            count.sends.append((phase, operation, size))
 
 
 def all_reduced_bytes(size: int, world_size: int) -> int:
@@ -81,7 +81,7 @@ def all_reduced_bytes(size: int, world_size: int) -> int:
 class PendingExchange:
     """A send and a receive in flight. Holds references to both buffers until they are done."""
 
-    what: str
+    operation: str
     group: ProcessGroup
     works: list[Any]
     received: Sequence[Tensor] | None
@@ -89,7 +89,7 @@ class PendingExchange:
 
     def wait(self) -> Sequence[Tensor] | None:
         """Block until both are done; returns the received tensors, None if none were expected."""
-        with collectives.exchanging(self.what, self.group):
+        with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()
         return self.received
@@ -101,7 +101,7 @@ def send_and_receive(
     received: Sequence[Tensor] | None,
     source: int,
     group: ProcessGroup,
-    what: str,
+    operation: str,
     phase: str,
 ) -> PendingExchange:
     """Start sending to one rank and receiving from another.
@@ -113,7 +113,7 @@ def send_and_receive(
         received: contiguous buffers to fill; None or empty tensors receive nothing.
         source: sending rank in the group.
         group: process group of both.
-        what: name of the exchange in messages.
+        operation: name of the exchange in messages.
         phase: "forward" or "backward".
     """
     operations = []
@@ -124,12 +124,12 @@ def send_and_receive(
         if x.numel():
             operations.append(dist.P2POp(dist.irecv, as_bytes(x), group=group, group_peer=source))
     if send is not None:
-        _record(phase, what, sum(x.nbytes for x in send))
+        _record(phase, operation, sum(x.nbytes for x in send))
     works: list[Any] = []
     if operations:
-        with collectives.exchanging(what, group):
+        with collectives.exchanging(operation, group):
             works = dist.batch_isend_irecv(operations)
-    return PendingExchange(what, group, works, received, send)
+    return PendingExchange(operation, group, works, received, send)
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
@@ -140,10 +140,10 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
     _connected.add(group)
 
 
-def all_gather(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
     """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
-    _record(phase, what, (collectives.world_size(group) - 1) * x.nbytes)
-    flat = collectives.all_gather(as_bytes(x.contiguous()), group, what)
+    _record(phase, operation, (collectives.world_size(group) - 1) * x.nbytes)
+    flat = collectives.all_gather(as_bytes(x.contiguous()), group, operation)
     return (
         flat.view(x.dtype).view(-1, *x.shape)
         if x.numel()
@@ -151,28 +151,28 @@ def all_gather(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
     )
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
     """``x[rank]`` summed over the ranks, for x `[P, ...]` of float32 or float64."""
     if x.numel() == 0:
         return torch.empty_like(x[0])
-    _record(phase, what, (collectives.world_size(group) - 1) * x[0].nbytes)
-    return collectives.reduce_scatter(x, group, what)
+    _record(phase, operation, (collectives.world_size(group) - 1) * x[0].nbytes)
+    return collectives.reduce_scatter(x, group, operation)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, what: str, phase: str) -> Tensor:
+def all_reduce(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
     """The sum of x over the ranks, as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return total
-    _record(phase, what, all_reduced_bytes(x.nbytes, collectives.world_size(group)))
-    return collectives.all_reduce_(total, group, what)
+    _record(phase, operation, all_reduced_bytes(x.nbytes, collectives.world_size(group)))
+    return collectives.all_reduce_(total, group, operation)
 
 
 def all_to_all(
     tensors: Sequence[Tensor],
     shapes: Sequence[tuple[int, ...]],
     group: ProcessGroup,
-    what: str,
+    operation: str,
     phase: str,
 ) -> list[Tensor]:
     """Send one tensor to each rank and return the tensor received from each.
@@ -181,15 +181,15 @@ def all_to_all(
         tensors: the tensor for each rank, all of one dtype.
         shapes: shape of the tensor received from each rank.
         group: all of its ranks call this together.
-        what: name of the exchange in messages.
+        operation: name of the exchange in messages.
         phase: "forward" or "backward".
     """
     dtype, own = tensors[0].dtype, collectives.rank_in(group)
-    _record(phase, what, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
+    _record(phase, operation, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
     send = torch.cat([as_bytes(x.contiguous()) for x in tensors])
     sizes = [torch.Size(shape).numel() * tensors[0].element_size() for shape in shapes]
     received = send.new_empty(sum(sizes))
-    with collectives.exchanging(what, group):
+    with collectives.exchanging(operation, group):
         dist.all_to_all_single(received, send, sizes, [x.nbytes for x in tensors], group=group)
     return [
         flat.view(dtype).view(shape)

@@ -68,7 +68,7 @@ def reduce_to_part(
 
     Also returns whether other ranks passed another `mark`, a number that identifies the parameter.
     """
-    what = "reduction of a sharded parameter's clipped sum"
+    operation = "reduction of a sharded parameter's clipped sum"
     begin, end = local_rows(parameter)
     if data is None:
         return total[begin:end].clone(), total.new_zeros((), dtype=torch.bool)
@@ -79,11 +79,11 @@ def reduce_to_part(
         send[:, -1] = mark
         for row, shard in zip(send, shards, strict=False):
             row[: shard.numel()] = shard.flatten()
-        own = collectives.reduce_scatter(send, data, what)
+        own = collectives.reduce_scatter(send, data, operation)
         rows = own[: total[begin:end].numel()].view(total[begin:end].shape)
     else:
         own = torch.cat([total.flatten(), total.new_full((1,), mark)])
-        collectives.all_reduce_(own, data, what)
+        collectives.all_reduce_(own, data, operation)
         rows = own[:-1].view(total.shape)[begin:end].clone()
     return rows, own[-1] != count * mark
 

@@ -82,19 +82,19 @@ class Ranks:
         """Whether this is global rank 0, which writes the ledger."""
         return collectives.rank_in(self.everyone) == 0
 
-    def agree(self, what: str, values: Mapping[str, object]) -> None:
+    def agree(self, operation: str, values: Mapping[str, object]) -> None:
         """`collectives.agree` over all ranks."""
-        collectives.agree(what, values, self.everyone)
+        collectives.agree(operation, values, self.everyone)
 
-    def broadcast_from_first(self, value: bytes, what: str) -> bytes:
+    def broadcast_from_first(self, value: bytes, operation: str) -> bytes:
         """Return rank 0's value on all ranks."""
-        return collectives.broadcast_from_first(value, self.everyone, what)
+        return collectives.broadcast_from_first(value, self.everyone, operation)
 
-    def run_on_first(self, what: str, action: Callable[[], bytes]) -> bytes:
+    def run_on_first(self, operation: str, action: Callable[[], bytes]) -> bytes:
         """Run an action on rank 0 and return its result, or raise its error, on all ranks.
 
         Args:
-            what: name of the action in messages.
+            operation: name of the action in messages.
             action: called on rank 0 only.
 
         Raises:
@@ -109,18 +109,18 @@ class Ranks:
             except Exception as error:
                 failure = error
                 outcome = b"-" + f"{type(error).__name__}: {error}".encode()
-        outcome = self.broadcast_from_first(outcome, what)
+        outcome = self.broadcast_from_first(outcome, operation)
         if failure is not None:
             raise failure
         if outcome[:1] == b"-":
-            raise collectives.RankError(f"{what} failed on rank 0: {outcome[1:].decode()}")
+            raise collectives.RankError(f"{operation} failed on rank 0: {outcome[1:].decode()}")
         return outcome[1:]
 
-    def run_on_all(self, what: str, action: Callable[[], _T]) -> _T:
+    def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
         """Run an action on every rank; if it raises on one rank, raise on all of them.
 
         Args:
-            what: name of the action in messages.
+            operation: name of the action in messages.
             action: called on each rank; must not call collectives.
 
         Raises:
@@ -134,26 +134,26 @@ class Ranks:
         except Exception as error:
             failure = error
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        messages = self.gather(message, what)
+        messages = self.gather(message, operation)
         if failure is not None:
             raise failure
         for rank, text in enumerate(messages):
             if text is not None:
-                raise collectives.RankError(f"{what} failed on rank {rank}: {text}")
+                raise collectives.RankError(f"{operation} failed on rank {rank}: {text}")
         return result
 
-    def gather(self, value: _T, what: str) -> list[_T]:
+    def gather(self, value: _T, operation: str) -> list[_T]:
         """The values of all ranks, by rank; they must be picklable."""
         if self.everyone is None:
             return [value]
         gathered: list[Any] = [None] * collectives.world_size(self.everyone)
-        with collectives.exchanging(what, self.everyone):
+        with collectives.exchanging(operation, self.everyone):
             dist.all_gather_object(gathered, value, group=self.everyone)
         return gathered
 
-    def broadcast_(self, tensors: list[torch.Tensor], what: str) -> None:
+    def broadcast_(self, tensors: list[torch.Tensor], operation: str) -> None:
         """Overwrite the tensors of all ranks with those of rank 0."""
         if self.everyone is None:
             return
         for tensor in tensors:
-            collectives.broadcast_(tensor, self.everyone, what)
+            collectives.broadcast_(tensor, self.everyone, operation)

@@ -45,7 +45,7 @@ class HeadExchange:
         """Index of this rank in the group."""
         return rank_in(self.group)
 
-    def to_heads(self, x: Tensor, what: str, phase: str) -> Tensor:
+    def to_heads(self, x: Tensor, operation: str, phase: str) -> Tensor:
         """`[B, H, T_p, ...]` to `[B, h, T, ...]`, with tokens in the order of the sequence."""
         own = self.heads[self.rank]
         count = own.stop - own.start
@@ -53,14 +53,16 @@ class HeadExchange:
             (x.shape[0], count, self.sharded.tokens(rank), *x.shape[3:])
             for rank in range(len(self.heads))
         ]
-        shards = all_to_all([x[:, heads] for heads in self.heads], shapes, self.group, what, phase)
+        shards = all_to_all(
+            [x[:, heads] for heads in self.heads], shapes, self.group, operation, phase
+        )
         chunks = [
             shards[rank][:, :, chunk.local : chunk.local + chunk.length]
             for rank, chunk in self.sharded.layout.in_order(self.sharded.length)
         ]
         return torch.cat(chunks, dim=2)
 
-    def to_tokens(self, x: Tensor, what: str, phase: str) -> Tensor:
+    def to_tokens(self, x: Tensor, operation: str, phase: str) -> Tensor:
         """`[B, h, T, ...]` to `[B, H, T_p, ...]`; the inverse of `to_heads`."""
         shards = []
         for rank in range(len(self.heads)):
@@ -71,7 +73,7 @@ class HeadExchange:
         shapes = [
             (x.shape[0], heads.stop - heads.start, tokens, *x.shape[3:]) for heads in self.heads
         ]
-        return torch.cat(all_to_all(shards, shapes, self.group, what, phase), dim=1)
+        return torch.cat(all_to_all(shards, shapes, self.group, operation, phase), dim=1)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -85,8 +87,8 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        what = f"gradients of {ctx.name} from heads to tokens"
-        return ctx.exchange.to_tokens(grad, what, "backward"), None, None
+        operation = f"gradients of {ctx.name} from heads to tokens"
+        return ctx.exchange.to_tokens(grad, operation, "backward"), None, None
 
 
 class _ToTokens(torch.autograd.Function):

@@ -191,14 +191,14 @@ def _entry_digest(entry: Any, key: bytes) -> str:
 def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     """Broadcast parameters and buffers from rank 0 and disable DDP's all-reduce of gradients."""
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
-    what = "broadcast of rank 0's parameters"
-    ranks.broadcast_([x for x in tensors if not is_sharded(x)], what)
+    operation = "broadcast of rank 0's parameters"
+    ranks.broadcast_([x for x in tensors if not is_sharded(x)], operation)
     if ranks.context is not None:
         others = set(_ranks(ranks.context)) - {dist.get_rank()}
         for x in tensors:
             # The ranks of a context group hold the same rows, each in its own data group.
             if is_sharded(x) and not others & set(x.device_mesh.mesh.flatten().tolist()):
-                collectives.broadcast_(x.to_local(), ranks.context, what)
+                collectives.broadcast_(x.to_local(), ranks.context, operation)
     if isinstance(module, DistributedDataParallel):
         reduction = module.__dict__.get(_REDUCTION)
         if reduction is None:

@@ -140,7 +140,7 @@ class PrivateModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.
-        build, *rest = tuple(plain_twin(self).__reduce_ex__(protocol))
+        build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
         # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
@@ -154,13 +154,13 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
 
 
-def plain_twin(module: nn.Module) -> nn.Module:
+def plain_copy(module: nn.Module) -> nn.Module:
     """The module with its original class, sharing parameters, buffers and children."""
-    twin = object.__new__(plain_class(module))
-    twin.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
-    twin.__dict__["_parameters"] = dict(module._parameters)
-    twin.__dict__["_buffers"] = dict(module._buffers)
-    return twin
+    copied = object.__new__(plain_class(module))
+    copied.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+    copied.__dict__["_parameters"] = dict(module._parameters)
+    copied.__dict__["_buffers"] = dict(module._buffers)
+    return copied
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

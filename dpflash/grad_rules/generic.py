@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .base import PrivateModule, plain_twin
+from .base import PrivateModule, plain_copy
 from .lookups import PerSampleLookups
 
 
@@ -58,10 +58,10 @@ class PrivateLeaf(PrivateModule):
             )
         batch_size = sizes.pop()
         own = {n: p for n, p in self._parameters.items() if p is not None}
-        twin = plain_twin(self)
+        copied = plain_copy(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            twin.__dict__[hooks] = OrderedDict()
+            copied.__dict__[hooks] = OrderedDict()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
         per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
@@ -69,7 +69,7 @@ class PrivateLeaf(PrivateModule):
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleLookups(context.name):
-                outputs = functional_call(twin, shared, args, kwargs)
+                outputs = functional_call(copied, shared, args, kwargs)
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
@@ -80,7 +80,7 @@ class PrivateLeaf(PrivateModule):
             # Modules expect a batch dimension; theirs has one sample.
             inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
             named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}
-            outputs = functional_call(twin, {**shared, **parameters}, inputs, named)
+            outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
             return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.squeeze(0), outputs)
 
         in_dims = (

@@ -348,9 +348,9 @@ class _Wrapped(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain model, as those of private layers.
-        twin: nn.Module = object.__new__(type(self).__bases__[1])
-        twin.__dict__ = dict(self.__dict__)
-        build, *rest = tuple(twin.__reduce_ex__(protocol))
+        copied: nn.Module = object.__new__(type(self).__bases__[1])
+        copied.__dict__ = dict(self.__dict__)
+        build, *rest = tuple(copied.__reduce_ex__(protocol))
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
 

@@ -88,23 +88,23 @@ class Team:
         """Whether this rank counts documents: the first of the ranks that share a window."""
         return collectives.rank_in(self.ranks.context) == 0
 
-    def total(self, values: Sequence[float], what: str) -> list[float]:
+    def total(self, values: Sequence[float], operation: str) -> list[float]:
         """Each value summed over the ranks."""
-        return self._reduced(values, what, dist.ReduceOp.SUM)
+        return self._reduced(values, operation, dist.ReduceOp.SUM)
 
-    def greatest(self, value: float, what: str) -> float:
+    def greatest(self, value: float, operation: str) -> float:
         """The maximum of a value over the ranks."""
-        return self._reduced([value], what, dist.ReduceOp.MAX)[0]
+        return self._reduced([value], operation, dist.ReduceOp.MAX)[0]
 
     def _reduced(
-        self, values: Sequence[float], what: str, op: dist.ReduceOp.RedOpType
+        self, values: Sequence[float], operation: str, op: dist.ReduceOp.RedOpType
     ) -> list[float]:
         everyone = self.ranks.everyone
         if everyone is None:
             return list(values)
         device = collectives.control_device(everyone)
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        reduced: list[float] = collectives.all_reduce_(tensor, everyone, what, op).tolist()
+        reduced: list[float] = collectives.all_reduce_(tensor, everyone, operation, op).tolist()
         return reduced
 
     def add_gradients(self, model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from dpflash.bench.private_scaling import (
     BATCH_TABLES,
     BATCHES,
     PRIVATE,
-    SEQUENCE_TABLES,
     TOKENS,
     batch_plan,
     derive_batch,
@@ -17,6 +16,7 @@ from dpflash.bench.private_scaling import (
     sequence_plan,
 )
 from dpflash.bench.suite import Request, Suite
+from dpflash.bench.suite_pages import page
 
 LIMIT = 1000.0
 
@@ -126,9 +126,9 @@ def test_exponent_of_a_sequence_is_of_time_in_tokens():
 def test_the_page_shows_the_insights_and_what_is_needed():
     rows = [batch_row(1, 1.0), batch_row(3, None, needs="a faster device: so slow")]
     rows += derive_batch(rows)
-    suite = Suite("s", "S", "about", lambda request: (), (*BATCH_TABLES, *SEQUENCE_TABLES))
+    suite = Suite(name="batch", plan=lambda request: (), **page("batch", BATCH_TABLES))
     roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
     found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
-    page = markdown(suite, found)
-    assert "The optimal batch is 1.0 on average" in page and "; not measured: 3)" in page
-    assert "needs: a faster device: so slow" in page
+    text = markdown(suite, found)
+    assert "The optimal batch is 1.0 on average" in text and "; not measured: 3)" in text
+    assert "needs: a faster device: so slow" in text

@@ -26,7 +26,7 @@ def executor(request, monkeypatch):
         pytest.importorskip("triton")
         from dpflash.kernels import attention_launch
 
-        monkeypatch.setattr(kernels, "_house", lambda q: attention_launch)
+        monkeypatch.setattr(kernels, "_backend", lambda q: attention_launch)
     return request.param
 
 

@@ -232,7 +232,7 @@ def test_the_kernels_write_into_one_buffer(private, sums, distance, monkeypatch,
     x, found = samples(tokens=19), []
     for kernels in (False, True):
         if kernels:
-            monkeypatch.setattr(dispatch, "_house", lambda q: attention_launch)
+            monkeypatch.setattr(dispatch, "_backend", lambda q: attention_launch)
         engine, model, _, _ = private(build(**CASES[case]), batch_size=4, max_grad_norm=0.2)
         leaf = x.clone().requires_grad_()
         losses = loss_of(model, leaf)

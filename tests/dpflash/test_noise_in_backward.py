@@ -46,7 +46,7 @@ def kernels_of_a_gpu(monkeypatch):
     monkeypatch.setattr(noise_triton, "GROUPS", 8)
     monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
     monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
-    monkeypatch.setattr(grads, "_house", lambda *tensors: launch)
+    monkeypatch.setattr(grads, "_backend", lambda *tensors: launch)
     monkeypatch.setattr(NoiseStream, "add_to_", add_to_)
 
     def undecided():

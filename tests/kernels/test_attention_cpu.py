@@ -1,4 +1,4 @@
-"""The CPU kernels against the plain twin in float64, against loops, and in their memory."""
+"""The CPU kernels against the reference implementation and loops in float64; their memory."""
 
 import concurrent.futures
 import itertools
@@ -228,7 +228,7 @@ def assert_close(outputs, expected, tolerance, dslopes_terms=None):
 @pytest.mark.cases(16)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", GRAPHS)
-def test_matches_the_twin(name, options):
+def test_matches_the_reference(name, options):
     graph = GRAPHS[name]()
     inputs = make_inputs(graph, options=OPTIONS[options])
     grads = {"run_grads": "run_grads" in OPTIONS[options]}
@@ -244,7 +244,7 @@ def test_matches_the_twin(name, options):
 @pytest.mark.parametrize("dim", [1, 8, 64, 256])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("name", ["causal", "dilated"])
-def test_matches_the_twin_at_any_head_dim_and_grouping(name, groups, dim):
+def test_matches_the_reference_at_any_head_dim_and_grouping(name, groups, dim):
     graph = GRAPHS[name]()
     inputs = make_inputs(graph, groups=groups, dim=dim, options=("dlse",))
     expected = run(attention_reference, graph, *inputs)
@@ -252,7 +252,7 @@ def test_matches_the_twin_at_any_head_dim_and_grouping(name, groups, dim):
 
 
 def test_matches_loops_over_pairs():
-    """The graph's meaning by hand, gradients by autograd, nothing shared with the twin."""
+    """The graph's meaning by hand, gradients by autograd, nothing shared with the reference."""
     tokens, left, num_globals = 33, 6, 2
     graph = window_with_globals(tokens, left, 0, num_globals)
     (q, k, v, do), dlse, extra = make_inputs(graph, dim=3, samples=1, options=("dlse", "slopes"))
@@ -333,11 +333,11 @@ def test_half_precision_is_at_least_as_exact_as_plain_torch(name, dtype):
     assert outputs["lse"].dtype == outputs["q_sum"].dtype == torch.float32
     # The sums are of the gradients before rounding.
     q, k, v, do = narrow
-    twin = attention_reference.attention_backward(
+    reference = attention_reference.attention_backward(
         *(do, None, q, k, v, outputs["o"], outputs["lse"], graph, 32**-0.5), token_sums=True
     )
     for key in ("q_sum", "k_sum", "v_sum"):
-        error = (outputs[key] - getattr(twin, key)).abs().max()
+        error = (outputs[key] - getattr(reference, key)).abs().max()
         assert error <= 2e-6 * outputs[f"d{key[0]}"].float().abs().sum(2).max(), key
 
 
@@ -449,7 +449,7 @@ def random_side(generator, queries, keys):
 
 @pytest.mark.cases(20)
 @pytest.mark.parametrize("seed", range(60))
-def test_random_graphs_match_the_twin(seed):
+def test_random_graphs_match_the_reference(seed):
     generator = random.Random(seed)
     queries, keys = generator.randint(1, 700), generator.randint(1, 700)
     heads = torch.zeros(2, dtype=torch.int32)

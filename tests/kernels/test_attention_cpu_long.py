@@ -1,4 +1,4 @@
-"""The CPU kernels on long sequences, shards and heads of many kinds, against the plain twin."""
+"""The CPU kernels on long sequences, shards and heads of many kinds, against the reference."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ import torch
 import torch.utils.deterministic
 
 from dpflash.kernels import attention_cpu
-from dpflash.kernels import attention_reference as twin
+from dpflash.kernels import attention_reference as reference
 from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import BlockSparse, Dilated, SlidingWindow
 
@@ -61,8 +61,8 @@ def run(module, graph, tensors, key_range=None):
     return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 
-def assert_matches_the_twin(graph, tensors, key_range=None):
-    expected = run(twin, graph, tensors, key_range)
+def assert_matches_the_reference(graph, tensors, key_range=None):
+    expected = run(reference, graph, tensors, key_range)
     outputs = run(attention_cpu, graph, tensors, key_range)
     for name, x in outputs.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-11, msg=name)
@@ -73,7 +73,7 @@ def assert_matches_the_twin(graph, tensors, key_range=None):
 @pytest.mark.parametrize("name", LONG)
 def test_long_sequences(name, tokens):
     graph = LONG[name].graph(tokens, 4)
-    assert_matches_the_twin(graph, make_tensors(graph, 1, 4, 2, 3))
+    assert_matches_the_reference(graph, make_tensors(graph, 1, 4, 2, 3))
 
 
 @pytest.mark.cases(4)
@@ -84,7 +84,7 @@ def test_long_sequences(name, tokens):
 def test_what_memory_held_before_does_not_matter(name, key_range, fresh_memory_is_nan):
     graph = LONG[name].graph(1111, 4)
     ranges = None if key_range is None else torch.tensor(key_range).int()
-    assert_matches_the_twin(graph, make_tensors(graph, 2, 4, 4, 3), ranges)
+    assert_matches_the_reference(graph, make_tensors(graph, 2, 4, 4, 3), ranges)
 
 
 @pytest.mark.cases(10)
@@ -93,7 +93,7 @@ def test_what_memory_held_before_does_not_matter(name, key_range, fresh_memory_i
 def test_shards_of_long_sequences(name, begin):
     graph = LONG[name].graph(2211, 2)
     shard = restrict(graph, [Chunk(begin, 800, 0)], 800, [Chunk(100, 1200, 0)], 1200)
-    assert_matches_the_twin(shard, make_tensors(shard, 1, 2, 2, 3))
+    assert_matches_the_reference(shard, make_tensors(shard, 1, 2, 2, 3))
 
 
 HEADS = {
@@ -117,7 +117,7 @@ def test_heads_of_any_variants_and_groups(name, groups, clipped):
     heads = torch.tensor(HEADS[name], dtype=torch.int32)
     graph = dataclasses.replace(graph, row_variants=heads)
     key_range = torch.tensor([[5, 150], [0, 190], [5, 150]]).int() if clipped else None
-    assert_matches_the_twin(graph, make_tensors(graph, 3, 8, groups, 5), key_range)
+    assert_matches_the_reference(graph, make_tensors(graph, 3, 8, groups, 5), key_range)
 
 
 def test_tokens_before_heads_in_memory():

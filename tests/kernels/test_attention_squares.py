@@ -35,7 +35,7 @@ def of_stored(grads):
     return sum(x.double().square().sum((1, 2, 3)) for x in (grads.dq, grads.dk, grads.dv))
 
 
-@pytest.mark.parametrize("module", [kernels, reference], ids=["cpu", "twin"])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_squares_are_of_the_gradients_as_returned(name, dtype, module):

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against their plain twin in float64.
+"""The Triton attention kernels against their reference implementation in float64.
 
 Without a GPU they run in Triton's interpreter, at sizes of several tiles and chunks of 16.
 """
@@ -56,7 +56,7 @@ def wide(x):
 
 
 def plain(function, *args, dtype=torch.float64, **named):
-    """The twin on arguments of another dtype."""
+    """The reference on arguments of another dtype."""
 
     def cast(x):
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -75,7 +75,7 @@ def error(found, expected):
 
 
 def run(graph, q, k, v, scale=None, with_dlse=True, **named):
-    """Forward and backward of kernels and twin: two dicts of the same names."""
+    """Forward and backward of kernels and reference: two dicts of the same names."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     generator = torch.Generator().manual_seed(8)
     do = torch.randn(q.shape, generator=generator).to(q)
@@ -138,7 +138,7 @@ T = 53
 
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_kernels_match_their_twin_for_every_pattern(name):
+def test_kernels_match_the_reference_for_every_pattern(name):
     q, k, v = fused_qkv(1, 2, 1, T, 16, torch.float32)
     found, expected = run(block(PATTERNS[name], T, 2), q, k, v, token_sums=True)
     assert_close(found, expected, 2e-6)
@@ -146,7 +146,7 @@ def test_kernels_match_their_twin_for_every_pattern(name):
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 5, 1])
-def test_kernels_match_their_twin_for_every_head_dim(head_dim):
+def test_kernels_match_the_reference_for_every_head_dim(head_dim):
     q, k, v = fused_qkv(1, 2, 1, 35, head_dim, torch.float32)
     found, expected = run(block(Dense(causal=True), 35, 2), q, k, v, token_sums=True)
     assert_close(found, expected, 2e-6)
@@ -155,7 +155,7 @@ def test_kernels_match_their_twin_for_every_head_dim(head_dim):
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "window-globals"])
-def test_kernels_match_their_twin_at_any_length(name, tokens):
+def test_kernels_match_the_reference_at_any_length(name, tokens):
     q, k, v = fused_qkv(2, 1, 1, tokens, 16, torch.float32)
     found, expected = run(block(PATTERNS[name], tokens, 1), q, k, v, token_sums=True)
     assert_close(found, expected, 2e-6)
@@ -190,7 +190,7 @@ def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
     [("causal", 40), ("window-globals", 16), ("longnet-causal", 16)],
     ids=["causal-D40", "window-globals-D16", "longnet-causal-D16"],
 )
-def test_sinks_slopes_padding_and_their_gradients_match_the_twin(name, head_dim):
+def test_sinks_slopes_padding_and_their_gradients_match_the_reference(name, head_dim):
     q, k, v = fused_qkv(3, 2, 1, 29, head_dim, torch.float32)
     generator = torch.Generator().manual_seed(9)
     found, expected = run(
@@ -233,7 +233,7 @@ def test_a_padded_away_sample_attends_to_nothing():
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [T, 64])
-def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_twin(causal, tokens):
+def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_reference(causal, tokens):
     q, k, v = fused_qkv(2, 2, 1, tokens, 16, torch.float32)
     pattern = Adaptive(block_size=16, keep=2, causal=causal)
     blocks, gates = pattern.choose(q, k, 0.25)
@@ -251,7 +251,7 @@ def test_query_heads_that_differ_share_a_key_head():
     assert_close(found, expected, 2e-6)
 
 
-def test_cross_attention_of_other_lengths_matches_the_twin():
+def test_cross_attention_of_other_lengths_matches_the_reference():
     q, _, _ = fused_qkv(2, 2, 1, 19, 16, torch.float32)
     _, k, v = fused_qkv(2, 2, 1, 37, 16, torch.float32)
     found, expected = run(cross_graph(19, 37, 2, DEVICE), q, k, v, token_sums=True)
@@ -378,7 +378,7 @@ def test_squares_of_padded_blind_and_chosen_rows_are_of_the_gradients_as_stored(
     assert_squares_are_of_what_is_stored(backward_with_squares(graph, q, k, v))
 
 
-def test_squares_match_the_twin_repeat_bit_for_bit_and_change_no_gradient():
+def test_squares_match_the_reference_repeat_bit_for_bit_and_change_no_gradient():
     q, k, v = fused_qkv(2, 2, 1, 37, 16, torch.float32)
     graph = block(PATTERNS["window-globals"], 37, 2)
     found, expected = run(graph, q, k, v, squares=True, token_sums=True)
@@ -438,7 +438,7 @@ def test_token_offsets_beyond_int32_are_exact():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 48, 64, 72, 80, 96, 100, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_compiled_kernels_match_their_twin_at_odd_lengths(head_dim, dtype, causal):
+def test_compiled_kernels_match_the_reference_at_odd_lengths(head_dim, dtype, causal):
     q, k, v = fused_qkv(2, 4, 2, 997, head_dim, dtype)
     found, expected = run(block(Dense(causal=causal), 997, 4), q, k, v, token_sums=True)
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 3e-3
@@ -456,7 +456,7 @@ def test_a_head_dim_is_split_only_where_rows_are_aligned():
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 96, 128, 192, 256])
-def test_compiled_kernels_match_their_twin_where_rows_are_not_aligned(head_dim, dtype):
+def test_compiled_kernels_match_the_reference_where_rows_are_not_aligned(head_dim, dtype):
     q, k, v = fused_qkv(2, 4, 2, 499, head_dim, dtype, more=17)
     found, expected = run(block(Dense(causal=True), 499, 4), q, k, v, token_sums=True)
     assert_close(found, expected, 5e-6 if dtype == torch.float32 else 2e-2)
@@ -484,7 +484,7 @@ GPU_PATTERNS = {
 @GPU
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", GPU_PATTERNS)
-def test_compiled_kernels_match_their_twin_for_every_pattern(name, head_dim):
+def test_compiled_kernels_match_the_reference_for_every_pattern(name, head_dim):
     q, k, v = fused_qkv(1, 4, 2, 2011, head_dim, torch.bfloat16)
     graph = block(GPU_PATTERNS[name], 2011, 4)
     found, expected = run(graph, q, k, v, token_sums=True)

@@ -63,7 +63,7 @@ def loop(x, dy, bound, block):
 
 @few
 @hypothesis.given(st.integers(1, 5), st.integers(1, 9), SIZES, SIZES, BLOCKS, DTYPES)
-def test_the_twin_agrees_with_a_float64_loop_for_any_sizes(
+def test_the_reference_agrees_with_a_float64_loop_for_any_sizes(
     b, tokens, inputs, outputs, block, dtype
 ):
     x, dy = uses(b, tokens, inputs, outputs, seed=inputs + outputs, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What grads.py refuses and whom it calls; the results are tested beside twins and kernels."""
+"""What grads.py refuses and whom it calls; results are tested beside the kernels."""
 
 import dataclasses
 import inspect
@@ -262,11 +262,11 @@ OPERATIONS = [n for n in OPERATIONS if not n.startswith("_")]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_help_of_an_operation_is_its_twin_s_and_says_what_the_dispatch_refuses(name):
+def test_the_help_of_an_operation_is_the_references_and_says_what_the_dispatch_refuses(name):
     text = inspect.getdoc(getattr(kernels, name))
-    house = reference if hasattr(reference, name) else block_reference
-    twin = inspect.getdoc(getattr(house, name))
-    before, guarantees, after = twin.partition("\n\nGuarantees:")
+    backend = reference if hasattr(reference, name) else block_reference
+    of_reference = inspect.getdoc(getattr(backend, name))
+    before, guarantees, after = of_reference.partition("\n\nGuarantees:")
     assert text.startswith(before + "\n\nRaises:\n    ValueError: ")
     assert text.endswith(guarantees + after)
     headings = [line for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+:", line)]
@@ -300,20 +300,20 @@ def test_float64_runs_in_plain_torch_on_every_device(monkeypatch):
     assert found.dtype == torch.float64 and found.shape == (3, 6, 5)
 
 
-def test_every_operation_of_the_launcher_has_the_signature_of_its_twin():
+def test_every_operation_of_the_launcher_has_the_signature_of_the_reference():
     pytest.importorskip("triton")
     code = (
         "import inspect\n"
         "from dpflash.kernels import block_reference, grad_launch, grads, reference\n"
         "def own(m): return {n: f for n, f in vars(m).items() if inspect.isfunction(f)\n"
         "    and f.__module__ == m.__name__ and not n.startswith('_')}\n"
-        "twins = {**own(reference), **own(block_reference)}\n"
+        "references = {**own(reference), **own(block_reference)}\n"
         "launched = {n: f for n, f in own(grad_launch).items()\n"
         "    if n not in ('precision', 'noise_width')}\n"
         "assert set(launched) == set(own(grads)), set(launched) ^ set(own(grads))\n"
         "for n, f in launched.items():\n"
         "    s = inspect.signature(f)\n"
-        "    assert s == inspect.signature(twins[n]) == inspect.signature(own(grads)[n]), n\n"
+        "    assert s == inspect.signature(references[n]) == inspect.signature(own(grads)[n]), n\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -321,8 +321,8 @@ def test_every_operation_of_the_launcher_has_the_signature_of_its_twin():
 
 def test_every_operation_on_the_cpu_has_the_signature_of_the_reference_implementation():
     for name in OPERATIONS:
-        house = reference if hasattr(reference, name) else block_reference
-        own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, house))
+        backend = reference if hasattr(reference, name) else block_reference
+        own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, backend))
         assert own == wanted, name
     assert set(OPERATIONS) == set(grads_cpu.__all__)
 
@@ -334,7 +334,7 @@ def test_every_name_of_the_dispatch_is_public():
     assert all(getattr(kernels, name) is getattr(grads, name) for name in own)
 
 
-def test_the_twin_s_new_results_agree_with_what_they_stand_for():
+def test_the_reference_s_new_results_agree_with_what_they_stand_for():
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(3, 9, n, generator=generator) for n in (7, 8))
     stored, squares = kernels.per_sample_grad(x, dy, return_squares=True)

@@ -1,4 +1,4 @@
-"""The Triton per-sample gradient kernels against their plain twins in float64.
+"""The Triton per-sample gradient kernels against their plain references in float64.
 
 Without a GPU they run in Triton's interpreter, at sizes of several tiles and steps.
 """
@@ -152,33 +152,33 @@ def test_16_bit_products_are_no_worse_than_twice_what_torch_rounds(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x2", "1x1", "3x4"])
-def test_block_clipping_matches_its_twin(dtype, size):
+def test_block_clipping_matches_the_reference(dtype, size):
     x, dy = uses((3, 21, size[1], size[0]), dtype)
     found, factors = launch.block_clipped_grad(x, dy, 9.0, block=(32, 16), return_factors=True)
-    expected, of_twin = block_reference.block_clipped_grad(
+    expected, of_reference = block_reference.block_clipped_grad(
         x.double(), dy.double(), 9.0, block=(32, 16), return_factors=True
     )
-    assert bool((of_twin < 1).any())
+    assert bool((of_reference < 1).any())
     assert error(found, expected) <= RELATIVE
-    assert error(factors, of_twin) <= RELATIVE
+    assert error(factors, of_reference) <= RELATIVE
     assert torch.equal(launch.block_clipped_grad(x, dy, 9.0, block=(32, 16)), found)
 
 
 @pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x3", "1x1", "3x4"])
-def test_block_clipping_of_stored_gradients_matches_its_twin(dtype, size):
+def test_block_clipping_of_stored_gradients_matches_the_reference(dtype, size):
     x, dy = uses((3, 21, size[1], size[0]))
     # In another order of memory.
     grads = loop_grads(x, dy).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
     found, factors = launch.block_clip_reduce(grads, 9.0, block=(32, 16), return_factors=True)
-    expected, of_twin = block_reference.block_clip_reduce(
+    expected, of_reference = block_reference.block_clip_reduce(
         grads.double(), 9.0, block=(32, 16), return_factors=True
     )
     assert found.dtype == factors.dtype == torch.float32
-    assert bool((of_twin < 1).any())
+    assert bool((of_reference < 1).any())
     assert error(found, expected) <= RELATIVE
-    assert error(factors, of_twin) <= RELATIVE
+    assert error(factors, of_reference) <= RELATIVE
     assert torch.equal(launch.block_clip_reduce(grads, 9.0, block=(32, 16)), found)
 
 
@@ -210,7 +210,7 @@ def test_a_factor_counts_what_the_sum_of_squares_lost_in_fp64(bound):
     assert factor >= Fraction(bound) * (1 - Fraction(1, 2**24))
 
 
-def test_the_default_block_is_the_twins_on_every_device():
+def test_the_default_block_is_the_references_on_every_device():
     x, dy = uses((2, 5, 130, 129))
     found, factors = launch.block_clipped_grad(x, dy, 1.0, return_factors=True)
     expected = block_reference.block_clipped_grad(x.double(), dy.double(), 1.0)
@@ -282,15 +282,17 @@ def test_exact_block_clipping_is_the_references_bit_for_bit(size, monkeypatch):
     x[1, 3, 2] = math.nan
     grads = launch.per_sample_grad(x, dy)
     block = {"block": (32, 16), "grid": GRID}
-    expected, of_twin = block_reference.block_clip_reduce(grads, 9.0, return_factors=True, **block)
-    assert bool((of_twin < 1).any()) and bool((of_twin == 0).any())
+    expected, of_reference = block_reference.block_clip_reduce(
+        grads, 9.0, return_factors=True, **block
+    )
+    assert bool((of_reference < 1).any()) and bool((of_reference == 0).any())
     found, factors = launch.block_clip_reduce(grads, 9.0, return_factors=True, **block)
-    assert same_bits(found, expected) and torch.equal(factors, of_twin)
+    assert same_bits(found, expected) and torch.equal(factors, of_reference)
     # One sample at a time, two, and all.
     for chunk in (1, 2 * grads[0].numel(), launch.CHUNK):
         monkeypatch.setattr(launch, "CHUNK", chunk)
         found, factors = launch.block_clipped_grad(x, dy, 9.0, return_factors=True, **block)
-        assert same_bits(found, expected) and torch.equal(factors, of_twin)
+        assert same_bits(found, expected) and torch.equal(factors, of_reference)
     into = expected.clone()
     for call in (
         lambda: launch.block_clipped_grad(x, dy, 9.0, into=into, **block),
@@ -387,7 +389,7 @@ def test_a_gram_norm_whose_products_overflow_is_not_finite():
 @pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 37, 9), (2, 6, 140)], ids=str)
-def test_look_ups_match_their_twins_where_tokens_repeat(shape, dtype):
+def test_look_ups_match_the_reference_where_tokens_repeat(shape, dtype):
     dy = random(*shape, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     indices = torch.randint(0, 4, shape[:2], generator=generator).to(DEVICE)
@@ -420,7 +422,7 @@ def test_sums_over_tokens_match_float64(tokens, dtype):
 @pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(3, 21, 6, 5), (4, 30), (2, 3, 5, 12)], ids=str)
-def test_norm_layers_match_their_twins(shape, dtype):
+def test_norm_layers_match_the_reference(shape, dtype):
     x, dy = random(*shape, dtype=dtype), random(*shape, seed=1, dtype=dtype)
     ndim = 2 if shape[1] == 21 else 1
     normalised = list(shape[len(shape) - ndim :])
@@ -554,17 +556,19 @@ def test_kernels_of_the_table_match_float64_on_the_gpu(dtype):
         assert bool(((gram >= squares) & (gram <= 1.05 * squares)).all())
         blocks, found = launch.block_clipped_grad(x, dy, 50.0, return_factors=True)
         wide = x.double(), dy.double()
-        twin, of_twin = block_reference.block_clipped_grad(*wide, 50.0, return_factors=True)
-        assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
+        reference, of_reference = block_reference.block_clipped_grad(
+            *wide, 50.0, return_factors=True
+        )
+        assert error(blocks, reference) <= 1e-5 and error(found, of_reference) <= 1e-5
         stored = launch.per_sample_grad(x, dy)
         blocks, found = launch.block_clip_reduce(stored, 50.0, return_factors=True)
-        assert error(blocks, twin) <= 1e-5 and error(found, of_twin) <= 1e-5
-        for into in (None, torch.zeros_like(twin)):
+        assert error(blocks, reference) <= 1e-5 and error(found, of_reference) <= 1e-5
+        for into in (None, torch.zeros_like(reference)):
             exact = launch.clip_reduce(stored, factors, grid=GRID, into=into)
             assert same_bits(exact, reference.clip_reduce(stored, factors, grid=GRID))
         exact, found = launch.block_clipped_grad(x, dy, 50.0, grid=GRID, return_factors=True)
         assert same_bits(exact, launch.block_clip_reduce(stored, 50.0, grid=GRID))
-        assert error(exact, twin) <= 1e-5
+        assert error(exact, reference) <= 1e-5
 
 
 @pytest.mark.gpu

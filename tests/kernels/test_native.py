@@ -130,7 +130,7 @@ def gradients(module, dtype, dim):
 @pytest.mark.parametrize("dim", [3, 40, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_every_width_of_vectors_matches_the_twin(processor, dtype, dim, monkeypatch):
+def test_every_width_of_vectors_matches_the_reference(processor, dtype, dim, monkeypatch):
     options, width = PROCESSORS[processor]
     library = native.load(options)
     assert width is None or library.vector_bytes() == width
@@ -242,7 +242,7 @@ def call_in_a_fresh_process(tmp_path, **environment):
     return done.stdout.strip()
 
 
-def test_without_a_compiler_the_plain_twin_runs_and_says_so_once(tmp_path):
+def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path):
     said = call_in_a_fresh_process(tmp_path, CXX="no-such-compiler")
     assert said.count("in plain PyTorch") == 1
     assert "CXX='no-such-compiler' is not a command" in said

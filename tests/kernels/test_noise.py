@@ -32,7 +32,7 @@ OTHER_KEY = bytes(range(1, 33))
 GENERATORS = ["chacha20", "philox"]
 SIZES = {"chacha20": 8, "philox": 2}
 GRID = 2.0**-30
-TWINS = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}
+REFERENCES = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}
 
 
 def stream(
@@ -62,7 +62,7 @@ def by_cryptography(*, step, parameter_id, block, count):
     return bytes(keystream(KEY, first=step, second=parameter_id, block=block, count=8 * count))
 
 
-def by_the_twin(*, step, parameter_id, block, count):
+def by_the_reference(*, step, parameter_id, block, count):
     blocks = torch.arange(block, block + count)
     words = noise_reference.chacha20(KEY, step=step, parameter_id=parameter_id, blocks=blocks)
     return words.numpy().tobytes()
@@ -94,13 +94,13 @@ PHILOX_VECTORS = [
 ]
 
 
-@pytest.mark.parametrize("block_function", [by_cryptography, by_the_twin])
+@pytest.mark.parametrize("block_function", [by_cryptography, by_the_reference])
 def test_the_block_is_that_of_rfc_8439_section_2_3_2(block_function):
     found = block_function(**nonce("000000090000004a00000000"), block=1, count=1)
     assert found == RFC_BLOCK
 
 
-@pytest.mark.parametrize("block_function", [by_cryptography, by_the_twin])
+@pytest.mark.parametrize("block_function", [by_cryptography, by_the_reference])
 def test_the_keystream_is_that_of_rfc_8439_section_2_4_2(block_function):
     found = block_function(**nonce("000000000000004a00000000"), block=1, count=2)
     encrypted = bytes(a ^ b for a, b in zip(RFC_PLAINTEXT, found, strict=False))
@@ -121,11 +121,11 @@ def test_philox_is_that_of_random123(counter, key, expected):
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 3),
 )
-def test_twin_and_cryptography_make_the_same_words(key, step, parameter_id, block):
+def test_the_reference_and_cryptography_make_the_same_words(key, step, parameter_id, block):
     found = keystream(key, first=step, second=parameter_id, block=block, count=24)
     blocks = torch.arange(block, block + 3)
-    twin = noise_reference.chacha20(key, step=step, parameter_id=parameter_id, blocks=blocks)
-    assert twin.numpy().tobytes() == bytes(found)
+    reference = noise_reference.chacha20(key, step=step, parameter_id=parameter_id, blocks=blocks)
+    assert reference.numpy().tobytes() == bytes(found)
 
 
 def test_consecutive_blocks_continue_the_keystream(monkeypatch):
@@ -149,7 +149,7 @@ def test_no_two_addresses_share_a_word(generator):
     last = 2**32 - 1
     blocks = torch.tensor([0, 1, 2, 3, 255, 256, 65536, 2**31, last])
     words = [
-        TWINS[generator](key, step=step, parameter_id=parameter_id, blocks=blocks).flatten()
+        REFERENCES[generator](key, step=step, parameter_id=parameter_id, blocks=blocks).flatten()
         for key in (KEY, OTHER_KEY, bytes(32))
         for step in (0, 1, 2, 3, last, 2**32, 2**32 + 1, 2**33, 2**40, 2**63, 2**64 - 1)
         for parameter_id in (0, 1, 2, 256, 2**31, last)

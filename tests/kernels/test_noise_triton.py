@@ -1,4 +1,4 @@
-"""The Triton noise kernels: the standards' vectors, the twin's words, the CPU's bits.
+"""The Triton noise kernels: the standards' vectors, the reference's words, the CPU's bits.
 
 Without a GPU they run in Triton's interpreter, few programs at a time.
 """
@@ -185,14 +185,16 @@ def test_the_kernels_philox_is_that_of_random123(counter, key, expected):
     [(0, 0, 0), (2**32 - 8, 2**64 - 1, 2**32 - 1), (2**31 - 4, 2**31, 2**31)],
     ids=["zeros", "ones", "signs"],
 )
-def test_the_kernels_words_are_those_of_the_twin_bit_for_bit(block, step, parameter_id, generator):
+def test_the_kernels_words_are_those_of_the_reference_bit_for_bit(
+    block, step, parameter_id, generator
+):
     key = bytes(range(100, 132))
     found = words_of(
         kernels.key_words(key, generator), counter_of(block, step, parameter_id), 8, generator
     )
-    twin = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}[generator]
+    reference = {"chacha20": noise_reference.chacha20, "philox": noise_reference.philox}[generator]
     blocks = torch.arange(block, block + 8)
-    expected = twin(key, step=step, parameter_id=parameter_id, blocks=blocks)
+    expected = reference(key, step=step, parameter_id=parameter_id, blocks=blocks)
     assert torch.equal(found[:, 0::2] | found[:, 1::2] << 32, expected)
 
 

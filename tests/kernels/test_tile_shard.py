@@ -310,7 +310,7 @@ def test_graphs_built_at_run_time_are_restricted_without_a_look(tokens, causal):
         live_keys(graph)
 
 
-# What a house gives for the whole is what it gives for the shards, merged.
+# What a backend gives for the whole is what it gives for the shards, merged.
 
 
 class Triton:
@@ -321,13 +321,13 @@ class Triton:
         return getattr(importlib.import_module("dpflash.kernels.attention_launch"), name)
 
 
-HOUSES = {"reference": attention_reference, "cpu": attention_cpu, "triton": Triton()}
+BACKENDS = {"reference": attention_reference, "cpu": attention_cpu, "triton": Triton()}
 
 
 @pytest.fixture(autouse=True)
 def tensors_of_a_gpu_stay_out_of_the_kernels_of_the_cpu(request):
     callspec = getattr(request.node, "callspec", None)
-    if DEVICE.type == "cuda" and callspec and callspec.params.get("house") == "cpu":
+    if DEVICE.type == "cuda" and callspec and callspec.params.get("backend") == "cpu":
         pytest.skip("tested where there is no GPU")
 
 
@@ -377,7 +377,7 @@ def pairs(queries, keys, singly):
     return [([q], [k]) for q, k in itertools.product(queries.chunks, keys.chunks)]
 
 
-def ring(house, graph, tensors, shards, scale=0.25, singly=False, sinks=None, **options):
+def ring(backend, graph, tensors, shards, scale=0.25, singly=False, sinks=None, **options):
     """All outputs by name, shard by shard; sinks belong to the step of a rank with itself."""
     q, k, v, do, dlse = tensors
     run_grads = options.pop("run_grads", False)
@@ -398,7 +398,7 @@ def ring(house, graph, tensors, shards, scale=0.25, singly=False, sinks=None, **
                 steps.append((part, keys, y, z, (len(some), -1, len(others)), {**options, **own}))
         results = []
         for part, _, y, z, _, named in steps:
-            found = house.attention_forward(x, y, z, part, scale, wide=True, **named)
+            found = backend.attention_forward(x, y, z, part, scale, wide=True, **named)
             assert found[0].dtype == found[1].dtype == wide
             results.append(found)
         x_o, x_lse = merge(results)
@@ -412,7 +412,7 @@ def ring(house, graph, tensors, shards, scale=0.25, singly=False, sinks=None, **
         put(lse, queries, x_lse.masked_fill(lost, 0.0))
         for part, keys, y, z, shape, named in steps:
             arguments = (dx, dl, x, y, z, x_o, x_lse, part, scale)
-            grads = house.attention_backward(*arguments, **named, run_grads=run_grads, wide=True)
+            grads = backend.attention_backward(*arguments, **named, run_grads=run_grads, wide=True)
             assert grads.dq.dtype == grads.dk.dtype == grads.dv.dtype == wide
             put(dq, queries, grads.dq)
             put(dk, keys, grads.dk)
@@ -426,7 +426,7 @@ def ring(house, graph, tensors, shards, scale=0.25, singly=False, sinks=None, **
 
 
 def whole(graph, tensors, scale=0.25, run_grads=False, **options):
-    """The twin's outputs by name, in float64."""
+    """The reference's outputs by name, in float64."""
 
     def widened(x):
         return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -457,20 +457,20 @@ RINGS = {"contiguous-3": (contiguous, 3), "zigzag-2": (zigzag, 2), "scattered-2"
 @pytest.mark.cases(40)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("house", ["reference", "cpu"])
-def test_shards_merge_to_the_whole(house, name, ranks):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_shards_merge_to_the_whole(backend, name, ranks):
     tokens = 64 if name == "dilated" else 61
     graph = PATTERNS[name](tokens).graph(tokens, 4)
     layout, count = RINGS[ranks]
     tensors = make_inputs(tokens)
-    found = ring(HOUSES[house], graph, tensors, layout(tokens, count))
+    found = ring(BACKENDS[backend], graph, tensors, layout(tokens, count))
     assert_close(found, whole(graph, tensors), 1e-12)
 
 
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", ["causal", "window-globals", "dilated-odd", "block-lists"])
-@pytest.mark.parametrize("house", ["reference", "cpu"])
-def test_shards_merge_with_slopes_pair_by_pair(house, name, ranks):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_shards_merge_with_slopes_pair_by_pair(backend, name, ranks):
     graph = PATTERNS[name](61).graph(61, 4)
     layout, count = RINGS[ranks]
     tensors = make_inputs(61)
@@ -478,18 +478,18 @@ def test_shards_merge_with_slopes_pair_by_pair(house, name, ranks):
     slopes, sinks = torch.rand(2, 2, 4, generator=generator, dtype=torch.float64).to(DEVICE)
     shards = layout(61, count)
     options = {"slopes": slopes / 4, "sinks": sinks}
-    found = ring(HOUSES[house], graph, tensors, shards, singly=True, **options)
+    found = ring(BACKENDS[backend], graph, tensors, shards, singly=True, **options)
     assert_close(found, whole(graph, tensors, **options), 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("ranks", RINGS)
-@pytest.mark.parametrize("house", ["reference", "cpu"])
-def test_shards_of_chosen_blocks_merge_to_the_whole_and_its_run_grads(house, ranks, causal):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_shards_of_chosen_blocks_merge_to_the_whole_and_its_run_grads(backend, ranks, causal):
     q, k, v, graph = chosen_blocks(61, causal=causal)
     layout, count = RINGS[ranks]
     tensors = [q, k, v, *make_inputs(61, 2, 1)[3:]]
-    found = ring(HOUSES[house], graph, tensors, layout(61, count), run_grads=True)
+    found = ring(BACKENDS[backend], graph, tensors, layout(61, count), run_grads=True)
     assert_close(found, whole(graph, tensors, run_grads=True), 1e-12)
 
 
@@ -508,7 +508,7 @@ def test_shards_merge_to_the_whole_in_the_kernels(name, ranks):
     layout, count = RINGS[ranks]
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
     tensors = make_inputs(45, 2, 1, 1, dtype=torch.float32)
-    found = ring(HOUSES["triton"], graph, tensors, layout(45, count))
+    found = ring(BACKENDS["triton"], graph, tensors, layout(45, count))
     assert_close(found, whole(graph, tensors), 3e-6)
 
 
@@ -518,14 +518,14 @@ def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
     tensors = make_inputs(45, 2, 1, 1, dtype=torch.float32)
     options = {"slopes": torch.tensor([[0.2, 0.05]]).to(DEVICE)}
-    found = ring(HOUSES["triton"], graph, tensors, zigzag(45, 2), singly=True, **options)
+    found = ring(BACKENDS["triton"], graph, tensors, zigzag(45, 2), singly=True, **options)
     assert_close(found, whole(graph, tensors, **options), 5e-6)
 
 
 def test_shards_of_chosen_blocks_merge_in_the_kernels():
     q, k, v, graph = chosen_blocks(41, causal=True, samples=1, dtype=torch.float32)
     tensors = [q, k, v, *make_inputs(41, 2, 1, 1, dtype=torch.float32)[3:]]
-    found = ring(HOUSES["triton"], graph, tensors, zigzag(41, 2), run_grads=True)
+    found = ring(BACKENDS["triton"], graph, tensors, zigzag(41, 2), run_grads=True)
     assert_close(found, whole(graph, tensors, run_grads=True), 3e-6)
 
 
@@ -534,14 +534,14 @@ def test_shards_of_chosen_blocks_merge_in_the_kernels():
     [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)],
     ids=["fp16", "bf16"],
 )
-@pytest.mark.parametrize("house", HOUSES)
-def test_shards_of_narrow_tensors_merge_before_they_are_rounded(house, dtype, tolerance):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_of_narrow_tensors_merge_before_they_are_rounded(backend, dtype, tolerance):
     """o and do are float32 in every step, q, k and v are not."""
     graph = PATTERNS["causal"](45).graph(45, 2, DEVICE)
     q, k, v, do, dlse = make_inputs(45, 2, 1, 1, dtype=torch.float32)
     tensors = [*(x.to(dtype) for x in (q, k, v)), do, dlse]
-    found = ring(HOUSES[house], graph, tensors, zigzag(45, 2))
-    exact = 2e-6 if house != "triton" else tolerance
+    found = ring(BACKENDS[backend], graph, tensors, zigzag(45, 2))
+    exact = 2e-6 if backend != "triton" else tolerance
     assert_close(found, whole(graph, tensors), exact)
     assert_close({"lse": found["lse"]}, {"lse": whole(graph, tensors)["lse"]}, 2e-6)
 
@@ -549,9 +549,9 @@ def test_shards_of_narrow_tensors_merge_before_they_are_rounded(house, dtype, to
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
-@pytest.mark.parametrize("house", HOUSES)
-def test_wide_results_are_those_that_are_rounded_otherwise(house, name, dtype):
-    module = HOUSES[house]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_results_are_those_that_are_rounded_otherwise(backend, name, dtype):
+    module = BACKENDS[backend]
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
     q, k, v, do, _ = (x.to(dtype) for x in make_inputs(45, 2, 1, samples=1))
     narrow_o, lse = module.attention_forward(q, k, v, graph, 0.25)
@@ -563,7 +563,7 @@ def test_wide_results_are_those_that_are_rounded_otherwise(house, name, dtype):
     wide = module.attention_backward(*arguments, **named, wide=True)
     for few, many in ((narrow_o, o), *zip(narrow[:3], wide[:3], strict=True)):
         assert few.dtype == dtype and many.dtype == torch.float32
-        if dtype == torch.bfloat16 and house == "triton" and DEVICE.type == "cpu":
+        if dtype == torch.bfloat16 and backend == "triton" and DEVICE.type == "cpu":
             # The interpreter cuts bfloat16 off where a GPU rounds it.
             assert (few.float() - many).abs().le(many.abs() * 2.0**-7).all()
         else:
@@ -576,7 +576,7 @@ def test_wide_results_are_those_that_are_rounded_otherwise(house, name, dtype):
 
 @pytest.mark.parametrize("narrow", ["o", "do", "neither"])
 def test_delta_sees_do_and_o_unrounded_and_products_see_one_dtype(narrow, monkeypatch):
-    launch = HOUSES["triton"]
+    launch = BACKENDS["triton"]
     q, k, v, do, lse = make_inputs(21, dtype=torch.float32)
     q, k, v = q.half(), k.half(), v.half()
     o = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -645,9 +645,9 @@ NOTHING = {
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("runtime", [False, True], ids=["static", "run-time"])
 @pytest.mark.parametrize("case", NOTHING)
-@pytest.mark.parametrize("house", HOUSES)
-def test_where_nothing_is_seen_everything_is_zero(house, case, runtime, options):
-    module, (queries, keys, samples) = HOUSES[house], NOTHING[case]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_nothing_is_seen_everything_is_zero(backend, case, runtime, options):
+    module, (queries, keys, samples) = BACKENDS[backend], NOTHING[case]
     if runtime:
         graph = chosen_blocks(40, causal=True, samples=samples, heads=4)[3]
     else:
@@ -656,7 +656,7 @@ def test_where_nothing_is_seen_everything_is_zero(house, case, runtime, options)
     assert runtime or (is_empty(part) and part.edges() == 0 and not live_keys(part).any())
     variants = part.row_variants.shape[:-1]
     assert part.multiplicity().shape == (*variants, 4, queries, keys)
-    dtype = torch.float32 if house == "triton" else torch.float64
+    dtype = torch.float32 if backend == "triton" else torch.float64
     q, _, _, do, dlse = make_inputs(queries, samples=samples, dtype=dtype)
     _, k, v, *_ = make_inputs(keys, samples=samples, dtype=dtype)
     extra = {}
@@ -680,17 +680,17 @@ def test_where_nothing_is_seen_everything_is_zero(house, case, runtime, options)
     assert all((x == 0).all() for x in grads if x is not None)
 
 
-@pytest.mark.parametrize("house", HOUSES)
-def test_cross_attention_is_restricted_too(house):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cross_attention_is_restricted_too(backend):
     graph = cross_graph(19, 37, 4, DEVICE)
-    dtype = torch.float32 if house == "triton" else torch.float64
+    dtype = torch.float32 if backend == "triton" else torch.float64
     q, k, v, *_ = make_inputs(37, dtype=dtype)
     q = q[:, :, :19]
     parts = []
     for begin, end in ((0, 20), (20, 37)):
         part = restrict(graph, [Chunk(0, 19, 0)], 19, [Chunk(begin, end - begin, 0)], end - begin)
         tensors = q, k[:, :, begin:end], v[:, :, begin:end]
-        parts.append(HOUSES[house].attention_forward(*tensors, part, 0.25, wide=True))
+        parts.append(BACKENDS[backend].attention_forward(*tensors, part, 0.25, wide=True))
     expected = attention_reference.attention_forward(q, k, v, graph, 0.25)
     for found, x in zip(merge(parts), expected, strict=True):
         torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-5)
