@@ -137,7 +137,7 @@ class PrivacyEngine:
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
-                "trains by itself, and the epsilon of none covers what the others release. Pass "
+                "trains alone, and its epsilon does not cover the releases of the others. Pass "
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
             )
@@ -939,8 +939,8 @@ class PrivacyEngine:
         """Refuse options that do not work with several ranks."""
         if self._ranks.everyone is not None and sampling == "shuffled":
             raise ValueError(
-                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
-                "ranks shuffle each by itself; use sampling='poisson' or 'fixed_size'"
+                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
+                "rank shuffles independently; use sampling='poisson' or 'fixed_size'"
             )
         if self._ranks.context is not None and mode == "book_keeping":
             raise ValueError(

@@ -98,8 +98,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self._step.ranks.everyone is not None:
             raise RuntimeError(
                 "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their "
-                "shares of a draw into unequal numbers of parts. Pass physical_batch_size= to "
-                "make_private instead"
+                "parts of a draw into unequal numbers of microbatches. Pass physical_batch_size= "
+                "to make_private instead"
             )
         self._step.tracker.signal(do_skip)
 

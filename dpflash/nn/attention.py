@@ -291,8 +291,8 @@ class MultiheadAttention(nn.Module):
             return "keys of another source are not shared out; pass self_attention=True"
         if self.dropout > 0:
             return (
-                f"dropout={self.dropout} of attention weights: ranks do not know of each "
-                "other's; pass dropout=0"
+                f"dropout={self.dropout} of attention weights: a rank does not know the "
+                "dropout masks of the others; pass dropout=0"
             )
         return None
 
