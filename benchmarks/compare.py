@@ -1,8 +1,7 @@
 """Whether a benchmark became slower: two results, row by row.
 
-Results whose trials took turns (`versus`) are compared trial by trial. Those of separate runs are
-compared as two samples, which says nothing of how the machine changed between them, so that only
-what lies clearly beyond the threshold counts. `significance` has the tests.
+Results whose trials took turns (`versus`) are compared trial by trial, those of separate runs as
+two samples. `significance` has the tests.
 """
 
 from __future__ import annotations
@@ -16,46 +15,45 @@ import numpy as np
 
 from dpflash import _validate
 
-from .comparable import (
-    Row,
-    Unusable,
-    bad_figures,
-    broken_off,
-    checked_rows,
-    differences,
-    is_figure,
-    turns_of,
-    unlike_loads,
-)
 from .output import markdown_table
-from .significance import FEWEST_TRIALS, Test, holm, of_intervals, of_pairs, of_two_samples
+from .significance import FEWEST_TRIALS, Test, holm, of_intervals, of_samples, of_turns
+
+Row = Mapping[str, Any]
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
 # Trials in turns of one code differed by up to 2.4% (`scripts/check_compare.py`, 60 rows).
-LEAST_TOLD = 0.03
+SAME_CODE = 0.03
+# Load averages that differ by more than this factor and this number make times differ too.
+_LOADS_FACTOR, _LOADS_APART = 2, 1
+_MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
+_SHOULD_AGREE = ("cores", "python", "torch")
 _REGRESSIONS = ("slower", "more memory", "fails", "lost")
 _OTHERS = ("undecided", "faster", "still right", "new", "not comparable")
 
 
+class Unusable(ValueError):
+    """The two results cannot be compared; the message says why."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """What became of a row.
+    """The comparison of one row.
 
     Attributes:
         name: of the row.
         verdict: "slower", "more memory", "slower, more memory", "fails" (wrong now, or no
             measurement), "lost" (missing, without figures or measured in another way now),
             "undecided" (it may be chance, or the runs cannot tell), "faster", "unchanged", "still
-            right" (of a row without times), "new" or "not comparable".
+            right" (a row without times), "new" or "not comparable".
         old_ms, new_ms: medians.
-        ratio: of new over old time, and its interval at the report's confidence.
-        interval: (low, high).
-        p: corrected for the number of rows (Holm), of the null hypothesis that it takes no longer;
-            of separate runs, no longer than the threshold allows. None where ranges decide.
-        memory_ratio: of new over old peak memory; None where the old one is 0.
-        note: why, where the verdict does not tell.
-        of_peer: whether it is another library's, which is told and no regression of dpflash.
+        ratio: new time over old time.
+        interval: (low, high) of the ratio, at the report's confidence.
+        p: of "it takes no longer" (of separate runs: no longer than the threshold allows),
+            corrected for the number of rows (Holm); None where ranges decide.
+        memory_ratio: new peak memory over the old one; None where the old one is 0.
+        note: the reason, where the verdict needs one.
+        of_peer: whether it is another library's row, which is no regression of dpflash.
     """
 
     name: str
@@ -72,8 +70,7 @@ class Line:
     @property
     def is_regression(self) -> bool:
         """Whether the comparison must not pass."""
-        parts = self.verdict.split(", ")
-        return not self.of_peer and any(part in _REGRESSIONS for part in parts)
+        return not self.of_peer and any(part in _REGRESSIONS for part in self.verdict.split(", "))
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Report:
         paired: whether their trials took turns.
         threshold: share by which a time or a memory may grow.
         confidence: of the intervals; 1 less it is the chance of a false alarm over all rows.
-        warnings: what to keep in mind.
+        warnings: what a reader must know.
     """
 
     lines: tuple[Line, ...]
@@ -106,22 +103,24 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many rows were compared, and what came of them."""
+        """How many rows were compared, and with which verdicts."""
         own = [line for line in self.lines if not line.of_peer]
         parts = [part for line in own for part in line.verdict.split(", ")]
-        counts = {word: parts.count(word) for word in (*_REGRESSIONS, *_OTHERS)}
-        told = [f"{sum(line.ratio is not None for line in own)} compared"]
-        told += [f"{counts.pop('slower')} slower"]
-        told += [f"{count} {word}" for word, count in counts.items() if count]
+        texts = [f"{sum(line.ratio is not None for line in own)} compared"]
+        texts += [
+            f"{parts.count(word)} {word}"
+            for word in (*_REGRESSIONS, *_OTHERS)
+            if word in parts or word == "slower"
+        ]
         if len(own) < len(self.lines):
-            told.append(f"{len(self.lines) - len(own)} of peers beside them")
+            texts.append(f"{len(self.lines) - len(own)} of peers beside them")
         way = "trials took turns" if self.paired else "separate runs"
-        return f"{', '.join(told)} (threshold {self.threshold:.3g}, {way})"
+        return f"{', '.join(texts)} (threshold {self.threshold:.3g}, {way})"
 
     def markdown(self) -> str:
-        """The table, and what is to be said of it."""
-        ratio = f"ratio [{100 * self.confidence:.3g}%]"
+        """The table, the warnings and the summary."""
         has_p = any(line.p is not None for line in self.lines)
+        ratio = f"ratio [{100 * self.confidence:.3g}%]"
         header = ("row", "old ms", "new ms", ratio, *["p (adjusted)"] * has_p, "verdict")
         table = markdown_table(header, [_cells(line, has_p) for line in self.lines])
         warnings = [f"Warning: {text}." for text in self.warnings]
@@ -154,106 +153,154 @@ def compare(
     peers' in both are shown and do not count.
 
     Args:
-        old: the baseline.
-        new: what is judged.
-        names: what messages call the two.
+        old: the baseline; rows as `compare_files.checked` takes them.
+        new: the result that is judged.
+        names: of the two in messages.
         threshold: share by which a time or a peak memory may grow, > 0.
         confidence: in (0, 1).
         force: compare what was measured on another device or in another way, or broken off.
 
     Raises:
-        Unusable: they were measured in different ways, one is no whole result, or no row but
+        Unusable: they were measured in different ways, the new one was broken off, or no row but
             peers' can be compared.
     """
     _validate.positive(threshold=threshold)
     _validate.probability(confidence=confidence)
-    rows_old, rows_new = _measured(checked_rows(old, names[0]), checked_rows(new, names[1]))
-    turns = turns_of(old)
-    paired = turns is not None and turns == turns_of(new)
-    warnings = differences(old["environment"], new["environment"], force)
-    warnings += broken_off(old, new, names, force)
-    tests = {
-        name: _test(rows_old[name], row, turns if paired else None, confidence, threshold)
-        for name, row in rows_new.items()
-        if name in rows_old and _are_timed(rows_old[name], row)
+    environments = (old["environment"], new["environment"])
+    warnings = _differences(*environments, force) + _broken_off(old, new, names, force)
+    turns = environments[0].get("versus")
+    if turns is None or turns != environments[1].get("versus"):
+        turns = None
+    rows = [{row["name"]: row for row in found["rows"]} for found in (old, new)]
+    pairs = {name: (rows[0].get(name), rows[1].get(name)) for name in {**rows[0], **rows[1]}}
+    pairs = {name: pair for name, pair in pairs.items() if not _follows_from_others(*pair)}
+    timed = {
+        name: (a, b)
+        for name, (a, b) in pairs.items()
+        if a is not None and b is not None and _are_timed(a, b)
     }
+    tests = {name: _test(*pair, turns, confidence, threshold) for name, pair in timed.items()}
+    if turns is None:
+        undecidable, texts = _of_separate_runs(environments, timed)
+        warnings += texts
+    else:
+        undecidable = {}
+        if threshold < SAME_CODE:
+            warnings.append(
+                "launches are copies of one process for each checkout and share where its code "
+                f"lies: equal code may differ by some {SAME_CODE:.0%}, more than the threshold "
+                "and more than intervals say"
+            )
     p_slower = holm({name: test.p for name, test in tests.items()})
     p_faster = holm({name: test.p_faster for name, test in tests.items()})
-    if paired and threshold < LEAST_TOLD:
-        warnings.append(
-            f"launches are copies of one process for each checkout and share where its code lies: "
-            f"equal code may differ by some {LEAST_TOLD:.0%}, more than the threshold and more "
-            "than intervals say"
-        )
-    undecidable: dict[str, str] = {}
-    if not paired:
-        loads = unlike_loads(old["environment"], new["environment"])
-        few = {name for name in tests if _are_few(rows_old[name], rows_new[name])}
-        undecidable = {name: "too few trials" if name in few else loads for name in tests}
-        environments = (old["environment"], new["environment"])
-        warnings += _of_separate_runs(environments, loads, len(few))
     lines = []
-    for name in dict.fromkeys([*rows_old, *rows_new]):
-        row_old, row_new, test = rows_old.get(name), rows_new.get(name), tests.get(name)
-        of_peer = all(row is None or row.get("peer") for row in (row_old, row_new))
-        line = replace(_line(name, row_old, row_new, test), of_peer=of_peer)
-        if test is not None:
+    for name, pair in pairs.items():
+        line, test = _line(name, *pair), tests.get(name)
+        if line.verdict == "unchanged" and test is not None:
             p = (p_slower.get(name), p_faster.get(name))
             line = _judge(line, test, p, threshold, 1 - confidence, undecidable.get(name, ""))
-        lines.append(_judge_memory(line, row_old, row_new, threshold))
+        lines.append(_judge_memory(line, *pair, threshold))
     if all(line.of_peer or line.verdict in ("new", "not comparable") for line in lines):
         raise Unusable(
-            f"{' and '.join(names)}: no row of dpflash can be compared (rows: {len(rows_old)} and "
-            f"{len(rows_new)}); pass two runs of one suite"
+            f"{' and '.join(names)}: no row of dpflash can be compared (rows: {len(rows[0])} and "
+            f"{len(rows[1])}); pass two runs of one suite"
         )
-    return Report(tuple(lines), paired, threshold, confidence, tuple(warnings))
+    return Report(tuple(lines), turns is not None, threshold, confidence, tuple(warnings))
 
 
-def _of_separate_runs(environments: Sequence[Row], unlike: str, few: int) -> list[str]:
-    """Warnings of what separate runs cannot tell: of unlike loads, and of rows of few trials."""
+def _differences(old: Row, new: Row, force: bool) -> list[str]:
+    """Warnings of environments that differ, of which some are refused without force."""
+
+    def texts(keys: Sequence[str]) -> list[str]:
+        unlike = [key for key in keys if old.get(key) != new.get(key)]
+        return [f"{key} is {old.get(key)!r} in OLD and {new.get(key)!r} in NEW" for key in unlike]
+
+    refused = texts(_MUST_AGREE)
+    if refused and not force:
+        raise Unusable(f"{'; '.join(refused)}: measure both alike, or compare them with --force")
+    return refused + texts(_SHOULD_AGREE)
+
+
+def _broken_off(old: Row, new: Row, names: tuple[str, str], force: bool) -> list[str]:
+    """Warnings of runs that did not come to their end; a new one is refused without force."""
+    files = zip((old, new), names, strict=True)
+    texts = [f"{name}: the run was broken off" for found, name in files if not _is_whole(found)]
+    if not _is_whole(new) and not force:
+        raise Unusable(
+            f"{texts[-1]}, and what is missing may be slower; measure again, or compare what is "
+            "there with --force"
+        )
+    return texts
+
+
+def _is_whole(found: Row) -> bool:
+    return bool(found.get("complete", True))
+
+
+def _of_separate_runs(
+    environments: tuple[Row, Row], pairs: Mapping[str, tuple[Row, Row]]
+) -> tuple[dict[str, str], list[str]]:
+    """The rows whose times these runs cannot decide on, with the reason; and the warnings."""
     loads = [environment.get("load_average") for environment in environments]
-    told = "" if None in loads else f" (load averages {loads[0]} and {loads[1]})"
+    known = [load for load in loads if isinstance(load, int | float)]
+    shown, unlike = "", False
+    if len(known) == 2:
+        shown = f"load averages {known[0]:g} and {known[1]:g}"
+        unlike = max(known) > _LOADS_FACTOR * min(known)
+        unlike = unlike and max(known) - min(known) > _LOADS_APART
+    few = {name for name, pair in pairs.items() if min(map(_trials, pair)) < FEWEST_TRIALS}
     texts = [
-        f"the runs are separate, and what changed on the machine between them{told} is not told "
-        "from what changed in the code; in CI take `dpflash bench versus`, which measures two "
-        "checkouts in turns"
+        f"the runs are separate, so that a change of the machine between them"
+        f"{f' ({shown})' if shown else ''} looks like a change of the code; in CI take "
+        "`dpflash bench versus`, which measures two checkouts in turns"
     ]
     if few:
         texts.append(
-            f"{few} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on times: "
+            f"{len(few)} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on times: "
             "their intervals are the trials' ranges; run without --quick, or take "
             "`dpflash bench versus`"
         )
     if unlike:
         texts.append(
-            f"{unlike} are too unlike to decide on times; measure again under equal load, or take "
+            f"{shown} are too unlike to decide on times; measure again under equal load, or take "
             "`dpflash bench versus`"
         )
-    return texts
+    reasons = dict.fromkeys(pairs, shown if unlike else "")
+    return {**reasons, **dict.fromkeys(few, "too few trials")}, texts
 
 
-def _measured(*files: dict[str, Row]) -> list[dict[str, Row]]:
-    """The rows of each file, less those that follow from others."""
-    figures = {
-        name for rows in files for name in rows if is_figure(*(other.get(name) for other in files))
-    }
-    return [{name: row for name, row in rows.items() if name not in figures} for rows in files]
+def _trials(row: Row) -> int:
+    return len(row.get("samples_ms") or []) or row.get("trials") or 0
+
+
+def _follows_from_others(*rows: Row | None) -> bool:
+    """Whether rows of one name are no measurements but follow from some, such as an exponent."""
+    there = [row for row in rows if row is not None]
+    measured = any(
+        row["correct"] is not None or row.get("samples_ms") or row.get("ci95_ms") for row in there
+    )
+    return not measured and not all(row.get("needs") for row in there)
 
 
 def _are_timed(old: Row, new: Row) -> bool:
-    return (
-        old["config"] == new["config"]
-        and new["correct"] is not False
-        and old["correct"] is not False
-        and old["median_ms"] is not None
-        and new["median_ms"] is not None
-        and not (bad_figures(old) or bad_figures(new))
-        and not (old.get("range_ms") or new.get("range_ms"))
+    return old["config"] == new["config"] and all(
+        row["correct"] is not False
+        and row["median_ms"] is not None
+        and not bad_figures(row)
+        and not row.get("range_ms")
+        for row in (old, new)
     )
 
 
-def _milliseconds(row: Row | None) -> float | None:
-    return None if row is None or bad_figures(row) else row["median_ms"]
+def bad_figures(row: Row) -> str:
+    """The figures that cannot be measurements, in words; empty where there are none."""
+    times = [row["median_ms"], *(row.get("samples_ms") or row.get("ci95_ms") or ())]
+    if row["median_ms"] is not None and not all(0 < ms < math.inf for ms in times):
+        return f"a time that is no finite number above 0 (median {row['median_ms']!r} ms)"
+    peak = row["peak_memory_mb"]
+    if peak is not None and not 0 <= peak < math.inf:
+        return f"a peak memory of {peak!r} MiB"
+    return ""
 
 
 def _test(
@@ -264,7 +311,7 @@ def _test(
     if not (len(a) and len(b)):
         return of_intervals(estimate, old["ci95_ms"], new["ci95_ms"], threshold)
     if turns is None:
-        return of_two_samples(estimate, a, b, confidence, threshold)
+        return of_samples(estimate, a, b, confidence, threshold)
     launches = int(turns["launches"])
     if len(a) != len(b) or len(a) % launches:
         raise Unusable(
@@ -276,58 +323,52 @@ def _test(
             f"row {new['name']!r}: one launch of one round shows no spread; measure 2 or more "
             "rounds"
         )
-    return of_pairs(a, b, launches, confidence, threshold)
+    return of_turns(a, b, launches, confidence, threshold)
 
 
-def _are_few(*rows: Row) -> bool:
-    """Whether a row has too few trials for a test."""
-    trials = [len(row.get("samples_ms") or []) or row.get("trials") or 0 for row in rows]
-    return min(trials) < FEWEST_TRIALS
+def _line(name: str, old: Row | None, new: Row | None) -> Line:
+    """A line with the verdict that needs no times; "unchanged" where they decide."""
+    verdict, note = _verdict_without_times(old, new)
+    old_ms, new_ms = (
+        None if row is None or bad_figures(row) else row["median_ms"] for row in (old, new)
+    )
+    of_peer = all(row is None or row.get("peer") for row in (old, new))
+    return Line(name, verdict, old_ms, new_ms, note=note, of_peer=of_peer)
 
 
-def _line(name: str, old: Row | None, new: Row | None, test: Test | None) -> Line:
-    """A line before its times are judged."""
-    plain = Line(name, "unchanged", _milliseconds(old), _milliseconds(new))
+def _verdict_without_times(old: Row | None, new: Row | None) -> tuple[str, str]:
+    """(verdict, note)."""
     for row, which in ((old, "old"), (new, "new")):
         if row is not None and bad_figures(row):
-            note = f"the {which} file has {bad_figures(row)}"
-            return replace(plain, verdict="fails", note=note)
-    # A wrong result is none, whatever else became of the row.
-    if (
-        new is not None
-        and new["correct"] is False
-        and (old is None or old["correct"] is not False)
-    ):
-        return replace(plain, verdict="fails", note=new.get("failure") or "it is wrong now")
+            return "fails", f"the {which} file has {bad_figures(row)}"
+    was_wrong = old is not None and old["correct"] is False
+    if new is not None and new["correct"] is False and not was_wrong:
+        return "fails", new.get("failure") or "it is wrong now"
     if old is None:
-        return replace(plain, verdict="new")
+        return "new", ""
+    was_good = not was_wrong and (old["median_ms"] is not None or bool(old["correct"]))
     if new is None:
-        verdict = "lost" if _was_good(old) else "not comparable"
-        return replace(plain, verdict=verdict, note="missing in the new file")
-    if not _was_good(old):
-        note = "the old one was wrong" if old["correct"] is False else "the old one has no figures"
-        return replace(plain, verdict="not comparable", note=note)
-    if old["config"] != new["config"]:
-        return replace(plain, verdict="lost", note="its config differs")
-    if bool(old.get("peer")) != bool(new.get("peer")):
-        return replace(plain, verdict="lost", note="it is a peer's in one file alone")
-    if old["correct"] and new["correct"] is None:
-        note = new.get("needs") or "it is not checked any more"
-        return replace(plain, verdict="lost", note=note)
-    if old["median_ms"] is not None and new["median_ms"] is None:
-        note = new.get("needs") or "it has no figures any more"
-        return replace(plain, verdict="lost", note=note)
+        return "lost" if was_good else "not comparable", "missing in the new file"
+    if not was_good:
+        reason = "the old one was wrong" if was_wrong else "the old one has no figures"
+        return "not comparable", reason
+    needs = new.get("needs")
+    for is_lost, note in (
+        (old["config"] != new["config"], "its config differs"),
+        (bool(old.get("peer")) != bool(new.get("peer")), "it is a peer's in one file alone"),
+        (old["correct"] and new["correct"] is None, needs or "it is not checked any more"),
+        (
+            old["median_ms"] is not None and new["median_ms"] is None,
+            needs or "it has no figures any more",
+        ),
+    ):
+        if is_lost:
+            return "lost", note
     if old.get("range_ms") or new.get("range_ms"):
-        note = "it is slow: too few calls for an interval"
-        return replace(plain, verdict="not comparable", note=note)
-    if test is None:
-        return replace(plain, verdict="still right", note="it has no times")
-    low, high = test.interval
-    return replace(plain, ratio=math.exp(test.estimate), interval=(math.exp(low), math.exp(high)))
-
-
-def _was_good(row: Row) -> bool:
-    return row["correct"] is not False and (row["median_ms"] is not None or bool(row["correct"]))
+        return "not comparable", "it is slow: too few calls for an interval"
+    if not _are_timed(old, new):
+        return "still right", "it has no times"
+    return "unchanged", ""
 
 
 def _judge(
@@ -338,14 +379,12 @@ def _judge(
     alpha: float,
     undecidable: str,
 ) -> Line:
-    """A line with the verdict on its times, by the adjusted p of slower and of faster.
+    """The verdict on times, by the adjusted p of slower and of faster.
 
-    `undecidable` says why these runs cannot tell; empty where they can.
+    `undecidable` is why these runs cannot decide; empty where they can.
     """
-    if line.verdict != "unchanged":
-        return line
     slower, faster = (one is None or one < alpha for one in p)
-    verdict, note = line.verdict, line.note
+    verdict, note = "unchanged", ""
     if undecidable:
         verdict, note = "undecided", undecidable
     elif test.slower and slower:
@@ -353,11 +392,13 @@ def _judge(
     elif test.faster and faster:
         verdict = "faster"
     elif abs(test.estimate) > math.log1p(threshold):
-        verdict = "undecided"
         is_significant = slower if test.estimate > 0 else faster
         reach = f"its interval includes changes below {threshold:.3g}"
-        note = reach if is_significant else "not significant"
-    return replace(line, p=p[0], verdict=verdict, note=note)
+        verdict, note = "undecided", reach if is_significant else "not significant"
+    low, high = test.interval
+    interval = (math.exp(low), math.exp(high))
+    ratio = math.exp(test.estimate)
+    return replace(line, verdict=verdict, note=note, p=p[0], ratio=ratio, interval=interval)
 
 
 def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float) -> Line:
@@ -366,14 +407,14 @@ def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float
     before, now = old["peak_memory_mb"], new["peak_memory_mb"]
     if before is None:
         return line
-    verdict, note = line.verdict, line.note
     if now is None:
-        verdict = "slower" if verdict == "slower" else "lost"
+        verdict = "slower" if line.verdict == "slower" else "lost"
         return replace(line, verdict=verdict, note="its peak memory is not measured any more")
+    line = replace(line, memory_ratio=now / before if before else None)
     if now > before * (1 + threshold) and now > before + MOST_MORE_MIB:
         verdict = "slower, more memory" if line.verdict == "slower" else "more memory"
-        note = f"{before:.0f} to {now:.0f} MiB"
-    return replace(line, verdict=verdict, note=note, memory_ratio=now / before if before else None)
+        return replace(line, verdict=verdict, note=f"{before:.0f} to {now:.0f} MiB")
+    return line
 
 
 def _cells(line: Line, has_p: bool) -> Sequence[Any]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .comparable import MAKE_IT, Unusable
-from .compare import Report, compare
+from .compare import Report, Unusable, bad_figures, compare
 from .output import write_text
 from .schema import upgraded
 
-# Of the names of two files, without their suffix.
-_NEAR = 0.75
+_MAKE_IT = "pass the JSON that `dpflash bench` writes"
 # The chance of a false alarm, over all rows of all files.
 _ALPHA = 0.05
+_ROUNDING = 1e-9
+_NUMBER = (int, float)
+_COLUMNS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "config": (Mapping,),
+    "median_ms": (*_NUMBER, type(None)),
+    "peak_memory_mb": (*_NUMBER, type(None)),
+    "correct": (bool, type(None)),
+}
 
 
 def run_compare(
@@ -29,11 +36,11 @@ def run_compare(
     force: bool = False,
     json_path: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Compare two files, or the results of two folders, and print what is amiss and the tables.
+    """Compare two files, or the results of two folders, and print problems and tables.
 
     Args:
         old_path: the baseline; a JSON that `dpflash bench` writes, or a folder of some.
-        new_path: what is judged; a folder where the other is one.
+        new_path: the result that is judged; a folder where the other is one.
         threshold: share by which a time or a peak memory may grow.
         force: compare what was measured in another way, broken off, or is missing.
         json_path: where the verdicts are written too; those of folders by file.
@@ -49,7 +56,7 @@ def run_compare(
         for name, files in pairs.items():
             try:
                 reports[name] = compare(
-                    *(_read(path) for path in files),
+                    *(checked(_read(path), os.fspath(path)) for path in files),
                     names=(os.fspath(files[0]), os.fspath(files[1])),
                     threshold=threshold,
                     confidence=1 - _ALPHA / len(pairs),
@@ -73,12 +80,12 @@ def run_compare(
 
 
 def _pairs(old: Path, new: Path, problems: list[str], force: bool) -> dict[str, tuple[Path, Path]]:
-    """The files to compare, by name; adds what a folder lacks to the problems."""
+    """The files to compare, by name; adds the files that a folder lacks to the problems."""
     if not old.is_dir() and not new.is_dir():
         return {old.name: (old, new)}
     for path, other in ((old, new), (new, old)):
         if not path.exists():
-            raise Unusable(f"{path}: no such folder{_meant(path)}")
+            raise Unusable(f"{path}: no such folder")
         if not path.is_dir():
             raise Unusable(
                 f"{path} is no folder and {other} is one; pass two files or two folders"
@@ -88,14 +95,14 @@ def _pairs(old: Path, new: Path, problems: list[str], force: bool) -> dict[str, 
     if not common:
         raise Unusable(
             f"{old} and {new} have no result of one name ({', '.join(names_old) or 'none'}; "
-            f"{', '.join(names_new) or 'none'}); {MAKE_IT}, or pass two files"
+            f"{', '.join(names_new) or 'none'}); {_MAKE_IT}, or pass two files"
         )
     missing = [name for name in names_old if name not in names_new]
-    told = f"{new} has no {', '.join(missing)}, and what is missing may be slower"
+    text = f"{new} has no {', '.join(missing)}, and what is missing may be slower"
     if missing and force:
-        print(f"Warning: {told}.\n")
+        print(f"Warning: {text}.\n")
     elif missing:
-        problems.append(f"{told}; measure it, or compare what is there with --force")
+        problems.append(f"{text}; measure it, or compare what is there with --force")
     extra = [name for name in names_new if name not in names_old]
     if extra:
         print(f"Not compared, since {old} lacks it: {', '.join(extra)}.\n")
@@ -116,31 +123,76 @@ def _results(folder: Path) -> list[str]:
     return names
 
 
-def _meant(path: Path) -> str:
-    """A question for the file that was meant instead of one that is not there; else nothing."""
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    # The suffix, which most have, makes no names alike.
-    others = {one.stem: one for one in path.parent.iterdir() if one.suffix == path.suffix}
-    close = difflib.get_close_matches(path.stem, others, n=1, cutoff=_NEAR)
-    return f"; did you mean {os.fspath(others[close[0]])}?" if close else ""
-
-
 def _read(path: Path) -> Any:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        return upgraded(found) if isinstance(found, Mapping) else found
     except FileNotFoundError:
-        raise Unusable(f"{path}: no such file{_meant(path) or f'; {MAKE_IT}'}") from None
+        raise Unusable(f"{path}: no such file; {_MAKE_IT}") from None
     except OSError as error:
-        raise Unusable(f"{path}: it cannot be read ({error.strerror}); {MAKE_IT}") from None
-    except ValueError as error:
-        raise Unusable(f"{path}: not a JSON file ({error}); {MAKE_IT}") from None
-    if not isinstance(found, Mapping):
-        return found
-    try:
-        return upgraded(found)
+        raise Unusable(f"{path}: it cannot be read ({error.strerror}); {_MAKE_IT}") from None
+    except json.JSONDecodeError as error:
+        raise Unusable(f"{path}: not a JSON file ({error}); {_MAKE_IT}") from None
     except ValueError as error:
         raise Unusable(f"{path}: {error}") from None
+
+
+def checked(found: Any, file: str) -> Mapping[str, Any]:
+    """A result in which `compare` finds all that it reads.
+
+    Raises:
+        Unusable: something is missing or of another type, or a name is there twice.
+    """
+    held = found if isinstance(found, Mapping) else {}
+    environment, rows = held.get("environment"), held.get("rows")
+    if not (isinstance(environment, Mapping) and isinstance(rows, list)):
+        raise Unusable(f"{file}: it has no environment (an object) and rows (a list); {_MAKE_IT}")
+    turns = environment.get("versus")
+    launches = turns.get("launches") if isinstance(turns, Mapping) and "run" in turns else None
+    if turns is not None and not (type(launches) is int and launches >= 1):
+        raise Unusable(
+            f"{file}: its environment's versus is {turns!r} and has no run and launches; pass "
+            "the JSON that `dpflash bench versus` writes"
+        )
+    for number, row in enumerate(rows):
+        problem = _problem(row)
+        if problem:
+            name = row.get("name") if isinstance(row, Mapping) else None
+            raise Unusable(f"{file}: row {name or number!r}: {problem}; {_MAKE_IT}")
+    name, count = max(
+        Counter(row["name"] for row in rows).items(), key=lambda x: x[1], default=("", 0)
+    )
+    if count > 1:
+        raise Unusable(f"{file}: row {name!r} is there {count} times; measure again")
+    return held
+
+
+def _problem(row: Any) -> str:
+    """Why this is no row; empty where it is one."""
+    if not isinstance(row, Mapping):
+        return f"expected an object, got {type(row).__name__}"
+    for key, kinds in _COLUMNS.items():
+        if key not in row:
+            return f"it has no {key}"
+        if not isinstance(row[key], kinds) or (isinstance(row[key], bool) and bool not in kinds):
+            return f"its {key} is {row[key]!r}"
+    for key in ("samples_ms", "ci95_ms", "range_ms"):
+        numbers = row.get(key) or []
+        if not (isinstance(numbers, list) and all(type(x) in _NUMBER for x in numbers)):
+            return f"its {key} is {numbers!r}"
+    # Rows that are too slow for an interval have a range.
+    interval = row.get("ci95_ms") or row.get("range_ms") or []
+    trials = row.get("samples_ms") or interval
+    median = row["median_ms"]
+    if trials and median is not None and not bad_figures(row):
+        # Milliseconds and seconds round apart.
+        low, high = min(trials) * (1 - _ROUNDING), max(trials) * (1 + _ROUNDING)
+        if not low <= median <= high:
+            return f"its median_ms is {median!r}, and its trials are from {low:g} to {high:g}"
+    needs_interval = median is not None and row["correct"] is not None
+    if needs_interval and not row.get("samples_ms") and len(interval) != 2:
+        return "it has a median and neither trials nor an interval"
+    return ""
 
 
 def _write(path: Path, reports: Mapping[str, Report], *, is_folder: bool) -> None:

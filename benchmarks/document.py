@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import output as results
 from .output import environment_table, markdown_table
+from .page_texts import glossary
 from .timing import exponent
 
 if TYPE_CHECKING:
@@ -320,76 +321,7 @@ EXPONENTS = columns(
 )
 
 
-_TIME = (
-    "median over the trials of one call, outliers beyond Tukey's fences left out, with the 95% "
-    "interval of the median by order statistics; fewer than 6 trials have no such interval, and "
-    "the range of the trials stands there (a quick look has 5). *High variance*: the coefficient "
-    "of variation (CV) is above 10%. A row that is too slow for all calls shows (number of calls: "
-    "shortest to longest) in place of an interval, and is not compared"
-)
-_PEAK = (
-    "how far the memory grows at most during one call, in MiB (2^20 bytes): on a CPU the resident "
-    "memory of a fresh process, on a GPU what torch's allocator gives out. What is there before "
-    "the call, such as inputs and weights, does not count. In the JSON it is `peak_memory_mb`, "
-    "which is MiB too"
-)
-_SPEEDUP = (
-    "time of the baseline over the time of this row, the median over the rounds in which both "
-    "took their turns, with its 95% interval; below 1 is slower"
-)
-_EXPONENT = (
-    "p of value ~ size^p, a line fitted to the logarithms by least squares, with its 95% interval "
-    "by Student's t. Over 3 sizes that has one degree of freedom: an interval of 1 and more is "
-    "no error, it says that 3 points tell little"
-)
-LEGEND = {
-    "T": "tokens of a sequence",
-    "B": "sequences of a batch",
-    "H": "heads",
-    "D": "components of a head",
-    "N": "tokens of a sequence",
-    "P": "ranks: processes that work together, on this machine",
-    "direction": "forward is the output alone; forward+backward all gradients too",
-    "ms": _TIME,
-    "ms of a step": _TIME,
-    "speed-up": _SPEEDUP,
-    "tokens/s": "tokens of all sequences of the batch over the median",
-    "peak MiB": _PEAK,
-    "peak MiB of a rank": f"{_PEAK}; of the rank that takes most",
-    "saved MiB": "what autograd keeps between forward and backward, q, k and v among it; of the "
-    "rank that keeps most",
-    "GFLOP/s": "floating-point operations of matrix products and attention's pairs over the "
-    "median; exp, sums and the like are not counted",
-    "roof": "the lower of the machine's two measured roofs for this work: compute (FLOP/s of a "
-    "matrix product) or memory (bytes/s)",
-    "bound by": "overhead is less than half of its roof: time goes where no roof stands for it "
-    "(exp and sums of the softmax, small products, launches, Python); else compute_bound or "
-    "memory_bandwidth by its roof, balanced where both roofs are within a quarter of each other; "
-    "memory_capacity is four fifths of the device's memory taken",
-    "of its roof": "what is achieved over what the lower roof allows; above 1 where torch's "
-    "matrix product, which stands for the processor, is not the fastest code on it, where work "
-    "stays in caches, or where other jobs lowered the roofs while they were measured",
-    "density": "part of all T x T pairs that the pattern has",
-    "checked rows": "query rows whose output (and from which all gradients) were compared with "
-    "the definition in float64 before anything was timed",
-    "of B H": "how many (sample, head) these rows were compared in; a dash: not recorded",
-    "correct": "yes: the error was within the tolerance in this very run; a dash: not checked "
-    "here; NO: there are no figures",
-    "exponent [95%]": _EXPONENT,
-    "physical": "sequences of the batch that is timed; a larger batch is made of such ones",
-    "level": "of `make_private(optimize=...)`",
-    "clipping": "flat clips a sample's gradient as a whole, per_layer each layer's part of it",
-    "compiled": "whether torch.compile really ran the model",
-    "fell back": "why a level ran without what it asks for; a dash where it ran as asked",
-    "efficiency": "throughput of P ranks over P times that of one, which is rank 0 by itself, in "
-    "turns with all of them. Where ranks share cores (*over*) it is at most cores / P",
-    "of work": "efficiency of the pairs (query, key) computed a second in place of the tokens: in "
-    "weak scaling of dense attention each token has more pairs as T grows",
-    "MiB sent": "by the rank that sends most in a call, counted",
-    "as predicted": "whether each rank sent, to the byte, what the formula says before",
-    "balance": "pairs (query, key) of the busiest rank over the mean",
-    "time over nonprivate": "time of a step over that of the same step without privacy",
-}
+LEGEND = glossary("legend")
 
 
 def legend(headers: Iterable[str]) -> list[str]:
@@ -398,5 +330,5 @@ def legend(headers: Iterable[str]) -> list[str]:
     lines = [f"*{header}*: {LEGEND[header]}." for header in wanted if header in LEGEND]
     # Variants of the header name the baseline.
     if "speed-up" not in wanted and any(header.startswith("speed-up ") for header in wanted):
-        lines.append(f"*speed-up*: {_SPEEDUP}.")
+        lines.append(f"*speed-up*: {LEGEND['speed-up']}.")
     return lines

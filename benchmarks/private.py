@@ -33,21 +33,15 @@ from .timing import Step
 from .work import Work, count_work
 
 NONPRIVATE = "nonprivate"
-DPFLASH = (
-    "dpflash-flat-auto",
-    "dpflash-flat-stored",
-    "dpflash-flat-book_keeping",
-    "dpflash-flat-two_pass",
-    "dpflash-per_layer",
-    "dpflash-per_block",
-)
-AUTO = DPFLASH[0]
-# grad_sample_mode of the names in `DPFLASH`, which older results have too.
-_MODES = {
-    "auto": "auto",
-    "stored": "instantiate",
-    "book_keeping": "book_keeping",
-    "two_pass": "ghost",
+AUTO = "dpflash-flat-auto"
+# Clipping and grad_sample_mode; the names are those that older results have too.
+DPFLASH = {
+    AUTO: ("flat", "auto"),
+    "dpflash-flat-stored": ("flat", "instantiate"),
+    "dpflash-flat-book_keeping": ("flat", "book_keeping"),
+    "dpflash-flat-two_pass": ("flat", "ghost"),
+    "dpflash-per_layer": ("per_layer", "auto"),
+    "dpflash-per_block": ("per_block", "auto"),
 }
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
@@ -132,13 +126,12 @@ def make_training(
         model, optimizer, loader, losses = _make_opacus(task, provider.split("-")[1], given)
         context = functools.partial(_inside_opacus, provider.endswith("-registered"))
     elif provider != NONPRIVATE:
-        kind, clipping, *mode = provider.split("-")
-        if kind == "optimize":
-            given["optimize"] = clipping
+        if provider in DPFLASH:
+            given["clipping"], given["grad_sample_mode"] = DPFLASH[provider]
+        else:
+            given["optimize"] = provider.removeprefix("optimize-")
             # A level sets autocast itself.
             losses = replace(task, dtype="float32").losses
-        else:
-            given.update(clipping=clipping, grad_sample_mode=_MODES[mode[0] if mode else "auto"])
         engine = PrivacyEngine()
         backward = engine.backward
         # The checks of the first batch are no part of a step.
@@ -163,10 +156,7 @@ def gradient_error(task: Task, provider: str) -> float:
     too low, or higher than rounding explains.
     """
     given: list[Tensor] = []
-
-    def keep(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        return GradientKeeper(parameters, given)
-
+    keep = functools.partial(GradientKeeper, given=given)
     training = make_training(task, provider, noise_multiplier=0.0, optimize=keep)
     training.step()
     engine, clipping, raised = training.engine, clipping_of(provider), None
@@ -184,19 +174,15 @@ def gradient_error(task: Task, provider: str) -> float:
 def clipping_of(provider: str) -> str | None:
     """A provider's clipping: "flat", "per_layer" or "per_block"; None for none, or by a level."""
     if provider in DPFLASH:
-        return provider.split("-")[1]
+        return DPFLASH[provider][0]
     return "flat" if provider in OPACUS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
     """Each sample's norm in `norms`, in any order, over its exact one; None where one is wrong."""
-    if len(norms) != task.batch:
+    exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
+    if len(norms) != len(exact):
         return None
-    model = task.build()
-    exact = []
-    for i in range(task.batch):
-        loss = task.losses(model, task.x[i : i + 1], task.y[i : i + 1]).sum()
-        exact.append(_norm(torch.autograd.grad(loss, list(model.parameters()))))
     order = sorted(range(task.batch), key=exact.__getitem__)
     raised = [math.nan] * task.batch
     for i, norm in zip(order, sorted(norms.tolist()), strict=True):
@@ -204,9 +190,8 @@ def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
     # The gradients of this loop are rounded too.
     rounding = TOLERANCES[task.dtype]
     highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]
-    if not all(1 - rounding <= x <= highest for x in raised):
-        return None
-    return [max(1.0, x) for x in raised]
+    is_right = all(1 - rounding <= x <= highest for x in raised)
+    return [max(1.0, x) for x in raised] if is_right else None
 
 
 def clipped_sums(
@@ -221,15 +206,19 @@ def clipped_sums(
     index = {parameter: number for number, parameter in enumerate(parameters)}
     groups = [] if clipping is None else make_groups(model, parameters, clipping)
     sums = [torch.zeros_like(parameter) for parameter in parameters]
-    for i in range(task.batch):
-        loss = task.losses(model, task.x[i : i + 1], task.y[i : i + 1]).sum()
-        grads = list(torch.autograd.grad(loss, parameters))
+    for i, grads in enumerate(_sample_gradients(task, model)):
         for group in groups:
             members = [grads[index[parameter]] for parameter in group.parameters]
-            _clip_(members, group, 1.0 if raised is None else raised[i])
+            _clip_(members, group, raised[i] if raised else 1.0)
         for total, grad in zip(sums, grads, strict=True):
             total.add_(grad)
     return sums
+
+
+def _sample_gradients(task: Task, model: nn.Module) -> Iterator[list[Tensor]]:
+    for x, y in zip(task.x.split(1), task.y.split(1), strict=True):
+        loss = task.losses(model, x, y).sum()
+        yield list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
@@ -264,8 +253,8 @@ class GradientKeeper(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Keeps the gradients."""
-        for parameter in self.param_groups[0]["params"]:
-            self._given.append(parameter.grad.detach().float().clone())
+        grads = (parameter.grad for parameter in self.param_groups[0]["params"])
+        self._given += [grad.detach().float().clone() for grad in grads]
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:

@@ -215,15 +215,10 @@ class _Sections:
                 part, weak = (replace(whole, **{key: own * times}) for times in (1, ranks))
                 for scaling, case, alone in (("strong", whole, whole), ("weak", weak, part)):
                     name = f"{scaling}/{scheme}/B{case.batch}/T{case.tokens}"
-                    yield from on_ranks(
-                        [blank_row("training", name, case, ranks, scaling=scaling)],
-                        measure_training,
-                        request,
-                        self.options.timeout,
-                        case=case,
-                        alone=alone,
-                        effort=request.calls,
-                    )
+                    row = blank_row("training", name, case, ranks, scaling=scaling)
+                    given: dict[str, Any] = {"case": case, "alone": alone}
+                    given |= {"timeout": self.options.timeout, "effort": request.calls}
+                    yield from on_ranks([row], measure_training, request, **given)
 
     def model(self, rows: Sequence[Row]) -> Iterator[Row]:
         """The model's rows, at the speeds that were measured on one rank and those given."""
@@ -267,67 +262,41 @@ def _times_ranks(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda row: None if row.get(key) is None else row[key] * row["ranks"]
 
 
-_SENT: Column = ("MiB sent", _sent_mib)
-_SPEED = columns(
-    [("ms", milliseconds), ("ms of one rank", lambda row: (row.get("alone") or row)["median_ms"])],
-    "tokens_per_s: tokens/s",
-    [EFFICIENCY],
-)
-_SPREAD = [("pattern", _spread)]
-_TABLES = {
-    "attention": columns(
-        "scaling",
-        _SPREAD,
-        "mode",
-        [P],
-        "tokens: T",
-        _SPEED,
-        "work_efficiency: of work",
-        [_SENT],
-        "bytes_equal: as predicted | balance",
-        [PEAK],
-        "correct",
-    ),
-    "memory": columns(
-        _SPREAD,
-        "mode",
-        [P],
-        "tokens: T",
-        [PEAK, ("peak x P", _times_ranks("peak_memory_mb"))],
-        "saved_mb: saved MiB",
-        [("saved x P", _times_ranks("saved_mb"))],
-        "correct",
-    ),
-    "reported": columns(
-        "tokens: T | batch: B",
-        [P, ("direction", lambda row: "forward" + "+backward" * row["config"]["backward"])],
-        _SPEED,
-        [_SENT],
-        "bytes_equal: as predicted",
-        [PEAK],
-        "correct",
-    ),
-    "training": columns(
-        "scaling",
-        [("ranks are", _scheme), P],
-        "batch: B | tokens: T",
-        _SPEED,
-        [_SENT],
-        "bytes_equal: as predicted",
-        [("MiB by purpose", _purposes), PEAK],
-        "correct",
-    ),
-    "model": columns(
-        "scaling",
-        _SPREAD,
-        [("FLOP/s", lambda row: f"{row['config']['flops']:.3g}")],
-        "flops_source: which are | link",
-        [P],
-        "tokens: T | compute_ms: compute ms | exchange_ms: exchange ms | modelled_ms: modelled ms",
-        "modelled_overlapped_ms: overlapped ms | efficiency: modelled efficiency",
-        "efficiency_overlapped: overlapped",
-    ),
+# Cells that are computed, by header.
+_COMPUTED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    **dict((P, EFFICIENCY, PEAK)),
+    "pattern": _spread,
+    "ranks are": _scheme,
+    "direction": lambda row: "forward" + "+backward" * row["config"]["backward"],
+    "ms": milliseconds,
+    "ms of one rank": lambda row: (row.get("alone") or row)["median_ms"],
+    "peak x P": _times_ranks("peak_memory_mb"),
+    "saved x P": _times_ranks("saved_mb"),
+    "MiB sent": _sent_mib,
+    "MiB by purpose": _purposes,
+    "FLOP/s": lambda row: f"{row['config']['flops']:.3g}",
 }
+_TIMES = "ms | ms of one rank | tokens_per_s: tokens/s | efficiency"
+_BYTES = "MiB sent | bytes_equal: as predicted"
+_TABLES = {
+    "attention": f"scaling | pattern | mode | P | tokens: T | {_TIMES} | "
+    f"work_efficiency: of work | {_BYTES} | balance | peak MiB of a rank | correct",
+    "memory": "pattern | mode | P | tokens: T | peak MiB of a rank | peak x P | "
+    "saved_mb: saved MiB | saved x P | correct",
+    "reported": f"tokens: T | batch: B | P | direction | {_TIMES} | {_BYTES} | "
+    "peak MiB of a rank | correct",
+    "training": f"scaling | ranks are | P | batch: B | tokens: T | {_TIMES} | {_BYTES} | "
+    "MiB by purpose | peak MiB of a rank | correct",
+    "model": "scaling | pattern | FLOP/s | flops_source: which are | link | P | tokens: T | "
+    "compute_ms: compute ms | exchange_ms: exchange ms | modelled_ms: modelled ms | "
+    "modelled_overlapped_ms: overlapped ms | efficiency: modelled efficiency | "
+    "efficiency_overlapped: overlapped",
+}
+
+
+def _columns(spec: str) -> Sequence[Column]:
+    parts = spec.split(" | ")
+    return columns(*([(part, _COMPUTED[part])] if part in _COMPUTED else part for part in parts))
 
 
 def _chart(
@@ -355,15 +324,16 @@ def _by_link(row: Mapping[str, Any]) -> str:
     return f"{_spread(row)}, {link.split(',')[0]}, {source}"
 
 
+_EFFICIENCY, _MODEL = column("efficiency"), "MODEL, no measurement"
 _OF_WORK = column("work_efficiency", "efficiency of work")
 _CHARTS = (
-    _chart("attention", "Attention", column("efficiency"), _by_mode, "strong"),
+    _chart("attention", "Attention", _EFFICIENCY, _by_mode, "strong"),
     _chart("attention", "Attention", _OF_WORK, _by_mode, "weak"),
-    _chart("training", "Private training steps", column("efficiency"), _scheme, "strong"),
-    _chart("training", "Private training steps", column("efficiency"), _scheme, "weak"),
+    _chart("training", "Private training steps", _EFFICIENCY, _scheme, "strong"),
+    _chart("training", "Private training steps", _EFFICIENCY, _scheme, "weak"),
     _chart("memory", "Peak memory of a rank, T fixed", PEAK, _by_mode),
     _chart("memory", "Kept by autograd, T fixed", column("saved_mb", "saved MiB"), _by_mode),
-    _chart("attention", "Sent by the busiest rank", _SENT, _by_mode, "strong"),
+    _chart("attention", "Sent by the busiest rank", ("MiB sent", _sent_mib), _by_mode, "strong"),
     Chart(
         "reported",
         "Dilated attention, forward: peak memory of a rank",
@@ -371,17 +341,18 @@ _CHARTS = (
         ("MiB", lambda row: None if row["config"]["backward"] else row["peak_memory_mb"]),
         lambda row: f"P {row['ranks']}",
     ),
-    _chart("model", "MODEL, no measurement", column("efficiency"), _by_link, "weak"),
-    _chart("model", "MODEL, no measurement", column("efficiency"), _by_link, "strong"),
+    _chart("model", _MODEL, _EFFICIENCY, _by_link, "weak"),
+    _chart("model", _MODEL, _EFFICIENCY, _by_link, "strong"),
 )
 
 
 def scaling_suite(options: Options) -> Suite:
     """The suite "scaling" with these options."""
     sections = _Sections(options)
+    tables = {section: _columns(spec) for section, spec in _TABLES.items()}
     return Suite(
         name="scaling",
-        **page("scaling", _TABLES, {"assumptions": "; ".join(ASSUMPTIONS)}),
+        **page("scaling", tables, {"assumptions": "; ".join(ASSUMPTIONS)}),
         plan=sections.plan,
         charts=_CHARTS,
         derive=sections.model,

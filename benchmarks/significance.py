@@ -1,9 +1,8 @@
-"""Whether a call takes longer than another one did: the tests of `compare`, on logs of times.
+"""Tests of whether a call takes longer than another one, from the times of both.
 
-What is independent decides on the test. Of trials that took turns a launch of the two processes
-is independent of the next. Of separate runs nothing is: the trials of a run share its machine's
-state, and a test of them says how far the two runs differ, not why. Such a difference therefore
-counts where all of its interval lies beyond the threshold.
+Of trials that took turns each launch of the two processes is independent of the next. The trials
+of separate runs share the state of their machine: a test of them says how far the runs differ,
+not why, so a difference counts only where all of its interval is beyond the threshold.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ FEWEST_TRIALS = 8
 
 @dataclass(frozen=True)
 class Test:
-    """Of log(new / old).
+    """A test of log(new / old).
 
     Attributes:
-        estimate: of it.
-        interval: of it.
-        p: of "it is not slower", before any correction; None where there are only intervals.
-        p_faster: of "it is not faster", likewise.
-        slower, faster: whether it is beyond the threshold, which counts where p is significant.
+        estimate: log(new / old).
+        interval: of the estimate.
+        p, p_faster: of "it is not slower" and "it is not faster"; None of two intervals.
+        slower, faster: whether it is beyond the threshold; counts where p is significant.
     """
 
     estimate: float
@@ -41,13 +39,12 @@ class Test:
     faster: bool
 
 
-def of_pairs(
+def of_turns(
     old: np.ndarray, new: np.ndarray, launches: int, confidence: float, threshold: float
 ) -> Test:
-    """Student's t over the launches of trials that took turns, or over the rounds of few launches.
+    """Student's t over the launches, or over the rounds where launches are few.
 
-    p is of the null hypothesis that the ratio is at most 1; the estimate must be beyond the
-    threshold.
+    The null hypothesis is a ratio of at most 1; the estimate must be beyond the threshold.
     """
     units = np.log(new / old)
     if launches >= _FEWEST_LAUNCHES:
@@ -56,26 +53,23 @@ def of_pairs(
         float(np.nan_to_num(scipy.stats.ttest_1samp(units, 0.0, alternative=way).pvalue, nan=1.0))
         for way in ("greater", "less")
     )
-    reach = scipy.stats.t.ppf((1 + confidence) / 2, len(units) - 1) * scipy.stats.sem(units)
+    reach = float(scipy.stats.t.ppf((1 + confidence) / 2, len(units) - 1) * scipy.stats.sem(units))
     mean, edge = float(np.mean(units)), math.log1p(threshold)
-    interval = (mean - float(reach), mean + float(reach))
-    return Test(mean, interval, p, p_faster, slower=mean > edge, faster=mean < -edge)
+    return Test(mean, (mean - reach, mean + reach), p, p_faster, mean > edge, mean < -edge)
 
 
-def of_two_samples(
+def of_samples(
     estimate: float, old: np.ndarray, new: np.ndarray, confidence: float, threshold: float
 ) -> Test:
-    """Mann and Whitney's test of separate trials, and the bootstrap of the medians' ratio.
+    """Mann and Whitney's test, and the bootstrap of the ratio of medians.
 
-    p is of the null hypothesis that the ratio is at most 1 + threshold, and the whole interval
-    must be beyond it too. Of fewer than `FEWEST_TRIALS` trials there is no p, and the interval is
-    that of their ranges.
+    The null hypothesis is a ratio of at most 1 + threshold. Fewer than `FEWEST_TRIALS` trials
+    have no p, and the interval of their ranges.
     """
     if min(len(old), len(new)) < FEWEST_TRIALS:
         return of_intervals(estimate, (min(old), max(old)), (min(new), max(new)), threshold)
-    if np.ptp(old) == np.ptp(new) == 0:
-        interval = (estimate, estimate)
-    else:
+    interval = (estimate, estimate)
+    if np.ptp(old) or np.ptp(new):
         found = scipy.stats.bootstrap(
             (new, old),
             lambda y, x, axis: np.log(np.median(y, axis=axis) / np.median(x, axis=axis)),
@@ -94,7 +88,7 @@ def of_two_samples(
 def of_intervals(
     estimate: float, old: Sequence[float], new: Sequence[float], threshold: float
 ) -> Test:
-    """Of two intervals: whether they lie apart by more than the threshold."""
+    """Whether two intervals are apart by more than the threshold."""
     interval = (math.log(new[0] / old[1]), math.log(new[1] / old[0]))
     return _beyond(estimate, interval, threshold, None, None)
 
@@ -107,12 +101,11 @@ def _beyond(
     p_faster: float | None,
 ) -> Test:
     edge = math.log1p(threshold)
-    slower, faster = interval[0] > edge, interval[1] < -edge
-    return Test(estimate, interval, p, p_faster, slower, faster)
+    return Test(estimate, interval, p, p_faster, interval[0] > edge, interval[1] < -edge)
 
 
 def holm(p: Mapping[str, float | None]) -> dict[str, float]:
-    """Holm's adjusted p of those that have one."""
+    """Holm's adjusted p of the names that have one."""
     known = sorted((value, name) for name, value in p.items() if value is not None)
     adjusted: dict[str, float] = {}
     largest = 0.0

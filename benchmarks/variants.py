@@ -26,6 +26,7 @@ from .attention import (
     sparse_pattern,
 )
 from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
+from .page_texts import glossary
 from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
@@ -37,7 +38,7 @@ from .suite import (
     compared,
     not_measured,
 )
-from .suite_pages import glossary, page
+from .suite_pages import page
 
 
 @dataclass(frozen=True)

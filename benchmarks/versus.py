@@ -8,12 +8,11 @@ comparison counts. Where its code lies the copies of a process share: equal code
 three percent, and intervals, which do not know of it, held 1 in 44 of 60 such rows instead of 95%.
 The threshold is what covers it.
 
-    python -m dpflash.bench.versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
+    dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -317,22 +316,3 @@ class _Worker:
             f"the process of {self._tree.name} ended: {said[-2000:]}; mend "
             f"{os.fspath(self._checkout)!r} or pass a checkout of dpflash that runs"
         )
-
-
-def main() -> int:
-    """The command line of `python -m dpflash.bench.versus`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("old_checkout")
-    parser.add_argument("new_checkout")
-    parser.add_argument("--out", required=True, help="folder of the results, made if missing")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", action="append", metavar="NAME", help="what begins so")
-    args = parser.parse_args()
-    names = names_that_begin(args.only) if args.only else tuple(SMALL)
-    return run_versus(
-        args.old_checkout, args.new_checkout, out=args.out, quick=args.quick, names=names
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -698,7 +698,7 @@ class PrivacyEngine:
         if self.optimization.compiled:
             raise ValueError(
                 "plan() with optimize='aggressive': every layer of the compiled model keeps its "
-                "per-sample gradients, so nothing is planned; engine.optimization tells what that "
+                "per-sample gradients, so nothing is planned; engine.optimization says what that "
                 "takes. Pass optimize='balanced' for a planned model"
             )
         return explain_plan(backward, self.public)

@@ -30,7 +30,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         noise_multiplier: noise standard deviation over max_grad_norm.
         max_grad_norm: L2 bound of one sample's contribution.
         expected_batch_size: the divisor of a step; public, never the drawn size.
-        releases: noisy steps begun so far; each has noise of its own.
+        releases: noisy steps so far, with the one that has begun; each has noise of its own.
 
     noise_multiplier and max_grad_norm may be changed between steps, before the backward of the
     next logical batch; each release is accounted for with the values that it used.

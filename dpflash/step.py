@@ -78,14 +78,14 @@ class Sampler(Protocol):
         """Logical batches of an epoch."""
 
     def event(self, noise_multiplier: float) -> Event:
-        """The privacy cost of releasing one logical batch with this noise."""
+        """The accountant's event for releasing one logical batch with this noise."""
 
 
 class BatchNoise:
     """The noise of one logical batch, added to the sum of each parameter exactly once.
 
     An element's noise is a function of its address in the whole parameter. A rank that holds a
-    part of a parameter, or a copy, draws what the other ranks draw for the same elements.
+    part of a parameter, or a copy, draws the other ranks' noise for the same elements.
 
     Args:
         noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.

@@ -76,7 +76,7 @@ def attention_backward(
         dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
     turned, positive = _positive_scale(q, scale)
     backend = _backend(q)
-    # Only the Triton kernels write where they are told to.
+    # Only the Triton kernels write into given buffers.
     where = {} if out is None or q.device.type == "cpu" else {"out": out}
     grads = backend.attention_backward(
         do,

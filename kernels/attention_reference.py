@@ -15,7 +15,7 @@ from .tile_graph import TileGraph
 
 
 class AttentionGrads(NamedTuple):
-    """What the backward pass of attention gives.
+    """The results of attention's backward.
 
     Attributes:
         dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.

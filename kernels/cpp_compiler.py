@@ -39,7 +39,7 @@ def find() -> list[str]:
 
 
 def identity(command: list[str]) -> dict[str, str | int]:
-    """What changes when the compiler is replaced: path, size, time and version of the command."""
+    """The identity of the compiler: path, size, time and version of the command."""
     path = os.path.realpath(shutil.which(command[0]) or command[0])
     status = os.stat(path)
     try:
@@ -56,7 +56,7 @@ def identity(command: list[str]) -> dict[str, str | int]:
 
 
 def compile_library(command: list[str], sources: list[Path], made: Path) -> str:
-    """Compile all sources to one library; returns what went wrong, or nothing.
+    """Compile all sources to one library; return the error message, empty for success.
 
     Args:
         command: of the compiler, with its options.

@@ -5,7 +5,7 @@ of atomics: what several programs contribute to is written as partial sums and a
 results repeat bit for bit. Products accumulate in fp32; squares are taken and added in fp64, where
 neither 1e30 overflows nor 1e-30 vanishes.
 
-No kernel compiles anew for another number of samples or tokens.
+No kernel is compiled again for another number of samples or tokens.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elements of a parameter.
 """

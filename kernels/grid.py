@@ -26,7 +26,7 @@ def grid_of(bound: float) -> float:
 
 
 def check_grid(grid: float) -> None:
-    """Refuse what is no grid.
+    """Raise for anything but a grid.
 
     Raises:
         ValueError: grid is not a power of two whose quotients are exact in fp64.

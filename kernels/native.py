@@ -85,7 +85,7 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Compiles what has not been compiled before, and loads it.
+    """Compile the library unless that was done before, and load it.
 
     Args:
         processor: the compiler's options that say for which processor; None, the one at hand.
@@ -267,7 +267,7 @@ def _compile(command: list[str], folder: OwnedFolder | None) -> tuple[bytes, str
 
 
 def _keep(content: bytes, folder: OwnedFolder | None, name: str) -> ctypes.CDLL:
-    """Loads what was compiled, from where it is kept if it can be kept."""
+    """Load the compiled library, from the cache if it can be kept there."""
     if folder is None:
         return _load_elsewhere(content, [])
     try:
@@ -329,7 +329,7 @@ def _cache() -> Path:
 
 
 def _origin() -> bytes:
-    """What a library depends on, but for the options.
+    """The inputs of a library, but for the options.
 
     Not the compiler, unless CXX names it: where there is none, what was made before still runs.
     """
@@ -344,7 +344,7 @@ def _digest(origin: bytes, options: tuple[str, ...]) -> str:
 
 
 def _processor() -> Iterator[str]:
-    """What this processor can do: home folders are shared between machines that differ."""
+    """The processor's features: home folders are shared between machines that differ."""
     yield platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

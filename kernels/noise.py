@@ -45,7 +45,7 @@ MAX_SCALE = EXACT_INTEGERS / 2**8
 def _keystream(
     key: bytes, *, step: int, parameter_id: int, block: int
 ) -> Callable[[bytearray | memoryview], None]:
-    """What fills one buffer after another with the ChaCha20 keystream, from a block on."""
+    """Fills one buffer after another with the ChaCha20 keystream, from a block on."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     nonce = struct.pack("<IQI", block, step, parameter_id)
@@ -128,7 +128,7 @@ def gaussian_noise_(
 
     Guarantees:
         Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
-        ChaCha20 is a random function: `rounded_normal` tells how. Distinct (step, parameter_id,
+        ChaCha20 is a random function: see `rounded_normal`. Distinct (step, parameter_id,
         element) never share bits. The block counter (32 bits), step (64) and parameter_id (32)
         fill the counter and nonce of ChaCha20, and the counter of Philox, in this order, without
         overlap; further words, where the first leave a rounding open, come from a hash of its own.
@@ -338,7 +338,7 @@ def _check_stream(
     offset: int,
     generator: str,
 ) -> None:
-    """Refuses what is no address of a stream; the key's bytes stay out of the message."""
+    """Raise for anything but an address of a stream; no message has the key's bytes."""
     number = isinstance(std, Real) and not isinstance(std, bool)
     if not number or not 0 <= std < math.inf:
         remedy = "0 or a greater finite number" if number else "a plain float"
@@ -372,7 +372,7 @@ def _check_stream(
 
 
 def _check_use(elements: int, offset: int, generator: str) -> None:
-    """What every way to draw noise passes before it does."""
+    """The checks before noise is drawn, in any way."""
     refuse_capture("each replay would add the same noise")
     if offset + elements > _ELEMENTS[generator]:
         raise ValueError(

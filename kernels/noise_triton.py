@@ -29,7 +29,7 @@ from .noise import NoiseStream
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Groups of 8 elements that a program of the noise kernel makes.
 GROUPS = 128
-# What the launcher passes: nothing compiles anew for another address or grid.
+# What the launcher passes: nothing is compiled again for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
     "step_low", "step_high", "parameter_id", "first",

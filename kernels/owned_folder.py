@@ -1,4 +1,4 @@
-"""A folder whose files nobody but the user and root can have written, for what runs as code.
+"""A folder whose files only the user and root can have written, for files that run as code.
 
 Where the system has no owners of files (Windows), nothing is checked.
 """

@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "flat auto": {"clipping": "flat"},
     "per_layer": {"clipping": "per_layer"},
     "per_block": {"clipping": "per_block"},
-    "book_keeping": {"clipping": "flat", "way": "book_keeping"},
+    "book_keeping": {"clipping": "flat", "grad_sample_mode": "book_keeping"},
 }
 # Width, layers, batch and tokens of a step.
 SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))

@@ -199,10 +199,10 @@ class PrivateBackward:
         size = {"number of samples": self.forward.batch_size}
         if group is ranks.context:
             same |= size
-        told = agree(operation, same, group, extra=[int(twice), int(proving)])
+        rows = agree(operation, same, group, extra=[int(twice), int(proving)])
         if group is not ranks.context:
             agree(operation, size, ranks.context)
-        return any(row[0] for row in told), any(row[1] for row in told)
+        return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def _is_ghost(self, gate: Gate) -> bool:
         return bool(gate.shapes) and gate.plan().is_ghost

@@ -174,7 +174,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         warnings.warn(
             f"measured ceilings in {path} are ignored ({error}); delete the file, or let "
-            "`dpflash doctor --measure` write it anew",
+            "`dpflash doctor --measure` write it again",
             stacklevel=3,
         )
         return {}

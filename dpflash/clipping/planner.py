@@ -81,7 +81,7 @@ class LinearShape:
         return self.batch * min(self._norm_costs(gpu))
 
     def plain(self) -> list[Work]:
-        """What a non-private backward does for the weight."""
+        """Cost of the weight's gradient in a non-private backward."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     def gradient(self, gpu: bool) -> list[Work]:
@@ -102,7 +102,7 @@ class LinearShape:
         return [Work(moved=2 * scaled), product]
 
     def again(self) -> list[Work]:
-        """What one more backward through the layer repeats: dx."""
+        """Cost of one more backward through the layer: dx."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     @property
@@ -168,7 +168,7 @@ class EmbeddingShape(LinearShape):
 
 @dataclass(frozen=True)
 class HeadShape(LinearShape):
-    """A linear head with its cross-entropy in chunks: O classes, logits are made anew.
+    """A linear head with its cross-entropy in chunks: O classes; the backward recomputes logits.
 
     The dlogits that the backward makes for dx serve a weight's gradient beside it, so `plain` and
     `gradient` have none of their own.
@@ -183,7 +183,7 @@ class HeadShape(LinearShape):
         return "tile"
 
     def norm_flops(self, gpu: bool) -> int:
-        """Logits anew, then G_i tile by tile."""
+        """Recomputes the logits, then G_i tile by tile."""
         return 2 * self._product
 
     def norm(self, gpu: bool) -> list[Work]:
@@ -221,7 +221,7 @@ class HeadShape(LinearShape):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way costs one parameter.
+    """The cost of a mode for one parameter.
 
     Attributes:
         flops: beyond those of a non-private backward; fp64 products count twice.
@@ -266,7 +266,7 @@ def default_memory_budget(device: torch.device) -> int:
 
 
 def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
-    """What a way costs a parameter with these uses in one forward pass."""
+    """The cost of a mode for a parameter with these uses in one forward."""
     gpu = ceilings.device != "cpu"
     works = _stored(shapes, gpu) if mode == "instantiate" else _book_kept(shapes, gpu)
     if mode == "ghost":
@@ -382,7 +382,7 @@ def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
 
 
 def _kernel_dtype(dtype: torch.dtype, gpu: bool) -> str:
-    """In what `dpflash.kernels` multiplies operands: fp32 at least where Triton does not run."""
+    """The dtype in which `dpflash.kernels` multiplies: at least fp32 where Triton does not run."""
     if dtype == torch.float64 or not gpu:
         return "float64" if dtype == torch.float64 else "float32"
     return "tf32x3" if dtype == torch.float32 else _name(dtype)

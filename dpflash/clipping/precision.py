@@ -75,7 +75,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
 
     Args:
         device_type: "cpu" or "cuda"; others have no such setting.
-        convolves: whether convolutions through cudnn count, which rounds unless told otherwise.
+        convolves: whether convolutions through cudnn count, which rounds by default.
     """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)

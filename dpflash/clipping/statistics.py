@@ -38,9 +38,9 @@ class ClipStatistics:
         if real is not None:
             removed, clipped = removed & real, clipped & real
         # A sample that several groups remove is one sample.
-        anew = removed if self._removed is None else removed & ~self._removed
+        new = removed if self._removed is None else removed & ~self._removed
         self._removed = removed if self._removed is None else removed | self._removed
-        counts = torch.stack([anew.sum(), clipped.sum() - removed.sum()])
+        counts = torch.stack([new.sum(), clipped.sum() - removed.sum()])
         if self._counts and self._counts[-1].device == counts.device:
             self._counts[-1] = self._counts[-1] + counts
         else:

@@ -89,7 +89,7 @@ class Handles:
             raise RuntimeError(
                 f"parameter '{self._context.name}.{name}' is not the one that was made "
                 "private: it was replaced, sharded (fully_shard) or tied since. Call "
-                "engine.detach(model), build the optimizer anew, then make_private again"
+                "engine.detach(model), build the optimizer again, then make_private again"
             )
         self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:

@@ -288,7 +288,7 @@ def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(other.dtype)
 
 
-# The compiler takes the loops as two operators; it would keep what the backward computes anew.
+# The compiler takes the loops as two operators; it would keep what the backward recomputes.
 _LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "

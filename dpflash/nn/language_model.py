@@ -123,7 +123,7 @@ class LongContextLM(nn.Module):
             context_parallel.apply(self)
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew and sets all biases to 0."""
+        """Draw all weights and set all biases to 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_INIT_STD)

@@ -91,7 +91,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def check(self, x: Tensor, targets: Tensor) -> None:
-        """Refuses what `forward` does not take."""
+        """Raise for inputs that `forward` does not take."""
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x has dtype {x.dtype}, the weight {self.weight.dtype}: expected the same; use "
@@ -120,7 +120,7 @@ class LinearCrossEntropy(nn.Linear):
                 )
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, and what this layer adds."""
+        """As of nn.Linear, with this layer's arguments."""
         return (
             f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
             f"reduction={self.reduction!r}, chunk_tokens={self.chunk_tokens}"

@@ -1,4 +1,4 @@
-"""Checks of what patterns are given; their fields become plain ints and tuples of ints."""
+"""Checks of patterns' arguments, which become plain ints and tuples of ints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def refusal(name: str, value: object, expected: str, remedy: str) -> ValueError:
 
 
 def integer(name: str, value: object, least: int) -> int:
-    """The value as an int; refuses what is not an integer of at least `least`."""
+    """The value as an int; raises unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refusal(name, value, f"an integer >= {least}", f"pass a whole number from {least}")
     return int(value)
 
 
 def flag(name: str, value: object) -> None:
-    """Refuses what is not True or False."""
+    """Raise for anything but True and False."""
     if not isinstance(value, bool):
         raise refusal(name, value, "True or False", "pass one of the two")
 

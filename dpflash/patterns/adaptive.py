@@ -53,7 +53,7 @@ class Adaptive(Pattern):
         self._fix_key()
 
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
-        """Refused: what is seen depends on q and k."""
+        """Raises: which keys a query sees depends on q and k."""
         raise ValueError(
             f"{self!r} has no mask of its own, since it chooses from q and k: call "
             "choose(q, k, softmax_scale) and look at the blocks it returns"

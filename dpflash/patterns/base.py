@@ -1,4 +1,4 @@
-"""What every attention pattern offers. Letters: T tokens, S key tokens, H query heads."""
+"""The base class of attention patterns. Letters: T tokens, S key tokens, H query heads."""
 
 from __future__ import annotations
 

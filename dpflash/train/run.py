@@ -361,7 +361,7 @@ class TrainingRun:
                     self._note_stop()
                     break
                 figures = _Figures()
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 self._windows.set_step(self._next_draw())
                 for inputs, targets in self._loader:
                     before = self.step
@@ -370,7 +370,7 @@ class TrainingRun:
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
-                    figures.seconds = time.perf_counter() - begun
+                    figures.seconds = time.perf_counter() - start
                     state.verified = self._engine.verified
                     rounded = {*state.rounded_sums, *self._engine.rounded_sums}
                     state.rounded_sums = sorted(rounded)
@@ -382,7 +382,7 @@ class TrainingRun:
                         break
                     if self.step % self.config.checkpoint_every == 0:
                         self._save()
-                    figures, begun = _Figures(), time.perf_counter()
+                    figures, start = _Figures(), time.perf_counter()
         self._save()
 
     def _note_stop(self) -> None:

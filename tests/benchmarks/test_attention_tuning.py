@@ -1,6 +1,7 @@
 """Tuning the attention kernels, and the script that does it on a GPU."""
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import dpflash
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
 
@@ -149,3 +152,17 @@ def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path):
     assert sorted(measured) == sorted(parts.group(1).split(", "))
     for path in re.findall(r"(?:tests|benchmarks)/\w+/?\w*\.py", text):
         assert (BENCHMARKS.parents[1] / path).exists(), path
+
+
+def test_the_scripts_pass_make_private_arguments_that_it_has(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import attacked
+    import gpu_time
+    import private_steps_on_gpu
+
+    tables = [*gpu_time.WAYS.values(), *private_steps_on_gpu.CASES.values()]
+    tables += [view.options for view in attacked.VIEWS.values()]
+    used = {name for options in tables for name in options}
+    assert used <= inspect.signature(dpflash.PrivacyEngine.make_private).parameters.keys()
+    modes = {options["grad_sample_mode"] for options in tables if "grad_sample_mode" in options}
+    assert modes <= {"instantiate", "book_keeping", "ghost"}

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from dpflash.bench import private, private_step
+from dpflash.bench import private, private_step, suite
 from dpflash.bench.output import row
 from dpflash.bench.private_step import ABSENT, ALONE, AUTO, SUITE
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort, speedup, summarize
+from dpflash.clipping.device_speed import Ceilings
 
 
 def planned(request):
@@ -103,7 +104,14 @@ def test_ratios_are_those_of_the_rounds_and_have_their_interval():
     assert "epsilon 8 takes 1.10 [" in found["text"]
 
 
-def test_the_benchmark_writes_figures_and_conclusions(tmp_path):
+def test_the_benchmark_writes_figures_and_conclusions(monkeypatch, tmp_path):
+    def in_this_process(function, *, memory_limit, timeout, **given):
+        return function(**given)
+
+    # Tests of the limits of memory and time are in test_suite.py.
+    monkeypatch.setattr(suite, "run_isolated", in_this_process)
+    roofs = Ceilings({"float32": 1e11}, 1e10)
+    monkeypatch.setattr(suite, "measured_roofs", lambda *_, **__: roofs)
     lm = {"batch": 2, "tokens": 16, "heads": 2, "head_dim": 16, "layers": 1, "dtype": "float32"}
 
     def plan(request):

@@ -336,17 +336,17 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     number: signal.Signals, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    words = options(data, steps=40, checkpoint_every=1000, seed=7)
+    words = options(data, steps=20, checkpoint_every=1000, seed=7)
     process = running([*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl", 3)
     process.send_signal(number)
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 130, shown
     assert f"dpflash train --resume {out}" in shown
     job = TrainingRun.resume(out)
-    assert 3 <= job.step < 40 and job.lost_steps == 0
+    assert 3 <= job.step < 20 and job.lost_steps == 0
     job.run()
     whole = TrainingRun.start(
-        config(data, steps=40, checkpoint_every=1000, baseline=False), tmp_path / "whole"
+        config(data, steps=20, checkpoint_every=1000, baseline=False), tmp_path / "whole"
     )
     assert whole.run()["epsilon"] == job.epsilon
     assert same(weights(out), weights(tmp_path / "whole"))
