@@ -42,9 +42,9 @@ class MultiheadAttention(nn.Module):
         pattern: one of `dpflash.patterns`; None means dense attention. A pattern takes no
             attn_mask, no floating-point key_padding_mask and no dropout of weights.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`: the inputs are this worker's tokens, and
+            `dpflash.distributed.ContextParallel`: the inputs are this rank's tokens, and
             attention reaches those of the others. Needs self-attention, no masks, no dropout of
-            weights; all workers call the module together.
+            weights; all ranks call the module together.
         self_attention: whether query, key and value are always the same tensor.
         rotary: turn queries and keys by their positions; needs self-attention.
         attention_sinks: learn the score of one more key for each head, whose value is 0.
@@ -253,13 +253,13 @@ class MultiheadAttention(nn.Module):
     def _attend_across(
         self, query: Tensor, masks: dict[str, Tensor | None], is_causal: bool
     ) -> Tensor:
-        """Attention `[B, H, T, D]` of this worker's tokens to those of all workers."""
+        """Attention `[B, H, T, D]` of this rank's tokens to those of all ranks."""
         assert self.context_parallel is not None
         given = [name for name, mask in masks.items() if mask is not None]
         reason = self.refuse_context_parallel() if self.training else None
         if given:
             reason = (
-                f"{given[0]} with context_parallel: a mask over other workers' tokens is not "
+                f"{given[0]} with context_parallel: a mask over other ranks' tokens is not "
                 "known here; say what is seen with pattern=, and mark padding in the targets"
             )
         pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
@@ -286,13 +286,13 @@ class MultiheadAttention(nn.Module):
         return o
 
     def refuse_context_parallel(self) -> str | None:
-        """Why the module cannot reach other workers' tokens; None where it can."""
+        """Why the module cannot reach other ranks' tokens; None where it can."""
         if not self.self_attention:
             return "keys of another source are not shared out; pass self_attention=True"
         if self.dropout > 0:
             return (
-                f"dropout={self.dropout} of attention weights: workers do not know of each "
-                "other's; pass dropout=0"
+                f"dropout={self.dropout} of attention weights: a rank does not know the "
+                "dropout masks of the others; pass dropout=0"
             )
         return None
 

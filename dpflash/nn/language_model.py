@@ -43,7 +43,7 @@ class LongContextLM(nn.Module):
             max_seq_len positions, or "alibi", one slope for each head of each block.
         attention_sinks: learn the score of one more key for each head, whose value is 0.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`: tokens and targets are this worker's, as
+            `dpflash.distributed.ContextParallel`: tokens and targets are this rank's, as
             `dpflash.distributed.shard_sequence` cuts them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
             holds the logits; its parameters are those of `torch.nn.Linear`.
@@ -142,13 +142,13 @@ class LongContextLM(nn.Module):
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
-                this worker's.
+                this rank's.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
             With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`; with
-            context_parallel this worker's part of it, whose sum over the workers is the whole.
+            context_parallel this rank's part of it, whose sum over the ranks is the whole.
 
         Raises:
             ValueError: for another shape or dtype, or a T above max_seq_len.
@@ -170,7 +170,7 @@ class LongContextLM(nn.Module):
             together = (
                 ""
                 if self.context_parallel is None
-                else " of all workers together (cut them by model.context_parallel.shard)"
+                else " of all ranks together (cut them by model.context_parallel.shard)"
             )
             raise ValueError(
                 f"tokens have {length} positions{together}: expected at most "
