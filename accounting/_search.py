@@ -1,4 +1,4 @@
-"""The one root search of the accountants."""
+"""A root search for monotone conditions."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,10 @@ def smallest_passing(
     relative_tolerance: float,
     least: float = 1e-300,
 ) -> float:
-    """The least x >= `least` that passes, never below it, if all above a passing x pass too.
+    """The least x >= `least` that passes, or slightly more, if all values above it pass too.
 
-    `high` passes. Halves downwards to a bracket, then bisects in log space; what is returned has
-    itself passed.
+    `high` must pass. The search halves x down to a bracket, then bisects in log space. The
+    returned value was itself tested and passed.
     """
     low = max(high / 2, least)
     while passes(low):

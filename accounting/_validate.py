@@ -1,11 +1,11 @@
-"""Checks at the door: the keyword under which a value comes becomes the name in the message."""
+"""Checks of arguments. The keyword of a value becomes the name in the error message."""
 
 import math
 from numbers import Integral, Real
 
 
 def _real(name: str, value: object) -> float:
-    """The value as a float; refuses booleans, non-numbers and NaN."""
+    """The value as a float. Refuses booleans, NaN and values that are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
@@ -16,26 +16,26 @@ def _real(name: str, value: object) -> float:
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
     if math.isnan(number):
-        raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
+        raise ValueError(f"{name}=nan: expected a number; look for a 0/0 or inf-inf that made it")
     return number
 
 
 def positive(**values: object) -> None:
-    """Refuses what is not a finite number greater than 0."""
+    """Refuses values that are not finite numbers > 0."""
     for name, value in values.items():
         if not 0 < _real(name, value) < math.inf:
             raise ValueError(f"{name}={value!r}: expected a finite number > 0; pass a greater one")
 
 
 def non_negative(**values: object) -> None:
-    """Refuses what is not a number of at least 0; infinity passes."""
+    """Refuses values that are not numbers >= 0. Infinity is accepted."""
     for name, value in values.items():
         if _real(name, value) < 0:
             raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
 
 
 def finite_non_negative(**values: object) -> None:
-    """Refuses what is not a finite number of at least 0."""
+    """Refuses values that are not finite numbers >= 0."""
     non_negative(**values)
     for name, value in values.items():
         if _real(name, value) == math.inf:
@@ -43,7 +43,7 @@ def finite_non_negative(**values: object) -> None:
 
 
 def probability(**values: object) -> None:
-    """Refuses what is not a number of the open interval (0, 1)."""
+    """Refuses values that are not numbers in the open interval (0, 1)."""
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
@@ -52,26 +52,26 @@ def probability(**values: object) -> None:
 
 
 def rate(**values: object) -> None:
-    """Refuses what is not a number of the closed interval [0, 1]."""
+    """Refuses values that are not numbers in the closed interval [0, 1]."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(
                 f"{name}={value!r}: expected 0 <= {name} <= 1; "
-                "pass the chance that one sample is in a batch, batch size / data set size"
+                "pass the probability that a sample is in a batch, batch size / dataset size"
             )
 
 
 def error_rate(**values: object) -> None:
-    """Refuses what is not a test's error of the first kind, in [0, 1]."""
+    """Refuses values that are not the type I error of a test, in [0, 1]."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(
-                f"{name}={value!r}: expected 0 <= {name} <= 1; pass the chance of a false alarm"
+                f"{name}={value!r}: expected 0 <= {name} <= 1; pass the false alarm rate"
             )
 
 
 def whole(least: int, **values: object) -> None:
-    """Refuses what is not an integer of at least `least`, below 2^63."""
+    """Refuses values that are not integers from `least` to 2^63 - 1."""
     for name, value in values.items():
         if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
@@ -82,7 +82,7 @@ def whole(least: int, **values: object) -> None:
 
 
 def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
-    """Refuses a value that is not among those of its (value, allowed)."""
+    """Refuses a value that is not one of the allowed: ``one_of(name=(value, allowed))``."""
     for name, (value, allowed) in choices.items():
         # Arrays compare element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
@@ -91,7 +91,7 @@ def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
 
 
 def phase(entry: object) -> None:
-    """Refuses what is not (noise_multiplier, sample_rate, steps)."""
+    """Refuses values that are not (noise_multiplier, sample_rate, steps)."""
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(
             f"history entry {entry!r}: expected (noise_multiplier, sample_rate, steps); "

@@ -1,4 +1,4 @@
-"""What every accountant is: a history of steps and events, and epsilon and delta read off it."""
+"""Accountant: a history of noisy steps, and its epsilon and delta. The base of all accountants."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FIRST_SLACK = 1e-9
 
 
 class Interval(NamedTuple):
-    """Certified ends of a value; lower is None where none is known."""
+    """Certified lower and upper end of a value; lower is None if it is not known."""
 
     lower: float | None
     upper: float
 
 
 class _NoisyOptimizer(Protocol):
-    """What the optimizer hook reads."""
+    """The attributes that the optimizer hook reads."""
 
     @property
     def noise_multiplier(self) -> float: ...
@@ -35,25 +35,25 @@ class _NoisyOptimizer(Protocol):
 
 
 class Accountant(ABC):
-    """A history of noisy steps, and the privacy that they cost together.
+    """A history of noisy steps, and their total privacy cost.
 
-    The methods, `history` and the state's keys are those of Opacus' IAccountant, so that either
-    library's engine can use either's accountants.
+    The methods, `history` and the state's keys are those of Opacus' IAccountant, so that the
+    engines of both libraries can use the accountants of both.
 
     Args:
-        neighboring_relation: "add_remove", "zero_out" or "replace_one": what epsilon is for.
+        neighboring_relation: of epsilon and delta: "add_remove", "zero_out" or "replace_one".
 
     Attributes:
         history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
-            sampling, in the order in which they were taken. It may be assigned; it is checked
-            when it is read.
-        events: (event, count) of everything else, as `compose` wrote it.
-        is_bound: whether what it reports is a guarantee.
+            sampling, in the order of the steps. It may be assigned; it is checked when it is
+            read.
+        events: (event, count) of everything else, as `compose` recorded it.
+        is_bound: whether the reported epsilon is an upper bound.
 
     Guarantees:
         Steps of the history are Poisson-subsampled Gaussian mechanisms: each sample enters each
         batch independently with probability sample_rate, and the noise's standard deviation is
-        noise_multiplier times the L2 bound of one sample. Events say themselves what they are.
+        noise_multiplier times the L2 bound of one sample. Events define their own mechanism.
     """
 
     is_bound = True
@@ -65,11 +65,11 @@ class Accountant(ABC):
         self.events: list[tuple[Event, int]] = []
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Write one step into the history.
+        """Record one step in the history.
 
         Args:
             noise_multiplier: the noise's standard deviation over the bound, >= 0.
-            sample_rate: the chance of one sample to be in the batch, in [0, 1].
+            sample_rate: the probability that a sample is in a batch, in [0, 1].
 
         Raises:
             ValueError: an argument is out of its range.
@@ -82,10 +82,10 @@ class Accountant(ABC):
         self.history.append((noise_multiplier, sample_rate, steps + 1))
 
     def compose(self, event: Event, count: int = 1) -> None:
-        """Write an event of any kind, `count` times.
+        """Record an event of any kind, `count` times.
 
         Args:
-            event: accounted for under this accountant's neighbouring relation.
+            event: accounted for under this accountant's neighboring relation.
             count: >= 0.
 
         Raises:
@@ -98,19 +98,19 @@ class Accountant(ABC):
             )
         _validate.whole(0, count=count)
         if event.relation != self.neighboring_relation:
-            way = f"make the accountant with neighboring_relation={event.relation!r}"
+            remedy = f"make the accountant with neighboring_relation={event.relation!r}"
             if self.neighboring_relation in event.relations:
-                way = f"compose event.convert({self.neighboring_relation!r}), or {way}"
+                remedy = f"compose event.convert({self.neighboring_relation!r}), or {remedy}"
             raise ValueError(
                 f"event.relation={event.relation!r}: this accountant's epsilon is for "
-                f"{self.neighboring_relation!r}; {way}"
+                f"{self.neighboring_relation!r}; {remedy}"
             )
         if self.events and self.events[-1][0] == event:
             count += self.events.pop()[1]
         self.events.append((event, count))
 
     def convert(self, neighboring_relation: str) -> None:
-        """Account for the whole history under another neighbouring relation from now on.
+        """Account for the whole history under another neighboring relation from now on.
 
         Raises:
             ValueError: some event has no guarantee under it; nothing is changed then.
@@ -124,11 +124,11 @@ class Accountant(ABC):
 
         Args:
             delta: in (0, 1).
-            interval: whether the lower end is wanted too.
+            interval: whether to return the lower end too.
 
         Returns:
-            A float >= 0 for which the history is (epsilon, delta)-private, inf where none is
-            known; with `interval` an `Interval(lower, upper)` of it.
+            A float >= 0 for which the history is (epsilon, delta)-private, inf if none is known;
+            with `interval` an `Interval(lower, upper)`.
 
         Raises:
             ValueError: delta is out of its range, or the history is malformed.
@@ -142,11 +142,11 @@ class Accountant(ABC):
 
         Args:
             epsilon: >= 0, finite.
-            interval: whether the lower end is wanted too.
+            interval: whether to return the lower end too.
 
         Returns:
             A float in [0, 1] for which the history is (epsilon, delta)-private; with `interval`
-            an `Interval(lower, upper)` of it.
+            an `Interval(lower, upper)`.
 
         Raises:
             ValueError: epsilon is out of its range, or the history is malformed.
@@ -158,8 +158,8 @@ class Accountant(ABC):
     def get_beta(self, alpha: float) -> float:
         """The f-DP trade-off curve: the least type II error of a test of type I error alpha.
 
-        Whoever guesses from the outputs which of two neighbouring data sets they came from, and
-        is wrong about the first with probability at most alpha, is wrong about the second with at
+        A test guesses from the outputs which of two neighboring datasets they came from. If it is
+        wrong about the first with probability at most alpha, it is wrong about the second with at
         least the probability returned here.
 
         Args:
@@ -174,16 +174,16 @@ class Accountant(ABC):
         Source:
             Dong, Roth, Su 2022, Proposition 2.5 (Wasserman and Zhou 2010):
             beta = max over epsilon of 1 - delta - e^epsilon alpha and e^-epsilon (1 - delta -
-            alpha). Any epsilon gives a bound, so that a search cannot err to the wrong side.
+            alpha). Any epsilon gives a valid bound, so an inexact search is safe.
         """
         _validate.error_rate(alpha=alpha)
 
         def beta(epsilon: float) -> float:
-            kept = 1 - self._delta_interval(epsilon).upper
+            rest = 1 - self._delta_interval(epsilon).upper
             falling = math.exp(-epsilon) if epsilon < 700 else 0.0
             rising = math.exp(epsilon) if epsilon < 700 else math.inf
-            steep = kept - rising * alpha if alpha else kept
-            return max(0.0, steep, falling * (kept - alpha))
+            steep = rest - rising * alpha if alpha else rest
+            return max(0.0, steep, falling * (rest - alpha))
 
         if not self._pairs() and not self._failure():
             return 1.0 - alpha
@@ -203,11 +203,11 @@ class Accountant(ABC):
 
     @abstractmethod
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        """Epsilon of a composition that is not empty, of pairs with finite noise > 0."""
+        """Epsilon of a nonempty composition of pairs with finite noise > 0."""
 
     @abstractmethod
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        """Delta of a composition that is not empty, of pairs with finite noise > 0."""
+        """Delta of a nonempty composition of pairs with finite noise > 0."""
 
     def _epsilon_interval(self, delta: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
@@ -231,7 +231,7 @@ class Accountant(ABC):
         return Interval(lower, min(1.0, found.upper + cost))
 
     def _epsilon_without_failure(self, delta: float) -> Interval:
-        """Without what the events' failures add."""
+        """Epsilon without the failure probability of events."""
         pairs = self._pairs()
         return self._epsilon(pairs, delta) if pairs else Interval(0.0, 0.0)
 
@@ -242,17 +242,17 @@ class Accountant(ABC):
     @classmethod
     @abstractmethod
     def mechanism(cls) -> str:
-        """The name under which this kind of accountant is created and saved."""
+        """The name of this kind of accountant, in `create_accountant` and in saved states."""
 
     def __len__(self) -> int:
         """Number of phases, as in Opacus; the steps are their third entries."""
         return len(self.history)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[_NoisyOptimizer], None]:
-        """A function for an optimizer's step hook that writes each of its steps.
+        """A function for an optimizer's step hook that records each step.
 
         Args:
-            sample_rate: the chance of one sample to be in one of the optimizer's batches.
+            sample_rate: the probability that a sample is in one of the optimizer's batches.
 
         Returns:
             A function of an optimizer with `noise_multiplier` and `accumulated_iterations`.
@@ -269,9 +269,9 @@ class Accountant(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The history and the mechanism's name, under Opacus' keys.
 
-        With events, or under another relation than "add_remove", there are the keys "steps",
-        "events" and "neighboring_relation" and no "history": Opacus would take that for the whole
-        and report too little, and refuses a state without it.
+        With events, or under another relation than "add_remove", the state has the keys "steps",
+        "events" and "neighboring_relation" in place of "history". Opacus would read only
+        "history" and report too small an epsilon; it refuses a state without that key.
         """
         state: dict[str, Any] = {"mechanism": self.mechanism()}
         if not self.events and self.neighboring_relation == ADD_REMOVE:
@@ -287,17 +287,17 @@ class Accountant(ABC):
         """Replace the history by a saved one.
 
         Args:
-            state_dict: what `state_dict` of this class, or of Opacus' class of the same mechanism,
-                returned.
+            state_dict: returned by `state_dict` of this class, or of Opacus' class of the same
+                mechanism.
 
         Raises:
             ValueError: the state is empty, lacks a key, is of another mechanism, or its history is
-                malformed. The present history is then left as it is.
+                malformed. The current history is unchanged then.
         """
         if not state_dict:
             raise ValueError(
                 f"state_dict={state_dict!r}: expected the keys 'history' and 'mechanism'; "
-                "pass what state_dict() returned"
+                "pass the result of state_dict()"
             )
         whole = "steps" not in state_dict
         keys = ("history",) if whole else ("steps", "events", "neighboring_relation")
@@ -305,10 +305,10 @@ class Accountant(ABC):
             if key not in state_dict:
                 raise ValueError(
                     f"state_dict has the keys {sorted(map(str, state_dict))} and no {key!r}; "
-                    "pass what an accountant's state_dict() returned"
+                    "pass the result of an accountant's state_dict()"
                 )
         saved = state_dict["mechanism"]
-        # In Opacus' registry ours have this prefix.
+        # The accountants of dpflash have this prefix in Opacus' registry.
         own = self.mechanism().removeprefix("dpflash_")
         if not isinstance(saved, str) or saved.removeprefix("dpflash_") != own:
             raise ValueError(
@@ -320,7 +320,7 @@ class Accountant(ABC):
         if not isinstance(history, tuple | list):
             raise ValueError(
                 f"state_dict[{keys[0]!r}]={history!r}: expected a list of "
-                "(noise_multiplier, sample_rate, steps); pass what state_dict() returned"
+                "(noise_multiplier, sample_rate, steps); pass the result of state_dict()"
             )
         phases, relation, events = self._checked(history), ADD_REMOVE, []
         if not whole:
@@ -329,21 +329,21 @@ class Accountant(ABC):
             saved_events = state_dict["events"]
             if not isinstance(saved_events, tuple | list):
                 raise ValueError(
-                    f"state_dict['events']={saved_events!r}: expected a list of events; pass what "
-                    "state_dict() returned"
+                    f"state_dict['events']={saved_events!r}: expected a list of events; pass "
+                    "the result of state_dict()"
                 )
             for entry in saved_events:
                 event, count = _load_event(entry)
                 if event.relation != relation:
                     raise ValueError(
                         f"state_dict has an event under {event.relation!r} beside "
-                        f"neighboring_relation={relation!r}; pass what state_dict() returned"
+                        f"neighboring_relation={relation!r}; pass the result of state_dict()"
                     )
                 events.append((event, count))
         self.history, self.neighboring_relation, self.events = phases, relation, events
 
     def _pairs(self) -> Pairs:
-        """The whole history as dominating pairs, those that tell nothing left out."""
+        """The whole history as dominating pairs, without those that reveal nothing."""
         pairs = []
         for noise_multiplier, sample_rate, steps in self._phases():
             step = PoissonGaussian(
@@ -360,7 +360,7 @@ class Accountant(ABC):
         return math.fsum(event.failure() * count for event, count in self.events)
 
     def _phases(self) -> list[Phase]:
-        """The history, checked, without phases that took no step."""
+        """The checked history, without phases of 0 steps."""
         return [phase for phase in self._checked(self.history) if phase[2] > 0]
 
     @staticmethod
@@ -372,23 +372,23 @@ class Accountant(ABC):
 
 
 def _load_event(entry: Any) -> tuple[Event, int]:
-    """What `state_dict` made of an event and its count."""
+    """Read an event and its count from a saved state."""
     if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
         raise ValueError(
             f"state_dict['events'] has the entry {entry!r}: expected the keys 'event' and "
-            "'count'; pass what state_dict() returned"
+            "'count'; pass the result of state_dict()"
         )
     _validate.whole(0, count=entry["count"])
     return event_from_dict(entry["event"]), entry["count"]
 
 
 def _has_noiseless_release(pairs: Pairs) -> bool:
-    """Whether something was released without noise."""
+    """Whether there was a release without noise."""
     return any(pair.noise == 0 for pair, _ in pairs)
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:
-    """About the greatest value on [0, high]: a grid, then golden section in its best cell."""
+    """The approximate maximum on [0, high]: a grid, then golden section in its best cell."""
     high = high if 0 < high < math.inf else 1.0
     grid = [0.0, *(high * 2.0 ** (-k / 2) for k in range(40, -1, -1))]
     values = [beta(epsilon) for epsilon in grid]
@@ -418,22 +418,22 @@ def with_failure(
 ) -> Interval:
     """Epsilon of a run that differs from an accounted one with some probability.
 
-    Let M be the accounted run (Poisson batches without cuts) and M' the one that was made (cut at
-    a cap), on neighbouring data sets D and D'. Run both on the same coins: as long as no batch
-    exceeds the cap they are one and the same, so by a union bound over the steps their outputs
-    differ with probability at most m, the failure, on D and likewise on D'. That bounds the total
-    variation distance, and for every set S of outputs
+    Let M be the accounted run (untruncated Poisson batches) and M' the actual one (truncated at a
+    cap), on neighboring datasets D and D'. Give both the same random numbers: while no batch
+    exceeds the cap they are equal, so by a union bound over the steps their outputs differ with
+    probability at most m, the failure, on D and likewise on D'. That bounds the total variation
+    distance, and for every set S of outputs
 
         P[M'(D) in S] <= P[M(D) in S] + m
                       <= e^eps P[M(D') in S] + delta_M(eps) + m
                       <= e^eps P[M'(D') in S] + delta_M(eps) + (1 + e^eps) m.
 
-    Hence delta_M'(eps) <= delta_M(eps) + (1 + e^eps) m, whatever rule chooses the samples that
-    are cut; exchanging M and M' gives the lower end.
+    Hence delta_M'(eps) <= delta_M(eps) + (1 + e^eps) m, for any rule that chooses the samples to
+    drop. Exchanging M and M' gives the lower end.
 
     Args:
         failure: m, the sum of `truncation_probability` over the steps, > 0.
-        delta: of the run that was made, in (0, 1).
+        delta: of the actual run, in (0, 1).
         get_epsilon, get_delta: of the accounted run.
 
     Returns:

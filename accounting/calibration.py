@@ -1,4 +1,4 @@
-"""From a privacy target to a noise multiplier, and from a name to an accountant."""
+"""Calibration: the noise, sample rate or steps for a privacy target; and accountants by name."""
 
 import copy
 import math
@@ -48,9 +48,9 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
     """A new accountant with an empty history.
 
     Args:
-        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (no bound),
-            `"gaussian"` (sample rate 1 alone) or `"prv"` (Opacus').
-        neighboring_relation: "add_remove", "zero_out" or "replace_one": what epsilon is for.
+        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (an estimate),
+            `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus').
+        neighboring_relation: of epsilon: "add_remove", "zero_out" or "replace_one".
 
     Raises:
         ValueError: there is no accountant of this name, or no such relation.
@@ -62,7 +62,7 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
 
 
 def as_accountant(accountant: object) -> Accountant:
-    """A new accountant by its name, or the object itself: of ours, or with Opacus' interface.
+    """A new accountant for a name; an accountant object, also one of Opacus, is returned as it is.
 
     Raises:
         ValueError: it is neither, or there is no accountant of this name.
@@ -80,15 +80,15 @@ def as_accountant(accountant: object) -> Accountant:
 
 
 def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
-    """The steps of that many passes over the data, a begun step counted whole.
+    """The number of steps of `epochs` epochs, rounded up.
 
     Args:
-        epochs: passes over the data in expectation, > 0.
-        sample_rate: the chance of one sample to be in a batch, in (0, 1].
+        epochs: expected number of times that each sample is drawn, > 0.
+        sample_rate: the probability that a sample is in a batch, in (0, 1].
 
     Returns:
-        ceil(epochs / sample_rate), where a quotient within 1e-9 relative of an integer is that
-        integer: sample_rate is mostly a rounded 1 / (number of batches).
+        ceil(epochs / sample_rate). A quotient within 1e-9 relative of an integer counts as that
+        integer, since sample_rate is usually a rounded 1 / (number of batches).
 
     Raises:
         ValueError: an argument is out of its range.
@@ -120,11 +120,11 @@ def get_noise_multiplier(
     Args:
         target_epsilon: epsilon at the end of the run, > 0.
         target_delta: delta at the end of the run, in (0, 1).
-        sample_rate: the chance of one sample to be in a batch, in (0, 1].
+        sample_rate: the probability that a sample is in a batch, in (0, 1].
         steps: number of steps, >= 1. Either this or epochs.
-        epochs: number of passes over the data, > 0; see `epochs_to_steps`.
-        accountant: the one that will report the run's epsilon, by its name, or such an object,
-            whose history is left alone and not counted.
+        epochs: number of epochs, > 0; see `epochs_to_steps`.
+        accountant: name of the accountant that will report the run's epsilon, or such an object,
+            whose history is neither changed nor counted.
 
     Returns:
         The noise_multiplier, at most 1e-4 relative above the least one that meets the target
@@ -168,16 +168,16 @@ def noise_multiplier_for(
     """The least noise at which `count` events of any kind stay within a target.
 
     Args:
-        event: the event with a noise multiplier, all else fixed.
-        count: how often it happens, >= 1.
+        event: returns the event for a noise multiplier.
+        count: number of events, >= 1.
         target_epsilon, target_delta, accountant: as in `get_noise_multiplier`; the epsilon is for
-            the event's neighbouring relation.
+            the event's neighboring relation.
 
     Returns:
         As `get_noise_multiplier`.
 
     Raises:
-        ValueError: no noise up to 1e8 meets the target, or the accountant does not know such
+        ValueError: no noise up to 1e8 meets the target, or the accountant does not support such
             events.
     """
     _validate.whole(1, count=count)
@@ -268,12 +268,12 @@ def get_steps(
     sample_rate: float,
     accountant: str | Accountant = "contour",
 ) -> int:
-    """The most steps with Poisson sampling within a target, 0 where none fits.
+    """The most steps with Poisson sampling within a target, 0 if not even one fits.
 
     Args:
         target_epsilon, target_delta, accountant: as in `get_noise_multiplier`.
         noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
-        sample_rate: the chance of one sample to be in a batch, in (0, 1].
+        sample_rate: the probability that a sample is in a batch, in (0, 1].
 
     Returns:
         A whole number, at most 10^12.
@@ -294,17 +294,17 @@ def get_steps(
 def remaining_steps(
     accountant: Accountant, event: Event, *, target_epsilon: float, target_delta: float
 ) -> int:
-    """How many more times an event may happen before the history leaves its target.
+    """How many more events fit before the history exceeds its target.
 
     Args:
-        accountant: with the history so far, which is left as it is. It may be one of Opacus' for
+        accountant: holds the history so far, which is not changed. It may be one of Opacus for
             a `PoissonGaussian` or a `Gaussian`.
-        event: accounted for under the accountant's neighbouring relation.
+        event: accounted for under the accountant's neighboring relation.
         target_epsilon: > 0.
         target_delta: in (0, 1).
 
     Returns:
-        A whole number, at most 10^12; 0 where the history is beyond the target already.
+        A whole number, at most 10^12; 0 if the history already exceeds the target.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -341,17 +341,17 @@ def remaining_steps(
 
 
 def _append(history: list[Phase], noise_multiplier: float, rate: float, count: int) -> None:
-    """As so many calls of `step`; Opacus' GaussianAccountant reads one phase only."""
+    """Append `count` steps. Opacus' GaussianAccountant reads one phase only."""
     if history and tuple(history[-1][:2]) == (noise_multiplier, rate):
         count += history.pop()[2]
     history.append((noise_multiplier, rate, count))
 
 
 def as_phase(accountant: object, event: Event) -> tuple[float, float]:
-    """(noise_multiplier, sample_rate) for an accountant that knows nothing else.
+    """(noise_multiplier, sample_rate) of an event, for an accountant of Opacus.
 
     Raises:
-        ValueError: the event is of another kind.
+        ValueError: the event is neither a Poisson nor a Gaussian step.
     """
     if type(event) is PoissonGaussian and event.relation != REPLACE_ONE:
         return event.noise_multiplier, event.sample_rate
@@ -359,13 +359,13 @@ def as_phase(accountant: object, event: Event) -> tuple[float, float]:
         return event.noise_multiplier, 1.0
     name = f"{type(accountant).__module__}.{type(accountant).__qualname__}"
     raise ValueError(
-        f"accountant={name}: it knows Poisson sampling only, not the {event.sampler} sampler "
+        f"accountant={name}: it supports Poisson sampling only, not the {event.sampler} sampler "
         f"under {event.relation!r}; use accountant='contour'"
     )
 
 
 def _empty_accountant(accountant: str | Accountant) -> Accountant:
-    """A new accountant of that kind, empty."""
+    """A new, empty accountant of this kind."""
     trial = copy.copy(as_accountant(accountant))
     trial.history = []
     if isinstance(accountant, Accountant):
@@ -377,7 +377,7 @@ def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float
     if (steps is None) == (epochs is None):
         raise ValueError(
             f"steps={steps!r}, epochs={epochs!r}: expected exactly one of them; "
-            + ("pass one of them" if steps is None else "leave the other out")
+            + ("pass one of them" if steps is None else "leave one of them out")
         )
     if epochs is not None:
         return epochs_to_steps(epochs=epochs, sample_rate=sample_rate)

@@ -1,21 +1,21 @@
-"""Epsilon and delta by inverting the privacy loss's cumulant along a contour; the flagship.
+"""ContourAccountant: epsilon and delta by inverting the privacy loss's cumulant along a contour.
 
 With M(a) = E_Q (dP/dQ)^a of the whole composition, a product over its steps,
 
     delta(epsilon) = (1 / 2 pi i) Integral M(a) e^(-epsilon m) / (a (a - 1)) da
 
 upwards along Re a = 1 + c, m = a - 1, for P against Q ("remove"), and along Re a = -c, m = -a,
-for Q against P ("add"), c > 0. K = log M adds up over unlike steps, so a schedule costs what its
-distinct steps do, and nothing limits how small delta may be.
+for Q against P ("add"), c > 0. K = log M is a sum over steps, so the time depends on the number of
+distinct steps only, and delta may be arbitrarily small.
 
-The line is bent to the right, a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t): there the
-integrand falls even where the loss of few steps of tiny rate has a Fourier transform that does
-not. Along t the trapezoidal rule with step h errs by at most
+The contour bends to the right, a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t). There the
+integrand decays even if the loss of few steps of tiny rate has a Fourier transform that does not.
+Along t the error of the trapezoidal rule with step h is at most
 
     (I(-w) + I(w)) / (e^(2 pi w / h) - 1),   I(w) = Integral |integrand(t + i w)| |dt|,
 
-and t + i w is the same contour with b - w. Where K is small, e^K - 1 takes the place of e^K, since
-the 1 integrates to 0 for epsilon > 0: tiny deltas then keep their digits.
+and t + i w is the same contour with b - w. If K is small, e^K - 1 replaces e^K, since the 1
+integrates to 0 for epsilon > 0; tiny deltas then keep their digits.
 
 Source: the method is known as the saddle-point accountant (Alghamdi et al. 2023); the formula is
 the inversion of the Laplace transform of E_P (1 - e^(epsilon - L))_+.
@@ -43,13 +43,13 @@ from .pld import pld_delta, pld_epsilon
 __all__ = ["ContourAccountant"]
 
 _ROUNDS = 60
-_GOOD = 1e-6  # width of an interval over its lower end with which no other contour is tried
+_GOOD = 1e-6  # relative width of an interval below which no other contour is tried
 _LEAST_FLOAT = 5e-324
 _LEAST_NOISE, _MOST_NOISE = 0.01, 1e9
 _LATTICE_NOISE = 0.2
-_LOOSE = 1e-3  # width of an interval over its upper end from which PLD is asked too
+_LOOSE = 1e-3  # relative width of an interval above which PLD is computed too
 _LEAST_PLD_DELTA = 1e-280
-_EXACT = 1e-9  # what a closed form may lie above the truth, relatively
+_EXACT = 1e-9  # relative error of a closed form, which never is below the exact value
 
 
 class _Bounds(NamedTuple):
@@ -60,19 +60,19 @@ class _Bounds(NamedTuple):
 
 
 class ContourAccountant(Accountant):
-    """Epsilon by contour inversion: tight at any delta, for any number of unlike steps.
+    """Epsilon by contour inversion: tight at any delta, for any number of different steps.
 
     Guarantees:
-        Both ends of an interval include what the trapezoidal rule, the end of the contour and
-        float64's rounding may err by: the first by a theorem whose two integrals are evaluated
-        numerically, the second by the integrand where it ends and at points behind, the third by
-        the sizes of all terms. Contours that contradict each other are dropped. Where no contour
-        is certain to 1e-3, and beside subsampling with noise below 0.2, Chernoff's bound and PLD
-        answer. Noise below 0.01 or above 1e9 beside subsampling is accounted for without
+        Both ends of an interval include three errors: that of the trapezoidal rule, by a theorem
+        whose two integrals are evaluated numerically; that of the contour's finite length, by the
+        integrand at its end and at points beyond; and float64's rounding, by the sizes of all
+        terms. Contours that contradict each other are dropped. If no contour has an error below
+        1e-3, or a subsampled step has noise below 0.2, Chernoff's bound and PLD are used. If a
+        subsampled step has noise below 0.01 or above 1e9, it is accounted for without
         amplification.
 
     Source:
-        See the module; both directions, "remove" and "add", are evaluated and the greater counts.
+        See the module. Both directions, "remove" and "add", are evaluated; the greater one counts.
     """
 
     @classmethod
@@ -148,7 +148,7 @@ def _chernoff_delta(pairs: Pairs, epsilon: float) -> float:
 
 
 def _intersection(mine: _Bounds, other: Interval) -> _Bounds:
-    """What two accountants know; the safe ends where they contradict each other."""
+    """The intersection of two intervals; if it is empty, their outer ends."""
     other_lower = other.lower or 0.0
     if max(mine.lower, other_lower) > min(mine.upper, other.upper):
         return _Bounds(min(mine.lower, other_lower), max(mine.upper, other.upper))
@@ -156,14 +156,14 @@ def _intersection(mine: _Bounds, other: Interval) -> _Bounds:
 
 
 def _has_moderate_noise(pairs: Pairs) -> bool:
-    """Whether the noises are such that squares of them and their inverses are harmless."""
+    """Whether all noises are in the range that contours are computed for."""
     return all(_LEAST_NOISE <= pair.noise <= _MOST_NOISE for pair, _ in pairs)
 
 
 def _is_lattice(pairs: Pairs) -> bool:
-    """Whether a step's loss has almost two values only, and its transform no end.
+    """Whether a step's loss has almost only two values, so that its transform does not decay.
 
-    Then the integrand along a contour falls below rounding and rises again.
+    The integrand along a contour then falls below rounding and rises again.
     """
     return any(pair.rate < 1 and pair.noise < _LATTICE_NOISE for pair, _ in pairs)
 
@@ -184,7 +184,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
             above = math.log(value / delta)
             factor = math.exp(min(2.0, max(-2.0, -above * value / (slope * epsilon))))
         elif value + error < delta or (low == 0 and not math.isfinite(error)):
-            # Nothing is known where epsilon is far too large.
+            # If epsilon is far too large, delta is all rounding.
             above, factor = -math.inf, 0.25
         else:
             break
@@ -204,7 +204,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
     for contour in axis.contours(epsilon):
         other = _epsilon_bounds(integral_along(pairs, contour, True), epsilon, delta)
         if other.lower > found.upper or other.upper < found.lower:
-            # One of the two is not what it claims.
+            # One of the two contours is wrong.
             found = _Bounds(0.0, math.inf)
             break
         found = _Bounds(max(found.lower, other.lower), min(found.upper, other.upper))
@@ -218,7 +218,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """No output tells of an added sample more than that it was not drawn."""
+    """The supremum of the loss of an addition: the output shows that the sample was not drawn."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * math.log1p(-pair.rate) for pair, count in pairs)
@@ -227,7 +227,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
 def _first_significant_delta(
     axis: RealAxis, epsilon: float, delta: float
 ) -> tuple[float, float, float]:
-    """Delta, its error and derivative along the first contour that tells it apart from noise."""
+    """Delta, its error and derivative along the first contour where delta exceeds its error."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
         found = integral_along(axis.pairs, contour, False).delta(epsilon)
@@ -238,7 +238,7 @@ def _first_significant_delta(
 
 
 def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bounds:
-    """The epsilons on both sides of delta that this line is certain of."""
+    """Certified epsilons on both sides of delta, along this contour."""
     for _ in range(6):
         value, error, slope = line.delta(epsilon)
         if not value > 0 > slope or error > delta:
@@ -266,7 +266,7 @@ def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bou
 
 
 def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None = None) -> _Bounds:
-    """Certified delta of one direction; any bound will do that is at most `enough`."""
+    """Certified delta of one direction; a bound of at most `enough` is sufficient."""
     if side == ADD and epsilon >= _largest_added_loss(pairs):
         return _Bounds(0.0, 0.0)
     few = representatives(pairs)
@@ -279,7 +279,7 @@ def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None =
         if not math.isfinite(value + error) or value + error < 0:
             continue
         if value - error > found.upper or value + error < found.lower:
-            # One of the two is not what it claims.
+            # One of the two contours is wrong.
             found = _Bounds(0.0, bound)
             break
         upper = min(found.upper, max(value + error, _LEAST_FLOAT))

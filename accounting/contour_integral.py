@@ -1,4 +1,4 @@
-"""A contour, a composition's cumulant along it, and the deltas that follow with their errors.
+"""The integral along one contour: a composition's cumulant, and its delta with an error bound.
 
 Letters: a the order, K the cumulant log M(a) of the whole composition, m as in `contour`.
 """
@@ -35,8 +35,8 @@ _Real = NDArray[np.float64]
 _Complex = NDArray[np.complex128]
 
 REMOVE, ADD = 1, -1
-OCTAVE = 16  # apexes are 2^(k / 16), so that queries nearby find their cumulants cached
-TARGET_ERROR = 1e-10  # error of delta over delta, where rounding allows
+OCTAVE = 16  # apexes are 2^(k / 16), so that nearby queries reuse cached cumulants
+TARGET_ERROR = 1e-10  # relative error of delta, if rounding allows
 _NARROW = 4  # width
 _FINEST = 3  # halvings of the step
 _PIECE = 1.0  # of t, evaluated at once
@@ -46,11 +46,11 @@ _REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8
 _ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M on the real line that need no ray
 _FEW = 16
 _ROUNDING = 2.0**-52
-_UNKNOWN = 1e300  # an error of a step that a finer one may have not
+_UNKNOWN = 1e300  # the error of a step that is too coarse for a bound
 _LEAST_K, _MOST_K = -60 * OCTAVE, 80 * OCTAVE
 _LOG = math.log(2) / OCTAVE
-_MOST_WIDTH = 7  # a narrower contour bends into where K is large
-_CUT_FROM = 1.5  # noise from which it may help to leave outputs out
+_MOST_WIDTH = 7  # a narrower contour bends into a region of large K
+_CUT_FROM = 1.5  # noise above which it may help to leave far outputs out
 _TRIES = 24
 
 
@@ -63,7 +63,7 @@ class Contour:
         k: of c.
         width: scale = c 2^(-width / 2).
         small: whether e^K - 1 is integrated instead of e^K.
-        cut: as in `log_mgf`; what is left out is nothing against delta.
+        cut: as in `log_mgf`; the probability left out is negligible against delta.
     """
 
     side: int
@@ -74,12 +74,12 @@ class Contour:
 
     @property
     def bend(self) -> float:
-        """In radians; a narrow contour bends less, not into where K is large."""
+        """The angle b in radians; a narrow contour bends less, to avoid large K."""
         return 0.25 if self.width < _NARROW else 0.125
 
     @property
     def shift(self) -> float:
-        """How far the strip in which the integrand is looked at reaches on both sides."""
+        """Half the width w of the strip in which the integrand is evaluated."""
         return 0.9 * self.bend
 
     def step(self, level: int) -> float:
@@ -102,7 +102,7 @@ def apex_of(side: int, k: int) -> float:
 
 
 def representatives(pairs: Pairs) -> Pairs:
-    """Few pairs much like all of them, by which a contour can be chosen."""
+    """A few pairs similar to all of them, to choose a contour by."""
     if len(pairs) <= _FEW:
         return pairs
     groups = np.array_split(np.arange(len(pairs)), _FEW)
@@ -110,7 +110,7 @@ def representatives(pairs: Pairs) -> Pairs:
 
 
 def cut_probability(pairs: Pairs, cut: float | None) -> float:
-    """The chance, times 2 for safety, of any output beyond 1 + cut standard deviations."""
+    """Twice the probability of any output beyond 1 + cut standard deviations."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
@@ -140,7 +140,7 @@ def _nodes(piece: int, step: float) -> _Real:
 
 @lru_cache(maxsize=256)
 def integral_along(pairs: Pairs, contour: Contour, edges: bool) -> ContourIntegral:
-    """The line of these pairs, which remembers its cumulants."""
+    """The cached integral of these pairs along a contour."""
     return ContourIntegral(pairs, contour, edges)
 
 
@@ -155,7 +155,7 @@ class ContourIntegral:
         self._sums: dict[tuple[float, int, int], tuple[_Complex, _Real]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Delta, a bound of its error (of rounding only, without edges), and its derivative."""
+        """Delta, a bound of its error (without edges: of rounding only), and its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -170,13 +170,13 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Delta, its derivative, and what rounding and the end, and the step, may err by."""
+        """Delta, its derivative, and two errors: of rounding and the end, and of the step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
         for piece in range(math.ceil(_LAST / _PIECE)):
             t = _nodes(piece, step)
-            # Where little is left of the integrand, its cumulant matters less.
+            # If the integrand is small, its cumulant may have a larger error.
             weight = tail / abs(value) if piece and value else 1.0
             decades = min(8, max(0, math.floor(-math.log10(weight)))) if weight > 0 else 8
             cumulant, error = self._composed(piece, level, decades)
@@ -210,10 +210,11 @@ class ContourIntegral:
             if end < len(t) or tail <= max(TARGET_ERROR * abs(value), 0.01 * rounding):
                 break
         strip += sum(edge_tails)
-        # Noise this great spreads the loss on one scale only, and nothing comes back.
+        # With noise this large the loss has one scale only, and the integrand does not rise again.
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
             tail += self._remainder(epsilon, t[min(end, len(t) - 1)])
-        # With twice the step the rule errs by the theorem too; more, and the strip is not known.
+        # The theorem also bounds the error of twice the step; if that is larger, the strip's
+        # integrals are not reliable.
         exponent = 2 * math.pi * self.contour.shift / step
         allowed = 2 * strip / math.expm1(exponent / 2) + rounding + tail
         if self.edges and not abs(value - coarser) <= 2 * allowed:
@@ -228,7 +229,7 @@ class ContourIntegral:
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
     ) -> list[tuple[_Real, int]]:
-        """The integrand's modulus along both edges of the strip, and how much of it is known."""
+        """The integrand's modulus on both edges of the strip, and the count of reliable values."""
         t = _nodes(piece, _EDGE_STEP)
         sides = []
         for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
@@ -238,7 +239,7 @@ class ContourIntegral:
         return sides
 
     def _remainder(self, epsilon: float, start: float) -> float:
-        """The integral of the modulus behind the contour's end, where float64 knows it."""
+        """The integral of the modulus beyond the contour's end, as far as float64 resolves it."""
         begin = math.ceil(start / _PIECE) * _PIECE
         key, t = (begin, -1, 0), begin + _REMAINDER_NODES
         if key not in self._sums:
@@ -285,22 +286,22 @@ class ContourIntegral:
 
 
 def _count_significant(size: _Real, noise: _Real) -> int:
-    """How many terms there are before those of which float64 knows nothing."""
+    """The number of terms before the first one that is all rounding error."""
     unknown = ~(np.isfinite(size) & np.isfinite(noise) & (size > 2 * noise))
     return int(np.argmax(unknown)) if unknown.any() else len(size)
 
 
 def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float:
-    """What is left of an integral behind terms of this size, which fall at least as e^-t.
+    """A bound of an integral beyond terms of this size, which decay at least as e^-t.
 
-    Where float64 ends them, they must be seen to fall.
+    If float64's precision ends the terms, they must be decaying there.
     """
     last = float(size[-2:].max()) if len(size) else before
     return last if not ends or 0 < last < 1e-3 * largest else math.inf
 
 
 class RealAxis:
-    """The integrand on the real axis, where a contour's apex is looked for."""
+    """The integrand on the real axis, to find the apex of a contour."""
 
     def __init__(self, pairs: Pairs, side: int, delta: float) -> None:
         self.pairs = pairs
@@ -311,7 +312,7 @@ class RealAxis:
         self._start = round(OCTAVE * math.log2(4 / math.sqrt(variance)))
 
     def cumulant(self, k: int, cut: float | None = None) -> float:
-        """K at the apex of k; inf where it is beyond reach."""
+        """K at the apex of k; inf if it is not computable."""
         if not _LEAST_K <= k <= _MOST_K:
             return math.inf
         total = 0.0
@@ -320,7 +321,7 @@ class RealAxis:
         return total if total == total else math.inf
 
     def chernoff(self, delta: float) -> tuple[float, int, float | None]:
-        """About the least epsilon that Chernoff's bound knows at this delta, its apex and cut."""
+        """Approximate least epsilon of Chernoff's bound at this delta, with its apex and cut."""
         found = []
         for cut in (None, self.cut):
 
@@ -355,7 +356,7 @@ class RealAxis:
         return min(chernoff, math.fsum(count * pair.rate for pair, count in pairs))
 
     def contours(self, epsilon: float) -> Iterator[Contour]:
-        """Contours for this epsilon >= 0, those that promise most digits first."""
+        """Contours for this epsilon >= 0, the most accurate first, by estimate."""
         found = []
         for cut in (None, self.cut) if self._may_cut else (None,):
             small, whole = (self._contour(epsilon, cut, kind) for kind in (True, False))
@@ -380,13 +381,13 @@ class RealAxis:
             if not 0 < cumulant < math.inf:
                 return math.inf
             log = cumulant + math.log(-math.expm1(-cumulant))
-            # Flat towards 0, where nothing is gained.
+            # Flat towards 0: no lower point there.
             return log - epsilon * c - 1.1 * math.log(c) - math.log1p(c)
 
         k = self._lowest(modulus, self._start)
         if not math.isfinite(modulus(k)):
             return None
-        # The contour goes to greater orders before it goes up: away from where K is large.
+        # The contour first goes to greater orders and then up, away from large K.
         for _ in range(8):
             if modulus(k + 6) > modulus(k) + 30 and modulus(k - 4) < modulus(k) + 2:
                 k -= 4
@@ -397,7 +398,7 @@ class RealAxis:
         return contour, modulus(k) + k * _LOG
 
     def _lowest(self, function: Callable[[int], float], start: int) -> int:
-        """Where a function with one valley is least on the grid."""
+        """The minimizer of a unimodal function on the grid."""
         k = max(_LEAST_K, min(start, _MOST_K))
         while not math.isfinite(function(k)) and k > _LEAST_K:
             k -= OCTAVE
@@ -414,7 +415,7 @@ class RealAxis:
 
 
 def _cut(delta: float, pairs: Pairs) -> float:
-    """Standard deviations beyond which the outputs' chance is nothing against delta."""
+    """Standard deviations beyond which the outputs' probability is negligible against delta."""
     steps = sum(count for _, count in pairs)
     needed = math.sqrt(2 * (math.log(steps) - math.log(max(delta, 1e-300)) + 35))
     return 4.0 * math.ceil(needed / 4)
@@ -432,7 +433,7 @@ def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
 
 
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
-    """The nearest smaller apex at which K is known, and K there with its rounding error."""
+    """The nearest smaller apex with a finite K, and K there plus its rounding error."""
     for _ in range(_TRIES):
         total, order = 0.0, np.array([apex_of(side, k) + 0j])
         for pair, count in pairs:
@@ -450,7 +451,7 @@ def _entropy(c: float) -> float:
 
 
 def _variance(pair: Pair) -> float:
-    """About the variance of the loss."""
+    """Approximate variance of the loss."""
     precision = pair.noise**-2
     whole = precision + precision**2 / 4
     return min(whole, pair.rate**2 * math.expm1(min(precision, 700.0))) or 1e-300

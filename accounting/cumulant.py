@@ -6,11 +6,11 @@ y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w,
     M(a) - 1 = E_Q [g(a l) - a g(l)]                               since E_Q e^l = 1
     M(a) - 1 = E_Q [g(a l) + g((1 - a) l) - g(l); l > 0]           for a symmetric pair
 
-which are sums of small terms where M is near 1, so that its logarithm keeps its digits. Both are
-integrals along the real line of x, by the trapezoidal rule. Where e^(a l) is much larger than its
-mean, they are taken along the ray l = l_min + w e^(i omega), w > 0, on which it falls: the density
-is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q) on the
-same side as the real line does.
+which are sums of small terms if M is near 1, so that its logarithm keeps its digits. Both are
+integrals along the real line of x, by the trapezoidal rule. If e^(a l) is much larger than its
+mean, they are taken along the ray l = l_min + w e^(i omega), w > 0, on which it decays: the
+density is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q)
+on the same side as the real line does.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _DIGITS = 38.0  # nats: e^-38 is 3e-17
 _REAL_LINE_DIGITS = 33.0
 _RAY_DIGITS = 34.0
 _NEGLIGIBLE = 70.0  # nats below the largest value of an integrand
-_FARTHEST = 60.0  # standard deviations at which an integrand is looked for
+_FARTHEST = 60.0  # standard deviations within which an integrand is searched for
 _LARGEST_ANGLE = 0.6  # of a ray; the Gaussian falls on it below pi / 4
 _ANGLE_STEP = 0.15
 _MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
-_SPLIT = 1e-14  # error of M from which fewer orders are evaluated together
+_SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders of one evaluation
 _MOST_NODES = 6_000
 _SMALL = 0.1
@@ -51,15 +51,14 @@ def log_mgf(
     """The cumulant, log M, at each order, and a bound of its rounding error.
 
     Args:
-        pair: any but those without noise.
-        orders: a, with Im a >= 0, neighbours side by side; Re a >= 1 for a symmetric pair.
-        cut: M without the outputs beyond 1 + cut standard deviations; None for all of M.
-        enough: error of M with which the real line will do; 0 for what is possible, also where
-            log M is small.
+        pair: with noise > 0.
+        orders: a, with Im a >= 0, close orders side by side; Re a >= 1 for a symmetric pair.
+        cut: leave the outputs beyond 1 + cut standard deviations out of M; None for all of M.
+        enough: error of M that permits the real line; 0 for the best accuracy, also if log M is
+            small.
 
     Returns:
-        (log M(a) up to multiples of 2 pi i, its error as far as rounding goes), NaN where float64
-        ends.
+        (log M(a) up to multiples of 2 pi i, its rounding error), NaN if out of float64's range.
     """
     if pair.rate == 1:
         exact = orders * (orders - 1) / (2 * pair.noise**2)
@@ -78,7 +77,7 @@ def log_mgf(
             windows = [_window(pair, orders[part], angle, cut, _NEGLIGIBLE) for angle in angles]
             best = min(windows, key=lambda window: window.error)
             if best.error > _SPLIT and len(part) > 2:
-                # Each order then has a window of its own.
+                # Each order then has its own window.
                 parts += np.array_split(part, 2)
                 continue
             excess[part], rounding[part] = _excess(pair, orders[part], best, _DIGITS)
@@ -90,7 +89,7 @@ def log_mgf(
 
 
 def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
-    """The cumulant at a real order to some digits; inf beyond float64."""
+    """The cumulant at a real order to a few digits; inf if beyond float64."""
     if pair.rate == 1:
         return order * (order - 1) / (2 * pair.noise**2)
     y, path, log_path = _coarse_path(pair, 0.0, cut)
@@ -109,24 +108,24 @@ def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
 
 
 def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
-    """The angle of a ray for all of the orders, one of a few; 0 for the real line."""
+    """The angle of a ray for all orders, from a few candidates; 0 for the real line."""
     needed = math.pi / 2 - float(np.angle(orders).min()) + _MARGIN
     # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
     largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)
-    # A part of M that ends at an output has no easier continuation than itself.
+    # With a cut the integral ends at an output, so it cannot move to a ray.
     if largest < 2 * _MARGIN or cut is not None:
         return 0.0
     return min(math.ceil(needed / _ANGLE_STEP) * _ANGLE_STEP, largest)
 
 
 class _Window(NamedTuple):
-    """Where an integrand is worth evaluating.
+    """The range of y in which an integrand is evaluated.
 
     Attributes:
         angle: of the ray; 0 for the real line.
         low, high: ends of y.
-        error: about what rounding and the ends make of M; inf where there is no such window.
-        lost: what the upper end cuts off.
+        error: approximate error of M by rounding and the ends; inf if there is no such window.
+        lost: the part that the upper end cuts off.
     """
 
     angle: float
@@ -190,7 +189,7 @@ def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
 
 
 def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats: float) -> _Window:
-    """The y between which the integrand is more than e^-nats of its largest value."""
+    """The range of y in which the integrand exceeds e^-nats times its largest value."""
     y, loss, log_density = _coarse_path(pair, angle, cut)
     forward = (orders * np.exp(1j * angle)).real if angle else orders.real
     extremes = orders[[int(np.argmax(forward)), int(np.argmin(forward))]]
@@ -201,17 +200,17 @@ def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats:
     exponent = exponent + log_density.real
     peak = float(exponent.max())
     beyond = -math.inf if cut is not None else _tail_exponent(pair, extremes[0], angle)
-    kept = np.flatnonzero(exponent > max(0.0, peak) - nats)
-    if not len(kept) or not beyond < max(0.0, peak) - _DIGITS:
+    significant = np.flatnonzero(exponent > max(0.0, peak) - nats)
+    if not len(significant) or not beyond < max(0.0, peak) - _DIGITS:
         return _Window(angle, 0.0, 0.0, math.inf, math.inf)
-    low, high = max(kept[0] - 1, 0), min(kept[-1] + 1, len(exponent) - 1)
+    low, high = max(significant[0] - 1, 0), min(significant[-1] + 1, len(exponent) - 1)
     lost = 2 * math.exp(min(700.0, max(exponent[high], beyond))) / pair.noise
     error = _ROUNDING * math.exp(min(700.0, peak)) + lost
     return _Window(angle, float(y[low]), float(y[high]), error, lost)
 
 
 def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
-    """The largest exponent of the integrand behind the coarse path."""
+    """The largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
     growth = (order * np.exp(1j * angle)).real
     # There the Gaussian falls faster than e^(growth y) grows, and the loss grows slower than y.
@@ -240,7 +239,7 @@ def _ray_step() -> float:
 
 
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
-    """Along Im y = t / s the integrand grows by e^(t^2 / 2) and by e^(|Im a| Im l)."""
+    """The step of y. Along Im y = t / s the integrand grows by e^(t^2 / 2) and e^(|Im a| Im l)."""
     s = pair.noise
     turn = float(np.abs(orders.imag).max()) * _slope(pair.rate, high) / s
     strip = min(0.85 * math.pi * s, math.sqrt(2 * digits))
@@ -250,7 +249,7 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
 def _symmetric_excess(
     pair: Pair, orders: _Complex, angle: float, top: float, step: float
 ) -> tuple[_Complex, _Real]:
-    """A symmetric pair: each exponent on a ray of its own, which begins at the loss 0.
+    """M - 1 of a symmetric pair: each exponent on its own ray, which begins at the loss 0.
 
     Nodes are equidistant in t, where y = log(1 + e^t): near the loss 0 the integrand falls as
     e^(3 t).
@@ -282,7 +281,7 @@ def _symmetric_excess(
 
 
 def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
-    """Nodes at most a step apart; NaN where that would be too many."""
+    """Nodes at most a step apart; NaN if that would be too many."""
     if not (high - low) / step < _MOST_NODES:
         return np.array([math.nan]), math.nan
     x, step = np.linspace(low, high, max(2, math.ceil((high - low) / step) + 1), retstep=True)
@@ -290,12 +289,12 @@ def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
 
 
 def _total(terms: _Complex, exponents: _Real) -> tuple[_Complex, _Real]:
-    """The sum of the terms, and its rounding error: an exponential errs with its exponent."""
+    """The sum of the terms, and its rounding error, which grows with the exponents."""
     return terms.sum(axis=1), _ROUNDING * (np.abs(terms) * (48 + exponents)).sum(axis=1)
 
 
 def _loss(q: float, y: _Real) -> _Real:
-    """log(1 - q + q e^y), with its digits kept near 0."""
+    """log(1 - q + q e^y), accurate near 0."""
     small = np.log1p(q * np.expm1(np.minimum(y, 1.0)))
     return np.where(y < 1.0, small, np.logaddexp(math.log1p(-q), math.log(q) + y))
 
@@ -306,7 +305,7 @@ def _slope(q: float, y: float) -> float:
 
 
 def _g(w: _Complex, log_weight: _Complex) -> _Complex:
-    """The weight times e^w - 1 - w; the product is in range where its factors may not be."""
+    """The weight times e^w - 1 - w; finite also where a factor alone would overflow."""
     weight = np.exp(log_weight)
     value = np.exp(w + log_weight)
     value -= (1 + w) * weight
@@ -324,14 +323,14 @@ def _g(w: _Complex, log_weight: _Complex) -> _Complex:
 
 
 def _real_g(w: _Real, log_weight: _Real) -> _Real:
-    """As `_g`, to some digits."""
+    """`_g` of real numbers, to a few digits."""
     weight = np.exp(log_weight)
     small = weight * w * w * (0.5 + w / 6)
     return np.where(np.abs(w) < 1e-3, small, np.exp(w + log_weight) - weight * (1 + w))
 
 
 def _log1p(x: _Complex) -> _Complex:
-    """log(1 + x), with its digits kept near 0 (numpy's is log(1 + x) itself)."""
+    """log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
     modulus = np.abs(1 + x)
     near = np.where(modulus < 2, x, 0)
     real = 0.5 * np.log1p(2 * near.real + near.real**2 + near.imag**2)

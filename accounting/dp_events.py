@@ -1,12 +1,12 @@
-"""Histories to and from the DpEvents of Google's dp_accounting, which need not be installed.
+"""Converts events and histories to and from the DpEvents of Google's dp_accounting.
 
-A DpEvent does not say for which neighbours it is meant; an accountant of theirs does, and reads a
-noise_multiplier accordingly. Where one sample is added, removed or zeroed a sum moves by one bound
-and there is nothing to tell apart. Where one is replaced it may move by two, and dp_accounting has
-two readings: GaussianDpEvent's documentation, PLDAccountant and TruncatedSubsampledGaussianDpEvent
-count the noise in bounds of one sample ("bound", as this library does), RdpAccountant in what the
-sum moves ("sensitivity", twice the bound), also for SampledWithoutReplacementDpEvent, which no
-other accountant takes.
+dp_accounting need not be installed. A DpEvent has no neighboring relation; dp_accounting's
+accountants have one, and read a noise_multiplier accordingly. If one sample is added, removed or
+zeroed, a sum changes by at most one bound, and all readings agree. If one is replaced, it may
+change by two bounds, and there are two readings of the noise. GaussianDpEvent's documentation,
+PLDAccountant and TruncatedSubsampledGaussianDpEvent divide it by the bound of one sample ("bound",
+as this library does). RdpAccountant divides it by the sensitivity ("sensitivity", twice the
+bound), also for SampledWithoutReplacementDpEvent, which no other accountant takes.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ def to_dp_event(
     noise_relative_to: str | None = None,
     shuffled_as_gaussian: bool = False,
 ) -> Any:
-    """An event, or an accountant's whole history, as a DpEvent of dp_accounting.
+    """Convert an event, or an accountant's whole history, to a DpEvent of dp_accounting.
 
     Args:
-        source: steps of an accountant's history become PoissonSampledDpEvents.
-        noise_relative_to: in what the reader counts noise if a sample is replaced by another:
-            "bound" for dp_accounting's PLDAccountant, "sensitivity" for its RdpAccountant. Needed
-            for "replace_one" and for batches of fixed size, and of no effect elsewhere.
+        source: an event, or an accountant, whose steps become PoissonSampledDpEvents.
+        noise_relative_to: the reading of noise_multipliers if a sample is replaced by another:
+            "bound" for dp_accounting's PLDAccountant, "sensitivity" for its RdpAccountant.
+            Required for "replace_one" and for batches of fixed size, without effect elsewhere.
         shuffled_as_gaussian: whether a `ShuffledGaussian`, which has no DpEvent, may become the
-            GaussianDpEvent that one pass costs.
+            GaussianDpEvent that one epoch costs.
 
     Returns:
-        A `dp_accounting.DpEvent`, to be composed by an accountant of the same neighbouring
-        relation: ADD_OR_REMOVE_ONE for "add_remove", REPLACE_SPECIAL for "zero_out" (RdpAccountant
+        A `dp_accounting.DpEvent`, for an accountant of the same neighboring relation:
+        ADD_OR_REMOVE_ONE for "add_remove", REPLACE_SPECIAL for "zero_out" (RdpAccountant
         takes fixed sizes under REPLACE_ONE only, which costs the same), REPLACE_ONE for
         "replace_one".
 
     Raises:
-        ValueError: the source is neither event nor accountant, or lacks an argument, as above.
+        ValueError: the source is neither event nor accountant, or an argument is missing.
         ImportError: dp_accounting is not installed.
     """
     theirs = _dp_accounting()
@@ -93,22 +93,22 @@ def from_dp_event(
     neighboring_relation: str = ADD_REMOVE,
     noise_relative_to: str | None = None,
 ) -> Event:
-    """A DpEvent of dp_accounting as an event that `Accountant.compose` takes.
+    """Convert a DpEvent of dp_accounting to an event that `Accountant.compose` takes.
 
     Args:
         dp_event: of Gaussians, with Poisson sampling (also truncated) or without replacement, and
             compositions of these. NoOpDpEvent becomes an empty composition, NonPrivateDpEvent a
             Gaussian without noise.
-        neighboring_relation: for which the event is to be accounted.
-        noise_relative_to: "bound" or "sensitivity", in what its noise_multipliers were counted;
-            see `to_dp_event`. Needed under the same conditions.
+        neighboring_relation: of the returned event.
+        noise_relative_to: the reading of its noise_multipliers, "bound" or "sensitivity", see
+            `to_dp_event`. Required under the same conditions.
 
     Returns:
         The event; several Gaussians on one Poisson batch become one, which is exact.
 
     Raises:
-        ValueError: an event is of a kind that has no counterpart, or of none that holds under
-            neighboring_relation, or noise_relative_to is missing.
+        ValueError: an event has no counterpart, or none under neighboring_relation, or
+            noise_relative_to is missing.
         ImportError: dp_accounting is not installed.
     """
     theirs = _dp_accounting()
@@ -118,7 +118,7 @@ def from_dp_event(
     if not isinstance(dp_event, theirs.DpEvent):
         raise ValueError(
             f"dp_event={dp_event!r}: expected a dp_accounting.DpEvent; "
-            "pass what to_dp_event or an accountant's ledger returned"
+            "pass the result of to_dp_event or of an accountant's ledger"
         )
     return _Reader(theirs, neighboring_relation, noise_relative_to).read(dp_event)
 
@@ -135,8 +135,8 @@ class _Writer:
             return theirs.ComposedDpEvent([self.write(part) for part in event.events])
         if kind is ShuffledGaussian and not self.shuffled:
             raise ValueError(
-                f"event={event!r}: dp_accounting has no event for a shuffled pass; pass "
-                "shuffled_as_gaussian=True to write the one Gaussian that a pass costs"
+                f"event={event!r}: dp_accounting has no event for a shuffled epoch; pass "
+                "shuffled_as_gaussian=True to write the one Gaussian that an epoch costs"
             )
         if isinstance(event, Gaussian):
             return self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
@@ -171,7 +171,7 @@ class _Reader:
     def read(self, given: Any) -> Event:
         relation, replaced = self.relation, self.relation == REPLACE_ONE
         name = type(given).__name__
-        # By exact type: what a subclass means is unknown.
+        # By exact type: the meaning of a subclass is unknown.
         if type(given) is not getattr(self.theirs, name, None):
             raise _unknown(given)
         if name == "NoOpDpEvent":
@@ -231,14 +231,14 @@ def _joint(theirs: ModuleType, given: Any) -> float:
 
 
 def _sensitivity(reading: str | None, replaced: bool) -> float:
-    """What our noise multiplier is to be divided by to become theirs."""
+    """The divisor that converts dpflash's noise multiplier to dp_accounting's."""
     if not replaced:
         return 1.0
     if reading is None:
         raise ValueError(
-            "noise_relative_to=None: where a sample is replaced by another, dp_accounting's "
-            "accountants differ in what a noise_multiplier is relative to; pass 'bound' (one "
-            "sample's bound: PLDAccountant) or 'sensitivity' (twice that: RdpAccountant)"
+            "noise_relative_to=None: if a sample is replaced by another, dp_accounting's "
+            "accountants read a noise_multiplier in different ways; pass 'bound' (relative to "
+            "one sample's bound: PLDAccountant) or 'sensitivity' (to twice that: RdpAccountant)"
         )
     return 2.0 if reading == "sensitivity" else 1.0
 
@@ -246,8 +246,8 @@ def _sensitivity(reading: str | None, replaced: bool) -> float:
 def _check_not_sensitivity(refused: bool) -> None:
     if refused:
         raise ValueError(
-            "noise_relative_to='sensitivity': TruncatedSubsampledGaussianDpEvent counts noise in "
-            "bounds of one sample and RdpAccountant does not take it; pass 'bound'"
+            "noise_relative_to='sensitivity': TruncatedSubsampledGaussianDpEvent's noise is "
+            "relative to the bound of one sample and RdpAccountant does not take it; pass 'bound'"
         )
 
 

@@ -1,7 +1,8 @@
-"""Mechanism events: what was done to the data, as frozen values that say for whom they hold.
+"""Privacy events: the mechanisms that accountants compose, each under a neighboring relation.
 
 A noise_multiplier is the noise's standard deviation over the bound of one sample's contribution,
-whatever the relation. Under "replace_one" a sum may move by twice that bound; the events know.
+under every relation. Under "replace_one" a sum may change by twice that bound; events account for
+it.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _Event = TypeVar("_Event", bound="Event")
 
 @dataclass(frozen=True, kw_only=True)
 class Event(ABC):
-    """What was done to the data, and the neighbouring relation for which it is accounted.
+    """A mechanism that was applied to the data, and the neighboring relation of its guarantee.
 
     Attributes:
         relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
-            nothing, the size of the data set public) or "replace_one" (by any other sample).
+            nothing, the size of the dataset public) or "replace_one" (by any other sample).
     """
 
     relation: str = ADD_REMOVE
@@ -64,7 +65,7 @@ class Event(ABC):
             )
 
     def convert(self: _Event, relation: str) -> _Event:
-        """The same event accounted for under another relation.
+        """The same event under another relation.
 
         Raises:
             ValueError: this kind of event has no guarantee under that relation.
@@ -73,25 +74,25 @@ class Event(ABC):
 
     @abstractmethod
     def pairs(self) -> list[tuple[Pair, int]]:
-        """Dominating pairs, and how often each is composed."""
+        """Dominating pairs, and the number of times that each is composed."""
 
     def failure(self) -> float:
-        """The chance by which the event may differ from what its pairs describe."""
+        """The probability that the event differs from its pairs."""
         return 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that `event_from_dict` reads."""
+        """Plain values, for `event_from_dict`."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return {"event": type(self).__name__, **own}
 
     def _sensitivity(self) -> float:
-        """How many bounds a sum moves between neighbours."""
+        """The most that a sum changes between neighbors, over the bound of one sample."""
         return 2.0 if self.relation == REPLACE_ONE else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gaussian(Event):
-    """A sum over the whole data set, with Gaussian noise.
+    """A sum over the whole dataset, with Gaussian noise.
 
     Attributes:
         noise_multiplier: >= 0.
@@ -110,13 +111,13 @@ class Gaussian(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffledGaussian(Gaussian):
-    """One pass over the data in disjoint batches, each summed with Gaussian noise.
+    """One epoch in disjoint batches, each summed with Gaussian noise.
 
-    The order of the data may be known to everybody: a sample is in one batch of the pass, and the
-    other batches do not know of it, so the pass costs one Gaussian. No amplification is claimed.
+    The order of the data may be public. A sample is in one batch of the epoch and does not affect
+    the other batches, so the epoch costs one Gaussian. No amplification is claimed.
 
     Attributes:
-        noise_multiplier: the least of the pass, >= 0.
+        noise_multiplier: the least of the epoch, >= 0.
     """
 
     relation: str = ZERO_OUT
@@ -130,7 +131,7 @@ class PoissonGaussian(Event):
 
     Attributes:
         noise_multiplier: >= 0.
-        sample_rate: the chance of one sample to be in the batch, in [0, 1].
+        sample_rate: the probability that a sample is in a batch, in [0, 1].
     """
 
     noise_multiplier: float
@@ -151,14 +152,14 @@ class PoissonGaussian(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedPoissonGaussian(PoissonGaussian):
-    """A Poisson batch of which at most `max_batch_size` samples are kept, by whatever rule.
+    """A Poisson batch of which at most `max_batch_size` samples are used, chosen by any rule.
 
     Attributes:
         max_batch_size: the most samples of a batch, >= 1.
-        num_samples: samples of the data set, >= 1.
+        num_samples: samples of the dataset, >= 1.
 
     Guarantees:
-        Beyond the Poisson event it may differ by `failure()`; see `with_failure`.
+        It differs from the Poisson event with probability at most `failure()`, see `with_failure`.
     """
 
     max_batch_size: int
@@ -177,13 +178,13 @@ class TruncatedPoissonGaussian(PoissonGaussian):
 class FixedSizeGaussian(Event):
     """A sum over a batch of fixed size drawn without replacement, with Gaussian noise.
 
-    Under both of its relations another sample takes the place of one, so that the sum may move by
-    twice the bound.
+    Under both of its relations another sample takes the place of one, so that the sum may change
+    by twice the bound.
 
     Attributes:
         noise_multiplier: >= 0.
         batch_size: samples of the batch, 1 <= batch_size <= num_samples.
-        num_samples: samples of the data set.
+        num_samples: samples of the dataset.
 
     Source:
         Balle, Barthe, Gaboardi 2018, Theorem 11; see `Pair`.
@@ -246,7 +247,7 @@ class SelfComposed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(Event):
-    """Several events on the same data, each perhaps chosen after the last.
+    """Several events on the same data. Each may be chosen by the results of earlier ones.
 
     Attributes:
         events: accounted for under the same relation.
@@ -298,7 +299,7 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
         ValueError: they are not those of an event.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"event={values!r}: expected a mapping; pass what as_dict() returned")
+        raise ValueError(f"event={values!r}: expected a mapping; pass the result of as_dict()")
     arguments = dict(values)
     name = arguments.pop("event", None)
     if name not in _KINDS:
@@ -314,14 +315,14 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
 
 
 def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
-    """One noise multiplier for groups of coordinates that are clipped and noised on their own.
+    """One noise multiplier for groups of coordinates with separate clipping and noise.
 
     Args:
-        noise_multipliers: of each group, the noise's standard deviation over that group's bound.
+        noise_multipliers: for each group, the noise's standard deviation over its bound.
 
     Returns:
-        (sum of 1 / noise_multiplier^2)^(-1/2): all groups together are one Gaussian mechanism
-        with it, if they are of the same batch.
+        (sum of 1 / noise_multiplier^2)^(-1/2): with this noise multiplier, all groups of one batch
+        together are one Gaussian mechanism.
 
     Raises:
         ValueError: there is no group, or a value is negative or not a number.
@@ -338,22 +339,22 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
 
 
 def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> float:
-    """A bound on the chance that one Poisson batch exceeds the cap.
+    """A bound on the probability that one Poisson batch exceeds the cap.
 
     Args:
-        num_samples: number of samples n in the data set, >= 1.
-        sample_rate: the chance of one sample to be in the batch, in [0, 1].
-        cap: the largest batch that is not cut, in samples, >= 1.
+        num_samples: number of samples n in the dataset, >= 1.
+        sample_rate: the probability that a sample is in a batch, in [0, 1].
+        cap: the largest batch that is not truncated, in samples, >= 1.
 
     Returns:
-        P[Binomial(n, sample_rate) + 1 > cap]. Over T steps the truncation mass is T times this.
+        P[Binomial(n, sample_rate) + 1 > cap]. Over T steps the total probability is T times this.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        It bounds the chance of a cut for this data set and for every neighbour of it with one
-        sample more or less: a neighbour's batch has at most one sample beyond those drawn from
+        It bounds the probability of a truncation for this dataset and for every neighbor with one
+        sample more or less: a neighbor's batch has at most one sample beyond those drawn from
         these n.
     """
     _validate.whole(1, num_samples=num_samples, cap=cap)

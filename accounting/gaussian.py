@@ -1,4 +1,4 @@
-"""Closed form of the Gaussian mechanism without subsampling: the oracle of the accountants."""
+"""Closed form of the Gaussian mechanism without subsampling, the reference of all accountants."""
 
 import math
 
@@ -17,12 +17,12 @@ __all__ = [
     "one_step_epsilon",
 ]
 
-_EXACT = 1e-9  # what the closed form may lie above the truth, relatively
+_EXACT = 1e-9  # relative error of the closed form, which never is below the exact value
 _ROUNDING = 4e-16
 
 
 def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -> float:
-    """The exact delta of `steps` Gaussian mechanisms, each on the whole data set.
+    """The exact delta of `steps` Gaussian mechanisms, each on the whole dataset.
 
     Args:
         epsilon: >= 0, finite.
@@ -60,7 +60,7 @@ def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -
 
 
 def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -> float:
-    """The exact epsilon of `steps` Gaussian mechanisms, each on the whole data set.
+    """The exact epsilon of `steps` Gaussian mechanisms, each on the whole dataset.
 
     Args:
         delta: in (0, 1).
@@ -99,12 +99,12 @@ def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -
 
 
 def one_step_delta(pair: Pair, epsilon: float) -> float:
-    """Delta of one step at epsilon, never below the truth.
+    """Delta of one step at epsilon, never below the exact value.
 
-    Removing a sample: the likelihood ratio is 1 - q + q r with that of the Gaussian, r, so that
-    delta = q delta_Gaussian(log(1 + (e^epsilon - 1) / q)) (Balle, Barthe, Gaboardi 2018). Adding
+    To remove a sample: the likelihood ratio is 1 - q + q r with that of the Gaussian, r, so
+    delta = q delta_Gaussian(log(1 + (e^epsilon - 1) / q)) (Balle, Barthe, Gaboardi 2018). To add
     one: the region where 1 > e^epsilon (1 - q + q r) is a half-line. The symmetric pair has the
-    profile of the former.
+    privacy profile of a removal.
     """
     q, s = pair.rate, pair.noise
     if epsilon < 1:
@@ -137,7 +137,7 @@ def one_step_epsilon(pair: Pair, delta: float) -> float:
 
 
 class GaussianAccountant(Accountant):
-    """The closed form, for steps on the whole data set only: the oracle of the others.
+    """The closed form, for steps on the whole dataset only.
 
     Guarantees:
         Exact up to rounding. Subsampled steps are refused.
@@ -164,7 +164,7 @@ def _noise(pairs: Pairs) -> float:
     for pair, _ in pairs:
         if pair.rate != 1:
             raise ValueError(
-                f"sample_rate={pair.rate!r}: accountant='gaussian' has a closed form for steps on "
-                "the whole data set, sample_rate=1, alone; use accountant='contour'"
+                f"sample_rate={pair.rate!r}: accountant='gaussian' is for steps on the whole "
+                "dataset only, sample_rate=1; use accountant='contour'"
             )
     return joint_noise(pairs)

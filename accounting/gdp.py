@@ -1,4 +1,4 @@
-"""Epsilon by the central limit theorem: an estimate, not a guarantee."""
+"""GDPAccountant: an estimate of epsilon by the central limit theorem, not a guarantee."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _LARGEST_EXPONENT = 600.0
 
 
 class GDPAccountant(Accountant):
-    """An estimate of epsilon by Gaussian differential privacy. **It bounds nothing.**
+    """An estimate of epsilon by Gaussian differential privacy. **It is no upper bound.**
 
-    The composition is taken for one Gaussian mechanism of mean mu, mu^2 = sum over the steps of
-    q^2 (exp(1 / s^2) - 1), and 1 / s^2 at rate 1, where it is exact. At few steps or small s it
-    lies below the true epsilon, up to 16 times. The first estimate of each accountant warns.
+    The composition is approximated by one Gaussian mechanism of mean mu, mu^2 = sum over the steps
+    of q^2 (exp(1 / s^2) - 1), and 1 / s^2 at rate 1, where it is exact. For few steps or small s
+    the estimate is below the true epsilon, by a factor of up to 16. The first estimate of each
+    accountant warns.
 
     Attributes:
         is_bound: False.
@@ -59,14 +60,14 @@ class GDPAccountant(Accountant):
             self._has_warned = True
             warnings.warn(
                 "accountant='gdp' is an approximation and no bound: the true epsilon may be many "
-                "times greater. Use accountant='contour' for a guarantee.",
+                "times larger. Use accountant='contour' for a guarantee.",
                 UserWarning,
                 stacklevel=5,
             )
 
 
 def _mean(pairs: Pairs) -> float:
-    """The mu of the composition; inf where it leaves float64's range."""
+    """The mu of the composition; inf if it is out of float64's range."""
     try:
         mu = math.sqrt(math.fsum(count * _squared_mean(pair) for pair, count in pairs))
     except OverflowError:
@@ -81,5 +82,5 @@ def _squared_mean(pair: Pair) -> float:
         return exponent
     if exponent > _LARGEST_EXPONENT:
         return math.inf
-    # The square of q may underflow where the product does not.
+    # The square of q may underflow even if the product does not.
     return pair.rate * (pair.rate * math.expm1(exponent))

@@ -1,4 +1,4 @@
-"""Dominating pairs: all that an accountant needs to know of a mechanism.
+"""Dominating pairs: the description of a mechanism that accountants use.
 
 s is the noise's standard deviation over the distance of the two means, q the sample rate.
 """
@@ -15,14 +15,14 @@ __all__ = ["Pair", "Pairs", "canonical", "joint_noise"]
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """Two distributions that are at least as far apart as any two outputs of a mechanism.
+    """Two distributions that dominate a mechanism's outputs on any two neighboring datasets.
 
     Attributes:
         noise: s, finite and > 0.
         rate: q, in (0, 1]; 1 is the Gaussian mechanism itself.
-        symmetric: False: (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), and the two exchanged
-            (the greater of both counts). True: the pair whose privacy profile is that of the
-            former for epsilon >= 0, and the same when the two are exchanged.
+        symmetric: if False, (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), and the reverse (the
+            greater delta counts). If True, the pair that has the former's privacy profile for
+            epsilon >= 0 in both directions.
 
     Source:
         Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
@@ -36,23 +36,23 @@ class Pair:
     symmetric: bool = False
 
 
-Pairs = tuple[tuple[Pair, int], ...]  # (pair, how many times it is composed)
+Pairs = tuple[tuple[Pair, int], ...]  # (pair, number of times it is composed)
 
 
 def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
-    """Equal pairs as one, in an order that does not depend on that of their composition."""
+    """Merge equal pairs, and sort them, so that the order of composition does not matter."""
     counts: Counter[Pair] = Counter()
     for pair, count in pairs:
-        # At rate 1 the two kinds are one.
+        # At rate 1 a symmetric pair equals the other kind.
         whole = pair.rate == 1
         counts[Pair(pair.noise, 1.0) if whole else pair] += count
     return tuple(sorted((pair, count) for pair, count in counts.items() if count))
 
 
 def joint_noise(pairs: Pairs) -> float:
-    """The noise of one Gaussian that is as far apart as all pairs without subsampling.
+    """The noise of one Gaussian that is at most as private as all pairs together.
 
-    A subsample is never less private than the whole, by joint convexity. No pair, no limit.
+    It ignores subsampling, which only adds privacy, by joint convexity. Without pairs it is inf.
     """
     if not pairs:
         return math.inf

@@ -1,8 +1,8 @@
-"""Epsilon by composing discretised privacy losses with the FFT, both ends of it certified.
+"""PLDAccountant: composes discretized privacy losses with the FFT; both ends are certified.
 
-The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss` has
-the distribution of one step's loss and puts it on a grid, `pld_plan` chooses the grid and its
-window, and this file composes. s is a pair's noise, q its rate.
+The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss`
+discretizes the loss of one step, `pld_plan` chooses the grid and its window, and this file
+composes. s is a pair's noise, q its rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 __all__ = ["PLDAccountant", "pld_delta", "pld_epsilon"]
 
 _ATTEMPTS = 5
-_SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only the closed bounds
+_SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only closed-form bounds
 _MASS_ERROR = 1e-14  # relative, of one step's masses; and of the sums over the window:
 _SUM_ERROR = 1e-9
 _MARGIN = 32  # grid points added to the window at each end
@@ -31,19 +31,19 @@ _FFT_ERROR = 2.5 * UNIT  # of one level of the FFT, relative to the sum of its i
 
 
 class PLDAccountant(Accountant):
-    """Epsilon by the FFT: some hundredths of a percent loose, and the lower end says how much.
+    """Epsilon by the FFT: a few hundredths of a percent loose; the lower end bounds the gap.
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
-        and (epsilon, get_delta(epsilon))-private, and no value below the lower end would do. The
-        rounding of the FFT, what falls outside of its window and what wraps around are bounded
-        and counted against us at both ends.
+        and (epsilon, get_delta(epsilon))-private, and for no value below the lower end. The
+        rounding of the FFT, the mass outside of its window and the mass that wraps around are
+        bounded and included in both ends.
 
     Source:
         Upper end: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower end:
         merging outputs is post-processing; cells are moved until their losses lie on a grid.
-        Exponential tilting, so that rounding is relative to delta instead of to 1: Koskela,
-        Jaelkoe, Prediger, Honkela 2021 compose without it; Cramer 1938.
+        Exponential tilting makes rounding relative to delta instead of to 1: Cramer 1938;
+        Koskela, Jaelkoe, Prediger, Honkela 2021 compose without it.
     """
 
     @classmethod
@@ -81,7 +81,7 @@ def _total_variation(pairs: Pairs) -> float:
 
 
 def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
-    """The greater of both directions; `closed` is an upper end that is known anyway."""
+    """The greater of both directions; `closed` is an upper end in closed form."""
     noises = [pair.noise for pair, _ in pairs]
     if min(noises) < _SMALLEST_NOISE or max(noises) > _LARGEST_NOISE:
         return Interval(0.0, closed)
@@ -95,7 +95,7 @@ def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
 
 
 def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) -> Interval:
-    """One direction; where `enough` is known to be an end of the other, no tighter than it."""
+    """One direction. `enough`, an end of the other one, limits the accuracy that is needed."""
     lower, upper, gap = 0.0, math.inf, math.inf
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
         # No loss of an addition exceeds -log(1 - q).
@@ -128,7 +128,7 @@ def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) 
             factor = 0.8 * math.sqrt(allowed / gap) if gap < 0.99 * upper else 0.25
             spacing *= min(0.6, max(0.1, factor))
             if query.epsilon is None and upper < 0.9 * plan.epsilon:
-                # Where the Chernoff bound is far off, so is its theta.
+                # If the Chernoff bound is far off, so is its theta.
                 plan = plan_of(pairs, sign, query, upper) or plan
                 wanted, least = spacing_of(pairs, plan, query)
                 spacing = min(spacing, wanted)
@@ -142,14 +142,14 @@ def _answer(composition: Composition, query: Query) -> float:
 
 
 def _epsilon_at(composition: Composition, delta: float) -> float:
-    """The epsilon at which delta is this, on the safe side."""
+    """The epsilon for this delta, rounded to the safe side."""
     is_upper = composition.is_upper
 
     def excess(epsilon: float) -> float:
         found = composition.delta(epsilon)
         return math.log(found / delta) if found > 0 else -1e3
 
-    # The lower end of delta is of use near the reference only, hence steps away from there.
+    # The lower end of delta is useful near the reference only, so the search starts there.
     high = composition.reference
     step = 0.02 / composition.theta
     while excess(high) > 0:
@@ -161,7 +161,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         if low == 0:
             return 0.0
         high, low, step = low, max(0.0, low - step), 2 * step
-    # Half of the time that importing this package takes.
+    # Half of this package's import time.
     from scipy.optimize import brentq
 
     root = float(brentq(excess, low, high, xtol=1e-10 * high, rtol=1e-12))
@@ -176,7 +176,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
 
 @dataclass(frozen=True)
 class Composition:
-    """The sum's tilted masses on `losses`, and what is not known about them.
+    """The tilted masses of the composed loss, and bounds of their errors.
 
     delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, up
     to `outside` exp(-theta (e - reference)) exp(log_kernel(theta)), and `infinite`.
@@ -241,7 +241,7 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
     log_modulus = np.zeros(size // 2 + 1)
     log_raised, phase, doubt = np.zeros_like(log_modulus), np.zeros_like(log_modulus), 0.0
     total = 0.0
-    # Bounds exp(E exp(tau (S - end))) on the tilted mass outside; a coarse grid wants a small tau.
+    # Bounds exp(E exp(tau (S - end))) on the tilted mass outside; a coarse grid needs a small tau.
     downs, ups = (
         np.unique([sign * min(abs(tau), c / spacing) for c in (math.inf, 2.0, 0.5, 0.1)])
         for sign, tau in zip((-1, 1), plan.taus, strict=True)

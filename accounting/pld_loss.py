@@ -1,4 +1,4 @@
-"""The loss of one step as a random variable: one direction of one dominating pair.
+"""The distribution of one step's privacy loss, and its discretization on a grid.
 
 s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss at the
 output x.
@@ -30,17 +30,17 @@ __all__ = [
 Array = NDArray[Any]
 
 UNIT = float(np.finfo(np.float64).eps)
-_REACH = 38.5  # standard deviations beyond which float64 knows no density
+_REACH = 38.5  # standard deviations beyond which the density is 0 in float64
 _NEWTON_STEPS = 6
-_DAMPING = 1e-8  # of the mode in which neighbouring boundaries move oppositely: it moves no loss
+_DAMPING = 1e-8  # of the mode in which adjacent boundaries move oppositely, which moves no loss
 _NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
 
 
 @dataclass(frozen=True)
 class LossDistribution:
-    """One direction of one pair on a line on which its loss rises.
+    """One direction of one pair, on a line along which its loss increases.
 
-    The line is x if something is removed (P is the mixture), and -x if something is added.
+    The line is x if a sample is removed (P is the mixture), and -x if one is added.
     """
 
     noise: float
@@ -57,7 +57,7 @@ class LossDistribution:
         return self.sign * np.where(u > 500, high + above, loss)
 
     def place(self, loss: Array) -> Array:
-        """Where the loss is this one; infinite beyond the losses that occur."""
+        """The point with this loss; infinite for losses that do not occur."""
         value = self.sign * loss
         if self.rate == 1:
             return self.sign * (self.noise**2 * value + 0.5)
@@ -81,7 +81,7 @@ class LossDistribution:
         return self.rate * np.exp(u - self.sign * self.loss(t)) / self.noise**2
 
     def log_tails(self, t: float, above: bool) -> tuple[float, float]:
-        """Logarithms of the masses under P and under Q of what is below (or above) t."""
+        """Logarithms of the masses under P and under Q below (or above) t."""
         side = -1.0 if above else 1.0
         x = side * t * self.sign if self.sign == 1 else side * t
         # In the frame in which the tail is (-inf, x]: the shifted mean is at +-1.
@@ -101,12 +101,12 @@ class LossDistribution:
         return (-reach, 1 + reach) if self.sign == 1 else (-1 - reach, reach)
 
     def step(self) -> float:
-        """A length within which everything is nearly a polynomial."""
+        """A length on which loss and density are almost polynomials."""
         return min(self.noise / 8, self.noise**2 / 2)
 
 
 def loss_distribution(pair: Pair, sign: int) -> LossDistribution:
-    """The pair's dist if something is removed (sign 1) or added (-1), where that is not one."""
+    """The pair's loss distribution if a sample is removed (sign 1) or added (-1)."""
     return LossDistribution(pair.noise, pair.rate, 1 if pair.symmetric or pair.rate == 1 else sign)
 
 
@@ -121,7 +121,7 @@ class Atoms:
 
 
 def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple[Array, Array]:
-    """Of each cell between two edges: its mass, and E (1 - exp(reference - L)), by Gauss."""
+    """For each cell: its mass, and E (1 - exp(reference - L)), by Gauss quadrature."""
     low, high = dist.ends()
     edges = np.clip(edges, low, high)
     widths = np.diff(edges)
@@ -152,7 +152,7 @@ def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple
 
 
 def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
-    """Each loss on the two grid points around it, so that the masses under P and Q stay."""
+    """Split each loss onto the two grid points around it; masses under P and Q are preserved."""
     dist = loss_distribution(pair, sign)
     first, last = math.floor(span[0] / spacing), math.ceil(span[1] / spacing)
     start = 0 if pair.symmetric else first
@@ -177,20 +177,21 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
     masses = np.concatenate((mirrored[:0:-1], masses))
     begin = min(max(first, -last), last - 1)
     drop = begin + last
-    kept = masses[drop:].copy()
-    kept[0] += masses[:drop].sum()
-    return Atoms(0.0, begin, kept, above_p)
+    inner = masses[drop:].copy()
+    inner[0] += masses[:drop].sum()
+    return Atoms(0.0, begin, inner, above_p)
 
 
 def _cells(
     dist: LossDistribution, spacing: float, span: tuple[float, float], inner: float | None
 ) -> tuple[float, int, Array, Array, float]:
-    """A partition of the line whose cells have losses on a grid, as nearly as can be.
+    """A partition of the line into cells whose losses are as close to a grid as possible.
 
-    Merged into one output, a cell has the loss log(P / Q) of its masses. Newton's method moves
-    the boundaries, by the least way, until these are offset + D j; where log(1 - q), near which
-    much mass may lie, is among the losses, the offset moves too. Returns the offset, the first j,
-    the cells' losses and masses under P, the first boundary. The line begins at `inner`.
+    A cell merged into one output has the loss log(P / Q) of its masses. Newton's method moves the
+    boundaries, with the smallest step, until these losses are offset + D j. If log(1 - q), near
+    which much mass may lie, is among the losses, the offset moves too. Returns the offset, the
+    first j, the cells' losses and masses under P, and the first boundary. The line begins at
+    `inner`.
     """
     first = math.floor(span[0] / spacing) if inner is None else 0
     last = max(math.ceil(span[1] / spacing), first + 3)
@@ -236,7 +237,7 @@ def _cells(
         wanted = np.stack((np.where(usable, r, 0.0), usable.astype(np.float64)), axis=1)
         y, ones = solveh_banded(bands, wanted, check_finite=False).T
         if begins or ends:
-            # One more unknown, the offset, by the formula of Sherman and Morrison.
+            # The offset is one more unknown: Sherman-Morrison formula.
             y = y - ones * (y[usable].sum() / (1 + ones[usable].sum()))
             offset += float(y[usable].sum())
         shift = -left[1:] * y[1:] - right[:-1] * y[:-1]
@@ -249,7 +250,7 @@ def _cells(
 def optimistic(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float], theta: float
 ) -> Atoms:
-    """Merged cells, their losses rounded down onto a common grid."""
+    """Merge cells, and round their losses down to a common grid."""
     dist = loss_distribution(pair, sign)
     offset, first, losses, masses, inner = _cells(
         dist, spacing, span, 0.5 if pair.symmetric else None
@@ -270,13 +271,13 @@ def optimistic(
     shift = _least_rounding(losses - offset, masses, theta, spacing)
     index = np.floor((losses - offset + shift) / spacing)
     index = np.minimum(index, top)
-    kept = index >= first - 1
-    index = index[kept].astype(np.intp) - (first - 1)
-    return Atoms(offset - shift, first - 1, np.bincount(index, weights=masses[kept]))
+    is_inside = index >= first - 1
+    index = index[is_inside].astype(np.intp) - (first - 1)
+    return Atoms(offset - shift, first - 1, np.bincount(index, weights=masses[is_inside]))
 
 
 def _least_rounding(losses: Array, masses: Array, theta: float, spacing: float) -> float:
-    """The shift of the grid by which the tilted losses are rounded down least."""
+    """The shift of the grid with the least rounding of the tilted losses."""
     exponents = np.log(masses) + theta * losses
     weights = np.exp(exponents - exponents.max())
     rests = losses - spacing * np.floor(losses / spacing)

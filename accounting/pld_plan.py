@@ -1,7 +1,7 @@
-"""Where a composition matters: its tilt, its window and its grid. All of it only chooses.
+"""Chooses the tilt, window and grid of a composition.
 
-Nothing here is certified, and nothing need be: any plan gives valid ends, a bad one wide ones.
-D is the spacing of the grid, K the log of the moment generating function of a dist.
+No value here needs to be exact: any plan gives valid ends, a bad one gives wide ones. D is the
+spacing of the grid, K the log of the moment generating function of a loss distribution.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .pld_loss import Array, loss_distribution
 
 __all__ = ["TOLERANCE", "Plan", "Query", "log_kernel", "plan_of", "spacing_of"]
 
-TOLERANCE = 3e-4  # aimed at, relative to epsilon, each way
+TOLERANCE = 3e-4  # target error of each end, relative to epsilon
 _MOST_POINTS = 2**21
 _LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window
-_LEAST_LOG_DELTA = -650.0  # below, only the closed bounds
+_LEAST_LOG_DELTA = -650.0  # below, only closed-form bounds
 
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked: epsilon at this delta, or delta at this epsilon."""
+    """The question: epsilon at this delta, or delta at this epsilon."""
 
     delta: float | None = None
     epsilon: float | None = None
@@ -34,7 +34,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a composition matters: the tilt theta, the window [low, high], each pair's range."""
+    """The tilt theta, the window [low, high] and each pair's range of losses."""
 
     epsilon: float
     log_delta: float
@@ -47,7 +47,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
-    """A dist by a midpoint rule: losses, rising, and the logarithms of their masses."""
+    """A loss distribution by the midpoint rule: ascending losses, and their log masses."""
     dist = loss_distribution(pair, sign)
     low, high = dist.ends()
     step = dist.step()
@@ -121,7 +121,7 @@ def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
 
 
 def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) -> Plan | None:
-    """For epsilon of about `near`; if that is not known, of about the Chernoff bound's."""
+    """A plan for an epsilon of about `near`; without it, of about the Chernoff bound."""
     whole = [(*_sample(pair, sign), n) for pair, n in pairs]
     sampled: _Sampled = whole
     steps = sum(n for _, n in pairs)
@@ -167,9 +167,9 @@ def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) ->
 def _truncated(
     whole: _Sampled, epsilon: float, log_delta: float, is_bounded: bool
 ) -> tuple[_Sampled, float]:
-    """Without the losses that may as well be infinite, and their mass.
+    """The losses without those that can be treated as infinite, and the mass of these.
 
-    Instead of E (1 - exp(e - L)) they cost at most exp(e) times their mass under Q more.
+    That adds at most exp(e) times their mass under Q to E (1 - exp(e - L)).
     """
     steps = sum(count for _, _, count in whole)
     log_share = log_delta - math.log(steps)
@@ -188,7 +188,7 @@ def _truncated(
 
 
 def spacing_of(pairs: Pairs, plan: Plan, query: Query) -> tuple[float, float]:
-    """The grid's spacing to begin with, and the least.
+    """The first and the smallest spacing of the grid.
 
     Splitting a loss onto two atoms raises K by theta (theta + 1) D^2 / 12 for each step, that is
     epsilon by (theta + 1) D^2 / 12.

@@ -1,4 +1,4 @@
-"""Epsilon as Opacus' PRV accountant reports it, for comparison with what others published."""
+"""PRVAccountant: Opacus' PRV accountant, for comparison with published results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DELTA_ERROR = 1e-3  # relative to delta
 class PRVAccountant(Accountant):
     """Opacus' PRV accountant behind this library's interface; needs `pip install opacus`.
 
-    What is reported is Opacus' own interval. It is a bound up to floating point only: at delta
+    It reports Opacus' own interval, which is a bound up to floating-point errors only: at delta
     <= 1e-9 its upper end was measured below the true epsilon (sample_rate 1e-3, noise_multiplier
-    0.6, 10^5 steps, delta 1.1e-10: 10.1197, the truth is 10.1224). For a figure to be published
+    0.6, 10^5 steps, delta 1.1e-10: 10.1197, the true value is 10.1224). For results to publish
     use accountant="contour".
 
     Source:
@@ -58,11 +58,11 @@ class PRVAccountant(Accountant):
 
 
 def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
-    """Opacus' discrete privacy loss of the whole."""
+    """Opacus' discrete privacy loss of the whole composition."""
     if any(pair.symmetric for pair, _ in pairs):
         raise ValueError(
-            "accountant='prv' knows Poisson sampling under add_remove or zero_out only, and was "
-            "given an event of fixed-size sampling or of the replace_one relation; use "
+            "accountant='prv' supports Poisson sampling under add_remove or zero_out only, but "
+            "the history has an event of fixed-size sampling or of the replace_one relation; use "
             "accountant='contour'"
         )
     try:

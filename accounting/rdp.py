@@ -1,4 +1,4 @@
-"""Renyi differential privacy of the Poisson-subsampled Gaussian, and the accountant built on it.
+"""RDPAccountant: Renyi differential privacy of the Poisson-subsampled Gaussian.
 
 Formulas use sigma for noise_multiplier, q for sample_rate, a for an order, and
 A(a) = E_{x ~ N(0, sigma^2)} (1 + u(x))^a with u(x) = q (exp((2x - 1) / (2 sigma^2)) - 1).
@@ -35,7 +35,7 @@ def _default_orders() -> tuple[float, ...]:
 
 
 _ORDERS = _default_orders()
-_DIGITS = 42.0  # nats to which the quadrature is carried: e^-42 is far below float64's rounding
+_DIGITS = 42.0  # nats of accuracy of the quadrature: e^-42 is far below float64's rounding
 _REACH = 11.0  # standard deviations of the integrand that are covered on each side
 _SMALLEST_QUADRATURE_SIGMA = 0.05  # below, the number of nodes grows like 1 / sigma^2
 _SMALLEST_SIGMA, _LARGEST_SIGMA = 1e-100, 1e100  # sigma^2 stays within float64
@@ -44,7 +44,7 @@ _BLOCK = 200_000  # entries of one block of (order, node)
 
 
 class RDPAccountant(Accountant):
-    """Epsilon by Renyi differential privacy: quick, robust, an upper bound, some percent loose.
+    """Epsilon by Renyi differential privacy: a fast, robust upper bound, a few percent loose.
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
@@ -88,13 +88,13 @@ def compute_rdp(
 
     Args:
         noise_multiplier: standard deviation of the noise over the sensitivity, >= 0.
-        sample_rate: the chance of one sample to be in the batch, in [0, 1].
+        sample_rate: the probability that a sample is in a batch, in [0, 1].
         orders: Renyi orders, each a finite number > 1.
 
     Returns:
-        One value >= 0 per order, in nats; steps add. 0 where sample_rate is 0, else inf where
-        noise_multiplier is 0. Below a noise_multiplier of 0.05, values at fractional orders are
-        upper bounds; elsewhere values are exact to about 1e-11 relative.
+        One value >= 0 per order, in nats; the values of steps add up. 0 if sample_rate is 0, else
+        inf if noise_multiplier is 0. Below a noise_multiplier of 0.05, values at fractional orders
+        are upper bounds; elsewhere values are exact to about 1e-11 relative.
 
     Raises:
         ValueError: an argument is out of its range.

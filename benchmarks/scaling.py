@@ -102,15 +102,13 @@ class Options:
             _validate.positive_int(ranks=number)
         for section in self.sections:
             _validate.one_of(sections=(section, SECTIONS))
-        positive = {"timeout": self.timeout}
-        if self.link_gbps is not None:
-            positive["link_gbps"] = self.link_gbps
-        _validate.positive(**positive)
-        _validate.finite(**positive, link_latency_us=self.link_latency_us)
+        link = 1.0 if self.link_gbps is None else self.link_gbps
+        given = [{"timeout": self.timeout, "link_gbps": link}, *({"flops": f} for f in self.flops)]
+        for values in given:
+            _validate.positive(**values)
+            _validate.finite(**values)
         _validate.non_negative(link_latency_us=self.link_latency_us)
-        for flops in self.flops:
-            _validate.positive(flops=flops)
-            _validate.finite(flops=flops)
+        _validate.finite(link_latency_us=self.link_latency_us)
         most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
         if max(self.ranks) > most:
             raise ValueError(
@@ -153,6 +151,8 @@ class _Sections:
         """
         tokens, is_memory = cases[0].tokens, section == "memory"
         more = {} if is_memory else {"scaling": scaling}
+        given: dict[str, Any] = {"timeout": self.options.timeout, "tokens_alone": tokens}
+        given["effort"] = None if is_memory else request.calls
         for ranks in self.options.ranks:
             whole = tokens * ranks if scaling == "weak" else tokens
             own = [replace(case, tokens=whole) for case in cases if _is_possible(case, ranks)]
@@ -161,19 +161,10 @@ class _Sections:
                 for case in turns:
                     name = f"{case.pattern}/{case.mode}"
                     if not is_memory:
-                        direction = "forward" + "+backward" * case.backward
-                        place = f"{scaling}/{spread(case.pattern, case.sharding)}"
-                        name = f"{place}/{case.mode}/{direction}"
+                        name = f"{spread(case.pattern, case.sharding)}/{case.mode}"
+                        name = f"{scaling}/{name}/{'forward' + '+backward' * case.backward}"
                     rows.append(blank_row(section, f"{name}/T{whole}", case, ranks, **more))
-                yield from on_ranks(
-                    rows,
-                    measure_attention,
-                    request,
-                    self.options.timeout,
-                    cases=turns,
-                    tokens_alone=tokens,
-                    effort=None if is_memory else request.calls,
-                )
+                yield from on_ranks(rows, measure_attention, request, cases=turns, **given)
 
     def attention(self, request: Request) -> Iterator[Row]:
         """Attention, strong and weak scaling."""

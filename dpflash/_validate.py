@@ -1,4 +1,4 @@
-"""Checks at the door: the keyword under which a value comes becomes the name in the message.
+"""Checks of arguments. The keyword of a value becomes the name in the error message.
 
 ``positive(max_grad_norm=-1.0)`` raises a ValueError that begins with "max_grad_norm=-1.0:".
 """
@@ -12,7 +12,7 @@ _LEAST_NOISE, _MOST_STD = 2.0**-30, 1e36
 
 
 def _real(name: str, value: object) -> float:
-    """The value as a float; refuses booleans, non-numbers and NaN."""
+    """The value as a float. Refuses booleans, NaN and values that are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
@@ -23,37 +23,37 @@ def _real(name: str, value: object) -> float:
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
     if math.isnan(number):
-        raise ValueError(f"{name}=nan: expected a number; look for the 0/0 or inf-inf behind it")
+        raise ValueError(f"{name}=nan: expected a number; look for a 0/0 or inf-inf that made it")
     return number
 
 
 def positive(**values: object) -> None:
-    """Refuses what is not a number greater than 0; infinity passes (see `finite`)."""
+    """Refuses values that are not numbers > 0. Infinity is accepted, see `finite`."""
     for name, value in values.items():
         if _real(name, value) <= 0:
             raise ValueError(f"{name}={value!r}: expected a number > 0; pass a greater one")
 
 
 def non_negative(**values: object) -> None:
-    """Refuses what is not a number of at least 0; infinity passes (see `finite`)."""
+    """Refuses values that are not numbers >= 0. Infinity is accepted, see `finite`."""
     for name, value in values.items():
         if _real(name, value) < 0:
             raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
 
 
 def finite(**values: object) -> None:
-    """Refuses what is not a finite number."""
+    """Refuses values that are not finite numbers."""
     for name, value in values.items():
         if math.isinf(_real(name, value)):
             raise ValueError(f"{name}={value!r}: expected a finite number; pass a bounded one")
 
 
 def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
-    """Refuses a bound and noise which float32 sums cannot hold; without noise, any bound passes.
+    """Refuses a bound and noise that float32 sums cannot hold. Without noise any bound fits.
 
     Sums of 10^8 samples and noise of 300 standard deviations stay below float32's 3.4e38. The step
-    in which clipped gradients are counted, 2^-30 of the bound, stays above its smallest number,
-    and noise is not less than that.
+    of the grid of clipped gradients, 2^-30 of the bound, stays above float32's least number, and
+    noise is not less than that.
     """
     positive(max_grad_norm=max_grad_norm)
     non_negative(noise_multiplier=noise_multiplier)
@@ -81,7 +81,7 @@ def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
 
 
 def probability(**values: object) -> None:
-    """Refuses what is not a number of the open interval (0, 1)."""
+    """Refuses values that are not numbers in the open interval (0, 1)."""
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
@@ -90,7 +90,7 @@ def probability(**values: object) -> None:
 
 
 def positive_int(**values: object) -> None:
-    """Refuses what is not an integer of at least 1, below 2^63."""
+    """Refuses values that are not integers from 1 to 2^63 - 1."""
     for name, value in values.items():
         if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
@@ -101,7 +101,7 @@ def positive_int(**values: object) -> None:
 
 
 def one_of(**choices: tuple[object, Collection[object]]) -> None:
-    """Refuses a value outside of its allowed ones: ``one_of(clipping=(value, ("flat",)))``."""
+    """Refuses a value that is not one of the allowed: ``one_of(clipping=(value, ("flat",)))``."""
     for name, (value, allowed) in choices.items():
         # Arrays and tensors compare element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):

@@ -1,6 +1,6 @@
-"""PrivacyConfig and PerformanceConfig: what `make_private` is asked for, checked once.
+"""PrivacyConfig and PerformanceConfig: the checked arguments of `make_private`.
 
-`make_private` takes either as `privacy=` and `performance=`, or their fields as keywords.
+`make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
 # Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14
 
-# Opacus' and earlier names of ways to get per-sample gradients.
+# Opacus' names of grad_sample_mode, and earlier ones.
 _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
 _SAME_MODE |= {"ghost_fsdp": "ghost"}
 
-# Arguments of peers that have no counterpart here.
+# Arguments of other libraries that have no counterpart here.
 _REFUSED = {
     "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
     "criterion": (
@@ -52,53 +52,53 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """What decides epsilon, and what one sample may change.
+    """The arguments of `make_private` that determine epsilon and the effect of one sample.
 
     Args:
         max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
             1e-30 and 1e30.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
-            epsilon). None where `make_private_with_epsilon` chooses it.
+            epsilon). None if `make_private_with_epsilon` chooses it.
         clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
             each with an equal part of C^2) or "per_block" (one for each 128 x 128 tile of a linear
-            layer's weight, and for each parameter elsewhere, C^2 shared by number of elements).
-            None for that of the optimization level: "flat", or "per_layer" where `optimize` is
-            "aggressive" and no grad_sample_mode is asked for.
+            layer's weight and for each other parameter; C^2 is divided by number of elements).
+            None for the optimization level's own: "flat", or "per_layer" where `optimize` is
+            "aggressive" and no grad_sample_mode is given.
         clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
         sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew)
             or "shuffled" (the loader's own epochs). Epsilon is that of the sampler: a shuffled
             epoch costs one Gaussian step, an upper bound without amplification.
-        max_batch_size: of a Poisson draw with more samples only this many are kept. What that
-            costs is accounted for; well above batch_size it is next to nothing. Where
-            physical_batch_size holds as many, every draw is one batch of so many rows.
-        dataset_size: the size of the dataset that may be known to everybody. Sample rate, steps
-            of an epoch and the divisor come from it alone; the number of entries, which is
-            private, may differ and is never compared with it. With max_batch_size it must not be
-            less, or draws are cut more often than accounted for. None takes the number of entries
-            for public, and the relation is "zero_out". Poisson sampling only.
+        max_batch_size: a Poisson draw of more samples is cut to this many. The cut is accounted
+            for; well above batch_size it costs next to nothing. Where physical_batch_size is at
+            least as large, every draw is one batch of this many rows.
+        dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
+            come from it alone; the number of entries, which is private, may differ and is never
+            compared with it. With max_batch_size it must not be less than the number of entries,
+            or draws are cut more often than accounted for. With None the number of entries counts
+            as public, and the relation is "zero_out". Poisson sampling only.
         sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
         steps_per_epoch: logical batches of an epoch, with sample_rate.
-        public_length: length of all samples, dimension 1 of the batch's tensors. A batch of other
-            shapes than the first one is refused then; `dpflash.sampling.PadTo` pads to it, and
-            declares it by itself.
+        public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
+            another shape than the first one is then refused. `dpflash.sampling.PadTo` pads to
+            this length and declares it.
         loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a scalar
-            that is that reduction over samples; None for engine.backward(losses). "mean" in full
-            float32 only: it is refused where parameters, autocast (that of a level too) or float32
-            products are rounded more. Not seen: convolutions that the model calls as functions, on
-            a GPU whose cudnn rounds them (its default; set
+            that is this reduction over samples; None for engine.backward(losses). "mean" needs
+            full float32: it is refused where parameters, autocast (also that of `optimize`) or
+            float32 products are rounded more. One case is not detected: convolutions that the
+            model calls as functions, on a GPU whose cudnn rounds them (its default; set
             torch.backends.cudnn.conv.fp32_precision = "ieee").
-        budget: a limit on what everything released so far and from now on may spend; a step
-            beyond it raises `BudgetSpent` and releases nothing.
+        budget: a limit on the epsilon of all releases, past and future; a step beyond it raises
+            `BudgetSpent` and releases nothing.
         exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm) -
-            30), wherever per-sample gradients are at hand (grad_sample_mode "instantiate", tiles,
-            layers other than linear ones and tables), and never changes the mode. True takes
-            modes that are exact for all parameters; False sums in float32 everywhere. Noise is
-            exact in all three. `engine.plan()` and `engine.rounded_sums` show the outcome.
+            30), wherever per-sample gradients exist (grad_sample_mode "instantiate", tiles, layers
+            other than linear and embedding ones), and never changes the mode. True chooses modes
+            that are exact for all parameters; False sums in float32 everywhere. Noise is exact in
+            all three. `engine.plan()` and `engine.rounded_sums` show the result.
         verify_first_batch: prove on the first batches that the model keeps its samples apart, see
-            `PrivacyEngine.make_private`. False leaves that out, and `engine.verified` says so.
+            `PrivacyEngine.make_private`. With False, `engine.verified` reports the omission.
         allow_buffers: names of buffers and frozen parameters that the forward may change, because
-            you vouch that they hold nothing of the data (a counter of steps). All others are
-            compared, and a change is refused.
+            you guarantee that they hold nothing of the data (a counter of steps). A change of any
+            other is refused.
 
     Raises:
         ValueError: naming the argument, its value and the way out.
@@ -199,24 +199,24 @@ class PrivacyConfig:
 
 @dataclass(frozen=True)
 class PerformanceConfig:
-    """What decides time and memory; epsilon does not depend on it.
+    """The arguments of `make_private` that determine time and memory, but not epsilon.
 
     Args:
         grad_sample_mode: how flat clipping gets its norms and sums. "instantiate" keeps each
             layer's per-sample gradients; "book_keeping" keeps activations and output gradients;
-            "ghost" runs a second backward; "auto" has a planner choose for each layer. Opacus'
+            "ghost" runs a second backward; with "auto" a planner chooses for each layer. Opacus'
             "hooks", "functorch" and "ew" mean "instantiate", its "ghost_fsdp" means "ghost".
-        physical_batch_size: upper bound of the rows of a microbatch on one rank. All microbatches
-            have one public number of rows, `loader.slots`, at most this one; without it as many
-            as leave about 10% of all rows empty on average. A draw takes as many of them as it
-            needs, and step() waits for the last.
+        physical_batch_size: most rows of a microbatch on one rank. All microbatches have the same
+            public number of rows, `loader.slots`. Without this limit, about 10% of all rows stay
+            empty on average. A draw fills as many microbatches as it needs, and step() releases
+            after the last one.
         memory_budget: bytes that stored gradients of physical_batch_size samples (None: of the
             expected batch) may take; by default a quarter of the device's memory.
         optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
             "conservative" (a planner chooses the mode; nothing changes but rounding), "balanced"
             (and the model's forward under bfloat16 autocast) or "aggressive" (and per_layer
-            clipping, and torch.compile). `engine.optimization` says what was changed and what was
-            left out; it never changes epsilon.
+            clipping, and torch.compile). `engine.optimization` lists the changes and omissions;
+            none changes epsilon.
 
     Raises:
         ValueError: naming the argument, its value and the way out.
@@ -252,7 +252,7 @@ class PerformanceConfig:
 def resolved(
     privacy: PrivacyConfig, performance: PerformanceConfig
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
-    """Both configurations, once it is known that they fit each other; clipping is filled in.
+    """Check that both configurations fit each other, and fill in clipping.
 
     Raises:
         ValueError: naming the arguments.
@@ -289,7 +289,7 @@ def resolved(
     if performance.physical_batch_size is not None and privacy.sampling == "shuffled":
         raise ValueError(
             f"physical_batch_size={performance.physical_batch_size} with sampling='shuffled' "
-            "(poisson_sampling=False): the loader's own batches are kept whole; give the loader a "
+            "(poisson_sampling=False): the loader's own batches are not split; give the loader a "
             "smaller batch_size"
         )
     return replace(privacy, clipping=clipping), performance
@@ -301,12 +301,12 @@ def configs_of(
     performance: PerformanceConfig | None,
     keywords: Mapping[str, Any],
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
-    """The configurations that a call has, as objects or as keywords.
+    """The configurations of a call of `make_private`, from objects or from keywords.
 
     Args:
-        method: that was called, for messages.
-        privacy, performance: as given; None for keywords.
-        keywords: all other keywords of the call, UNSET where not given; "unknown" holds those
+        method: the method called, for messages.
+        privacy, performance: the objects passed; None if keywords are used.
+        keywords: all other keywords of the call, UNSET where not passed; "unknown" holds those
             that the method does not have.
 
     Raises:
@@ -343,7 +343,7 @@ def configs_of(
         elif own:
             key, value = next(iter(own.items()))
             raise ValueError(
-                f"{key}={value!r} with {name}=, which has it too: pass it in one of the two"
+                f"{key}={value!r} with {name}=, which has this field: pass it in one of the two"
             )
         else:
             built.append(held)
@@ -351,7 +351,7 @@ def configs_of(
 
 
 def refuse_keywords(unknown: Mapping[str, Any], method: Callable[..., Any]) -> NoReturn:
-    """Raise for the first unknown keyword, with what was meant or what takes its place."""
+    """Raise for the first unknown keyword, and name its replacement or a similar keyword."""
     name = next(iter(unknown))
     if name in _REFUSED:
         raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")

@@ -57,8 +57,7 @@ from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
 from .privacy.public_facts import PublicFacts
-from .privacy.relations import DEFAULT_ACCOUNTANT
-from .privacy.spending import Spending
+from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
@@ -116,7 +115,7 @@ class PrivacyEngine:
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
-        epsilon = get_epsilon(delta), for the neighbouring relation that `neighboring_relation`
+        epsilon = get_epsilon(delta), for the neighboring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
         step, and a choice among several runs. With a mesh the guarantee is that of one process:
         norms are of whole samples, and noise is added once to the sum over all ranks.
@@ -137,8 +136,8 @@ class PrivacyEngine:
         self._ranks = Ranks.of(mesh)
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
-                f"PrivacyEngine without mesh in one of {dist.get_world_size()} workers: each "
-                "trains by itself, and the epsilon of none covers what the others release. Pass "
+                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
+                "trains alone, and its epsilon does not cover the releases of the others. Pass "
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
             )
@@ -286,7 +285,7 @@ class PrivacyEngine:
                 key=self._keys.sampling,
                 physical_batch_size=performance.physical_batch_size,
                 max_batch_size=privacy.max_batch_size,
-                share=(ranks.data_rank, ranks.data_size),
+                rank_part=(ranks.data_rank, ranks.data_size),
                 public_size=privacy.public_size,
                 public_length=privacy.public_length,
             )
@@ -883,7 +882,7 @@ class PrivacyEngine:
                 "noise_multiplier": self._optimizer.noise_multiplier,
                 "max_grad_norm": self._optimizer.max_grad_norm,
             },
-            kept={"clipping": self._clipping, "clip_function": backward.clip_function},
+            unchanged={"clipping": self._clipping, "clip_function": backward.clip_function},
         )
         sharded_checkpoint.put(self._model, state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -940,8 +939,8 @@ class PrivacyEngine:
         """Refuse options that do not work with several ranks."""
         if self._ranks.everyone is not None and sampling == "shuffled":
             raise ValueError(
-                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loaders of the "
-                "workers shuffle each by itself; use sampling='poisson' or 'fixed_size'"
+                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
+                "rank shuffles independently; use sampling='poisson' or 'fixed_size'"
             )
         if self._ranks.context is not None and mode == "book_keeping":
             raise ValueError(

@@ -1,10 +1,9 @@
-"""Per-sample losses: one number for each sample of the batch, made from that sample alone.
+"""Per-sample losses: one number for each sample of the batch, computed from that sample alone.
 
-Differential privacy bounds what one sample can change. A loss that divides by something of the
-whole batch, such as the number of valid tokens in it (the default of Hugging Face models), couples
-the samples: removing one of them rescales the gradients of all the others, and the clipped sum
-moves by several times the clipping bound instead of by at most once. Here every divisor belongs to
-the sample itself, and the sum over samples is left to the engine.
+A loss that divides by a number of the whole batch, such as its valid tokens (the default of
+Hugging Face models), couples the samples: removing one of them rescales the gradients of all
+others, and the clipped sum moves by several times the clipping bound. Here every divisor belongs
+to the sample itself, and the engine sums over the samples.
 
 Letters: B samples, V classes.
 """
@@ -20,7 +19,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     """Cross-entropy of each sample: the mean over that sample's own valid positions.
 
     Args:
-        logits: `[B, ..., V]`, floating point, classes last; computed in float32 where narrower.
+        logits: `[B, ..., V]`, floating point, classes last; narrower ones are
+            computed in float32.
         targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction.
         ignore_index: targets of this value do not count. A sample with no other target has the
             loss 0 and a zero gradient.
@@ -46,7 +46,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
             f"logits of shape {tuple(logits.shape)} do not fit targets of shape "
             f"{tuple(targets.shape)}: expected logits [B, ..., V] and targets [B, ...]; classes "
             "come last (logits.movedim(1, -1) moves them there), and under context parallelism "
-            "both are this worker's tokens"
+            "both are this rank's tokens"
         )
     try:
         position_losses = F.cross_entropy(
@@ -122,7 +122,7 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """The values in float32, or as they are where that is wider."""
+    """Converts to float32, except values that are wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -148,7 +148,7 @@ def _require_floating(**tensors: Tensor) -> None:
 
 
 def _require_alike(values: Tensor, targets: Tensor, name: str) -> None:
-    """Refuses what is not floating point, has no batch dimension or differs in shape."""
+    """Refuses tensors that are not floating point, have no batch dimension or differ in shape."""
     _require_floating(**{name: values, "targets": targets})
     if values.ndim < 1 or values.shape != targets.shape:
         raise ValueError(

@@ -97,9 +97,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Say whether the next `step` call ends a microbatch only."""
         if self._step.ranks.everyone is not None:
             raise RuntimeError(
-                "signal_skip_step (BatchMemoryManager) with a mesh: workers would split their "
-                "shares of a draw into unequal numbers of parts. Pass physical_batch_size= to "
-                "make_private instead"
+                "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their "
+                "parts of a draw into unequal numbers of microbatches. Pass physical_batch_size= "
+                "to make_private instead"
             )
         self._step.tracker.signal(do_skip)
 

@@ -1,44 +1,80 @@
-"""Recommends an attention pattern by measurements: the fastest that fits the memory.
-
-`measured` reads the figures.
-"""
+"""Recommends an attention pattern by measurements: the fastest that fits the memory."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from bisect import bisect
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from . import _validate
 from .clipping.device_speed import cpu_model
-from .measured import DIRECTIONS, DTYPES, Case, Quality, Results, Run, read_runs
-from .patterns import Adaptive, BlockSparse, Dense, Hierarchical, Pattern, SlidingWindow
+from .patterns import BlockSparse, Dense, Documents, Hierarchical, Pattern, SlidingWindow
+from .patterns import from_key as pattern_from_key
+from .patterns.reach import reaches_all
 
-__all__ = ["Candidate", "Quality", "Recommendation", "reaches_all", "recommend"]
+__all__ = ["Candidate", "Quality", "Recommendation", "recommend"]
 
-_Curve = list[Case]  # of one pattern and dtype
+DIRECTIONS = ("forward", "forward+backward")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+Results = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+_Row = Mapping[str, Any]
 
 _MIB = 2**20
-# Figures reach this far from a measured T, and from a measured B H D.
-_TOKENS_REACH, _WIDTH_REACH = 4, 16
-_LEAST_MIB = 1.0  # less growth of memory is noise
-_AS_FAST = 1.05  # times the fastest one's time is within noise
-_NAMED = 3  # of a list of names, the others are counted
+_TOKENS_REACH, _WIDTH_REACH = 4, 16  # factors by which T and H D may differ from measured ones
+_LEAST_MIB = 1.0  # a smaller growth of memory is noise
+_AS_FAST = 1.05  # a factor of the time that is within noise
+_NAMED = 3  # of a longer list the rest is counted
+_TABLE = "recommendations.json"
+_ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash")
+# Arguments of patterns in tokens; the others are numbers of blocks, rates or words.
+_IN_TOKENS = ("block_size", "global_tokens", "levels", "segment_lengths", "window")
 _MEASURE = (
     "run `dpflash bench attention --out DIR` on your machine (`variants` and `sequence` add "
     "patterns; --quick will do, except for held-out losses) and pass results=DIR"
 )
 _WAY_OUT = f"{_MEASURE}, or take another value"
-# Arguments in tokens; the others are numbers of blocks, rates or words.
-_IN_TOKENS = ("block_size", "global_tokens", "levels", "segment_lengths", "window")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The held-out loss of a small language model with a pattern, minus that with dense attention.
+
+    The models differ in their pattern alone.
+    """
+
+    tokens: int  # of its windows; lengths of the pattern are scaled to them
+    difference: float  # nats a byte; lower is better
+    difference_ci95: tuple[float, float]  # over the choice of windows
+    relative_difference: float  # over the loss with dense attention
+    seed_difference: float | None  # the most by which another seed changed a dense model's loss
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether another seed changes the loss as much."""
+        return self.seed_difference is not None and abs(self.difference) <= self.seed_difference
+
+    def __str__(self) -> str:
+        low, high = self.difference_ci95
+        seed = "the effect of another seed was not measured"
+        if self.seed_difference is not None:
+            size = "no more" if self.is_chance else "more"
+            seed = f"{size} than another seed changes it ({self.seed_difference:.4f} nats)"
+        return (
+            f"{self.relative_difference:+.2%} ({self.difference:+.4f} [{low:+.4f}, {high:+.4f}] "
+            f"nats a byte, lower is better) over dense attention at T={self.tokens:,}, {seed}"
+        )
 
 
 @dataclass(frozen=True)
@@ -56,28 +92,20 @@ class Candidate:
     expected_ms_ci95: tuple[float, float]
 
     @property
-    def _ms(self) -> str:
-        return f"{self.expected_ms:,.0f}" if self.expected_ms >= 100 else f"{self.expected_ms:.3g}"
-
-    @property
-    def _mib(self) -> str:
-        mib = self.expected_peak_mib
-        return "unknown" if mib is None else f"{mib:,.0f}" if mib >= 100 else f"{mib:.3g}"
-
-    @property
-    def _pairs(self) -> str:
+    def _cells(self) -> tuple[str, ...]:
+        """Time, memory, pairs and loss as text."""
+        mib, share = self.expected_peak_mib, self.pair_share
+        loss = "reference" if isinstance(self.pattern, Dense) else "not measured"
+        if self.quality is not None:
+            chance = " (as a seed)" * self.quality.is_chance
+            loss = f"{self.quality.relative_difference:+.2%}{chance}"
         # Almost all pairs must not read as 100%.
-        share = self.pair_share
-        return f"{share if share >= 1 else min(share, 0.999):.1%}"
+        pairs = f"{share if share >= 1 else min(share, 0.999):.1%}"
+        return _digits(self.expected_ms), "unknown" if mib is None else _digits(mib), pairs, loss
 
-    @property
-    def _loss(self) -> str:
-        if isinstance(self.pattern, Dense):
-            return "reference"
-        if self.quality is None:
-            return "not measured"
-        chance = " (as a seed)" * self.quality.is_chance
-        return f"{self.quality.relative_difference:+.2%}{chance}"
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +115,7 @@ class Recommendation:
     chosen: Candidate  # of those as fast as the fastest that fits, the one that sees most
     alternatives: tuple[Candidate, ...]  # those that fit first, each by time
     measured_on: str  # device, threads, date and version
-    reasons: tuple[str, ...]  # why, what was left out, and warnings
+    reasons: tuple[str, ...]  # reasons of the choice, omissions and warnings
     asked: str  # the question in words
 
     @property
@@ -105,25 +133,20 @@ class Recommendation:
         fastest = all(chosen.expected_ms <= one.expected_ms for one in found if one.fits)
         gist = "fastest that fits" if fastest else "as fast as the fastest that fits"
         if chosen.quality is not None:
-            gist += f"; held-out loss {chosen._loss}"
+            gist += f"; held-out loss {chosen._cells[-1]}"
         elif not isinstance(chosen.pattern, Dense):
             gist += "; its quality is not known"
         rows: list[tuple[str, ...]] = [("variant", "ms", "peak MiB", "fits", "pairs", "loss")]
         for one in found:
-            fits = "yes" if one.fits else "NO"
-            rows.append((one.variant, one._ms, one._mib, fits, one._pairs, one._loss))
-        bases = [one.basis for one in found]
-        most = max(bases, key=bases.count)
-        source = f"figures: {most}"
-        if len(set(bases)) > 1:
-            own = ["from", *("" if basis == most else basis for basis in bases)]
+            ms, mib, *rest = one._cells
+            rows.append((one.variant, ms, mib, "yes" if one.fits else "NO", *rest))
+        (basis, count), *_ = Counter(one.basis for one in found).most_common(1)
+        source = f"figures: {basis}"
+        if count < len(found):
+            own = ["from", *("" if one.basis == basis else one.basis for one in found)]
             rows = [(*row, cell) for row, cell in zip(rows, own, strict=True)]
             source += ", where `from` says nothing else"
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
         return "\n".join(
             [
                 f"{self.asked}: {self.variant} ({gist})",
@@ -133,7 +156,7 @@ class Recommendation:
                 "pairs: of those of dense attention; loss: held-out, of a small model with the "
                 "pattern, over that with dense attention, lower is better",
                 source,
-                *lines,
+                *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
             ]
         )
 
@@ -176,31 +199,29 @@ def recommend(
     patterns: Collection[type[Pattern]] | type[Pattern] | None = None,
     results: Results = None,
 ) -> Recommendation:
-    """The fastest attention pattern for one sample of this many tokens, by measurements.
+    """Recommend the fastest attention pattern for a sample of `tokens` tokens, by measurements.
 
     Patterns are different models: a sparse one is faster because it sees less. The answer shows
-    how many pairs each sees and, where it was measured, the held-out loss of a small model. Of
-    patterns as fast as the fastest within noise (95% intervals that overlap, or 5%) the one that
+    the pairs that each sees and, where it was measured, the held-out loss of a small model. Of
+    patterns as fast as the fastest within noise (overlapping 95% intervals, or 5%) the one that
     sees most is chosen, and never one whose last position cannot depend on all earlier ones.
 
-    Between measured T, time follows a straight line over the pattern's pairs and memory one
-    over T, in logarithms; beyond, the line of the nearest two, up to 4 times T. Both count as
-    proportional to heads * head_dim. Figures of one dtype only are ranked, and those of a quick
-    run only where no full one has the pattern near this T.
+    Time is interpolated over a pattern's pairs and memory over T, on straight lines in logarithms,
+    and extrapolated up to 4 times T. Both are proportional to heads * head_dim. Only figures of
+    one dtype are ranked, and figures of a quick run only if no full run is near.
 
     Args:
         tokens: T.
-        memory: bytes by which memory may grow during one call of attention, forward or with its
-            backward as `direction` says: the output, gradients of q, k and v, and temporaries.
-            q, k, v and the output's gradient exist before and do not count, nor does the rest of
-            a model. None for no limit.
+        memory: limit in bytes for the growth of memory during one call of attention: the output,
+            gradients of q, k and v, and temporaries. q, k, v and the output's gradient do not
+            count, nor does the rest of a model. None for no limit.
         causal: no query sees a later key.
         heads: H.
         head_dim: D.
         direction: "forward" or "forward+backward".
-        device: "cpu" or "cuda"; None for a GPU where torch finds one.
-        dtype: of q, k and v, such as "float32"; None for float32 on a CPU, where it was measured,
-            else for that in which most patterns were.
+        device: "cpu" or "cuda"; None for a GPU if torch finds one.
+        dtype: of q, k and v, such as "float32"; None for float32 on a CPU if it was measured, else
+            for the dtype of most patterns.
         patterns: classes of `dpflash.patterns` to choose from, or one; None for all.
         results: folders or JSON files of `dpflash bench`, of which `attention`, `variants` and
             `sequence` are read; None for the figures that come with the library.
@@ -209,8 +230,7 @@ def recommend(
         The choice with its expected time and memory, their sources, and the alternatives.
 
     Raises:
-        ValueError: nothing was measured near enough, nothing fits, or an argument of the wrong
-            type or range.
+        ValueError: nothing was measured near enough, nothing fits, or an argument is invalid.
     """
     _validate.positive_int(tokens=tokens, heads=heads, head_dim=head_dim)
     if isinstance(memory, str):
@@ -226,33 +246,30 @@ def recommend(
         dtype=(dtype, (None, *DTYPES)),
         causal=(causal, (True, False)),
     )
-    kinds = _kinds(patterns)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kinds = (Pattern,) if patterns is None else patterns
+    kinds = tuple(kinds if isinstance(kinds, Collection) else (kinds,))
+    if not kinds or not all(
+        isinstance(kind, type) and issubclass(kind, Pattern) for kind in kinds
+    ):
+        raise ValueError(
+            f"patterns={patterns!r}: expected classes of dpflash.patterns; pass some, such as "
+            "[Dense, SlidingWindow], or None for all"
+        )
     asked = _Question(tokens, memory, causal, heads, head_dim, direction, dtype)
-    runs, left_out = read_runs(results)
+    runs, left_out = _read_runs(results)
     if not runs:
         raise ValueError(f"results: there are no measurements; {_MEASURE}{_left_out(left_out)}")
-    runs, warnings = _of_device(runs, device)
-    left_out += [
-        one.reason
-        for run in runs
-        for one in run.unused
-        if one.direction in (None, direction)
-        and one.causal in (None, causal)
-        and one.tokens in (None, tokens)
-    ]
+    runs, reasons = _of_device(runs, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    left_out += [reason for run in runs for reason in run.unused]
     curves = _curves(runs, asked, kinds)
-    near = _near(curves, asked, left_out)
+    near = [ends for curve in curves if (ends := _near(curve, asked, left_out))]
     if not near:
-        raise ValueError(_too_far(asked, curves, kinds, runs) + _left_out(left_out))
-    dtype, *other_dtypes = _dtypes([ends[0].dtype for ends in near], runs[0].kind, asked)
+        raise ValueError(_nothing_near(asked, curves, kinds, runs) + _left_out(left_out))
+    dtype, *other_dtypes = _dtypes(near, asked, runs[0].is_cpu)
     asked = replace(asked, dtype=dtype)
-    joined, apart = list[_Curve](), list[str]()
-    for ends in near:
-        if ends[0].dtype == dtype and reaches_all(ends[0].pattern, tokens, heads):
-            joined.append(ends)
-        elif ends[0].dtype == dtype:
-            apart.append(ends[0].variant)
+    ranked = [ends for ends in near if ends[0].dtype == dtype]
+    joined = [ends for ends in ranked if reaches_all(ends[0].pattern, tokens, heads)]
+    apart = [ends[0].variant for ends in ranked if ends not in joined]
     if not joined:
         raise ValueError(
             f"tokens={tokens}: in the patterns measured near it ({_listed(apart)}) the last "
@@ -265,65 +282,239 @@ def recommend(
         least = min(found, key=lambda one: one.expected_peak_mib or math.inf)
         raise ValueError(
             f"memory={memory}: none of the {len(found)} patterns measured near tokens={tokens} "
-            f"fits; {least.variant} takes least, {least._mib} MiB. Pass more bytes, fewer tokens "
-            "or heads, or other patterns"
+            f"fits; {least.variant} takes least, {least._cells[1]} MiB. Pass more bytes, fewer "
+            "tokens or heads, or other patterns"
         )
-    chosen = max((one for one in found if _is_as_fast(one, found[0])), key=_sees)
-    why = [*warnings, *_reasons(chosen, found)]
+    chosen = _sees_most([one for one in found if one.fits])
+    reasons += _reasons(chosen, found)
     if other_dtypes:
-        why.append(
+        reasons.append(
             f"{dtype} only; measured near this T too, and not ranked with it: "
             f"{', '.join(other_dtypes)} (pass dtype=)"
         )
     if apart:
-        why.append(
+        reasons.append(
             f"{len(apart)} left out, since their last position never depends on all earlier ones, "
             f"however many layers: {_listed(apart)}"
         )
-    near_patterns = [ends[0].pattern for ends in near]
     far = [
         f"{curve[0].variant} ({_lengths(curve)})"
         for curve in curves
-        if curve[0].dtype == dtype and curve[0].pattern not in near_patterns
+        if curve[0].dtype == dtype and all(curve[0].pattern != ends[0].pattern for ends in near)
     ]
     if far:
-        why.append(
+        reasons.append(
             f"{len(far)} left out, since they were not measured near this T: {_listed(far)}"
         )
     if left_out:
-        why.append(_left_out(left_out).removeprefix(". "))
-    return Recommendation(
-        chosen,
-        tuple(one for one in found if one is not chosen),
-        "; ".join(dict.fromkeys(case.source for ends in joined for case in ends)),
-        tuple(why),
-        str(asked),
+        reasons.append(_left_out(left_out).removeprefix(". "))
+    alternatives = tuple(one for one in found if one is not chosen)
+    sources = "; ".join(dict.fromkeys(case.source for ends in joined for case in ends))
+    return Recommendation(chosen, alternatives, sources, tuple(reasons), str(asked))
+
+
+# Reading the measurements
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A measured row of attention."""
+
+    direction: str
+    dtype: str
+    tokens: int
+    width: int  # batch * heads * head_dim
+    ms: float  # median, with its 95% interval
+    low: float
+    high: float
+    peak_mib: float | None  # growth of memory during a call, where it was measured
+    variant: str
+    pattern: Pattern
+    source: str  # device, date and versions
+    is_quick: bool
+
+
+_Curve = Sequence[_Case]  # of one pattern and dtype
+
+
+@dataclass
+class _Run:
+    """The figures of one file."""
+
+    environment: _Row
+    cases: list[_Case]
+    losses: list[tuple[Pattern, Quality]]
+    unused: list[str]  # which rows cannot be used, and why
+
+    @property
+    def is_cpu(self) -> bool:
+        return str(self.environment["device"]).startswith("CPU ")
+
+
+@functools.cache
+def _shipped() -> tuple[_Run, ...]:
+    return _from_table(resources.files(__package__).joinpath(_TABLE).read_text("utf-8"))
+
+
+def _read_runs(results: Results) -> tuple[list[_Run], list[str]]:
+    """The runs in folders or files, None for those of the library; and why others are left out."""
+    if results is None:
+        return list(_shipped()), []
+    runs, left_out = list[_Run](), list[str]()
+    for path in map(Path, [results] if isinstance(results, str | os.PathLike) else results):
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            try:
+                held = json.loads(file.read_text(encoding="utf-8"))
+                if rows := _used_rows(held):
+                    runs.append(_run(file.name, held["environment"] or {}, rows))
+            except KeyError as error:
+                left_out.append(f"{file.name}: its environment has no {error}")
+            except (OSError, ValueError) as error:
+                if not path.is_dir():
+                    raise ValueError(
+                        f"results={os.fspath(file)!r}: it cannot be read ({error}); pass folders "
+                        "or files that `dpflash bench --out` wrote"
+                    ) from None
+                left_out.append(f"{file.name}: it cannot be read ({error})")
+    return runs, left_out
+
+
+def _used_rows(held: Any) -> list[_Row]:
+    """The rows of attention and of held-out losses; none of a file of another kind."""
+    rows = held.get("rows") if isinstance(held, dict) and "environment" in held else None
+    listed = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [r for r in listed if r.get("operator") == "dpflash" or r.get("section") == "quality"]
+
+
+def _run(file: str, environment: _Row, rows: Sequence[_Row]) -> _Run:
+    device, threads, date, torch_, own = (environment[key] for key in _ENVIRONMENT)
+    is_quick = bool(environment.get("quick"))
+    source = (
+        f"{device}, {threads} thread(s), {date}, torch {torch_}, dpflash {own} "
+        f"({environment.get('commit')}){', quick run' * is_quick}"
     )
+    run = _Run(environment, [], [], [])
+    for row in rows:
+        try:
+            if row.get("operator") == "dpflash":
+                run.cases += _cases(row, source, is_quick)
+            elif not is_quick:  # a quick run trains too briefly
+                run.losses += _losses(row, rows)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            run.unused.append(f"{file}: row {row.get('name')!r}: {reason}")
+    return run
 
 
-def _kinds(patterns: Collection[type[Pattern]] | type[Pattern] | None) -> tuple[type, ...]:
-    if patterns is None:
-        return (Pattern,)
-    listed = patterns if isinstance(patterns, Collection) else (patterns,)
-    kinds = tuple(kind for kind in listed if isinstance(kind, type) and issubclass(kind, Pattern))
-    if not kinds or len(kinds) < len(listed):
-        raise ValueError(
-            f"patterns={patterns!r}: expected classes of dpflash.patterns; pass some, such as "
-            "[Dense, SlidingWindow], or None for all"
-        )
-    return kinds
+def _cases(row: _Row, source: str, is_quick: bool) -> Iterator[_Case]:
+    """The case of a row; none of one that was not timed, or whose pattern depends on the data."""
+    config = row["config"]
+    direction, tokens = config["direction"], config["tokens"]
+    if row.get("correct") is False:
+        raise ValueError(row.get("failure") or "it is wrong")
+    key, ms, peak = row.get("pattern_key"), row.get("median_ms"), row.get("peak_memory_mb")
+    pattern = None if key is None else pattern_from_key(key)
+    if pattern is None or isinstance(pattern, Documents) or ms is None:
+        return
+    low, high = row.get("ci95_ms") or row.get("range_ms") or (ms, ms)
+    _validate.positive(median_ms=ms)
+    _validate.finite(median_ms=ms, low=low, high=high)
+    if peak is not None:
+        _validate.non_negative(peak_memory_mb=peak)
+        _validate.finite(peak_memory_mb=peak)
+    width = config["batch"] * config["heads"] * config["head_dim"]
+    variant = str(config.get("variant") or _brief(pattern))
+    figures = (tokens, width, ms, low, high, peak)
+    yield _Case(direction, config["dtype"], *figures, variant, pattern, source, is_quick)
 
 
-def _of_device(runs: list[Run], device: str) -> tuple[list[Run], list[str]]:
+def _brief(pattern: Pattern) -> str:
+    """The pattern with its arguments, but for defaults and `causal`."""
+    named = [
+        f"{one.name}={value!r}"
+        for one in fields(pattern)  # type: ignore[arg-type]
+        if (value := getattr(pattern, one.name)) != one.default and one.name != "causal"
+    ]
+    return type(pattern).__name__ + f"({', '.join(named)})" * bool(named)
+
+
+def _losses(row: _Row, rows: Sequence[_Row]) -> Iterator[tuple[Pattern, Quality]]:
+    """A model's loss beside that of the dense one with the same seed and training."""
+
+    def is_dense(one: _Row) -> bool:
+        return isinstance(pattern_from_key(one["pattern_key"]), Dense)
+
+    # Noise drowns the differences of private models, which have other baselines.
+    if row.get("baseline") != "dense" or is_dense(row):
+        return
+    low, high = row["difference_ci95"]
+    difference, relative = row["difference"], row["relative_difference"]
+    _validate.finite(difference=difference, relative_difference=relative, low=low, high=high)
+    trained = [one for one in rows if one.get("operator") != "dpflash" and is_dense(one)]
+    seeds = [abs(one["difference"]) for one in trained if one.get("baseline") == "dense"]
+    tokens, most = row["config"]["tokens"], max(seeds, default=None)
+    quality = Quality(tokens, difference, (low, high), relative, most)
+    yield pattern_from_key(row["pattern_key"]), quality
+
+
+# The table that comes with the library
+
+_COLUMNS = (
+    *("operator", "variant", "direction", "causal", "dtype", "tokens", "batch", "heads"),
+    *("head_dim", "median_ms", "ci95_ms", "range_ms", "peak_memory_mb", "baseline", "difference"),
+    *("difference_ci95", "relative_difference", "pattern_key"),
+)
+
+
+def shipped_table(files: Iterable[Path]) -> str:
+    """The text of recommendations.json: one line for each case and each loss in these files.
+
+    Figures have five digits. Rows that are wrong or were not measured are left out.
+    """
+    runs = []
+    for file in files:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        environment = {k: held["environment"].get(k) for k in (*_ENVIRONMENT, "commit", "quick")}
+        rows = [
+            json.dumps([_rounded({**row["config"], **row}.get(column)) for column in _COLUMNS])
+            for row in _used_rows(held)
+            if row.get("pattern_key") and row.get("correct") is not False
+            if row.get("median_ms")
+            or (row.get("section"), row.get("baseline")) == ("quality", "dense")
+        ]
+        lines = ",\n".join(rows)
+        runs.append(f'{{"environment": {json.dumps(environment)}, "rows": [\n{lines}\n]}}')
+    return "[\n" + ",\n".join(runs) + "\n]\n"
+
+
+def _from_table(text: str) -> tuple[_Run, ...]:
+    runs = []
+    for held in json.loads(text):
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in held["rows"]]
+        rows = [{**row, "config": row} for row in rows]
+        runs.append(_run(_TABLE, held["environment"], rows))
+    return tuple(runs)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+# Answering
+
+
+def _of_device(runs: list[_Run], device: str) -> tuple[list[_Run], list[str]]:
     """The runs of this device, else of one like it, else of any, latest first; and warnings."""
     runs = sorted(runs, key=lambda run: str(run.environment["date"]), reverse=True)
     own: str | None = f"CPU {cpu_model()}"
     if device == "cuda":
         own = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     same = [run for run in runs if run.environment["device"] == own]
-    like = same or [run for run in runs if run.kind == device]
+    like = same or [run for run in runs if run.is_cpu == (device == "cpu")] or runs
     # Of one device only: figures of two cannot be ranked.
-    named = (like or runs)[0].environment["device"]
+    named = like[0].environment["device"]
     runs = [run for run in runs if run.environment["device"] == named]
     warnings = []
     if not same:
@@ -344,102 +535,86 @@ def _of_device(runs: list[Run], device: str) -> tuple[list[Run], list[str]]:
     return runs, warnings
 
 
-def _curves(runs: Sequence[Run], asked: _Question, kinds: tuple[type, ...]) -> list[_Curve]:
+def _curves(runs: Sequence[_Run], asked: _Question, kinds: tuple[type, ...]) -> list[_Curve]:
     """The measured patterns; of equal points the first run's count."""
-    curves: dict[tuple[str, str], _Curve] = {}
-    for run in runs:
-        for case in run.cases:
-            pattern = case.pattern
-            is_asked = (case.direction, pattern.causal) == (asked.direction, asked.causal)
-            if is_asked and isinstance(pattern, kinds):
-                curve = curves.setdefault((pattern.key, case.dtype), [])
-                curve.append(replace(case, variant=(curve or [case])[0].variant))
+    curves: dict[tuple[str, str], list[_Case]] = {}
+    for case in (case for run in runs for case in run.cases):
+        pattern = case.pattern
+        is_asked = (case.direction, pattern.causal) == (asked.direction, asked.causal)
+        if is_asked and isinstance(pattern, kinds):
+            curve = curves.setdefault((pattern.key, case.dtype), [])
+            curve.append(replace(case, variant=(curve or [case])[0].variant))
     return list(curves.values())
 
 
-def _near(curves: Sequence[_Curve], asked: _Question, left_out: list[str]) -> list[_Curve]:
-    """For each pattern measured near T, the one or two cases that its figures come from."""
-    near = []
-    for curve in curves:
-        full = [case for case in curve if not case.is_quick]
-        ends = _ends(full, asked) or _ends(curve, asked)
-        if not ends:
-            continue
-        try:
-            ends[0].pattern.edges(asked.tokens, asked.heads)
-        except ValueError as error:  # its blocks are listed for other heads or another T
-            left_out.append(f"{ends[0].variant}: {error}")
-        else:
-            near.append(ends)
-    return near
+def _near(curve: _Curve, asked: _Question, left_out: list[str]) -> _Curve:
+    """The case at T, or the two whose line goes through T; none if T is out of reach."""
+    ends = _ends([case for case in curve if not case.is_quick], asked) or _ends(curve, asked)
+    try:
+        for case in ends[:1]:
+            case.pattern.edges(asked.tokens, asked.heads)
+    except ValueError as error:  # its blocks are listed for other heads or another T
+        left_out.append(f"{ends[0].variant}: {error}")
+        return []
+    return ends
 
 
-def _ends(cases: Sequence[Case], asked: _Question) -> list[Case]:
-    """The case at T, or the two whose line goes through T; none where T is out of reach."""
-
-    def distance(case: Case) -> float:
+def _ends(curve: _Curve, asked: _Question) -> _Curve:
+    def distance(case: _Case) -> float:
         return abs(math.log(case.width / asked.width))
 
-    # For each T the nearest width.
-    nearest: dict[int, Case] = {}
-    for case in sorted(cases, key=lambda case: (distance(case), case.is_quick)):
+    nearest: dict[int, _Case] = {}  # for each T the case of the nearest width
+    for case in sorted(curve, key=lambda case: (distance(case), case.is_quick)):
         if distance(case) <= math.log(_WIDTH_REACH):
             nearest.setdefault(case.tokens, case)
-    points = [nearest[tokens] for tokens in sorted(nearest)]
     if asked.tokens in nearest:
         return [nearest[asked.tokens]]
-    reach = min((abs(math.log(one.tokens / asked.tokens)) for one in points), default=math.inf)
-    if len(points) < 2 or reach > math.log(_TOKENS_REACH):
+    lengths = sorted(nearest)
+    is_near = any(1 / _TOKENS_REACH <= t / asked.tokens <= _TOKENS_REACH for t in lengths)
+    if len(lengths) < 2 or not is_near:
         return []
-    above = next((i for i, p in enumerate(points) if p.tokens > asked.tokens), len(points))
-    begin = min(max(above - 1, 0), len(points) - 2)
-    return points[begin : begin + 2]
+    begin = min(max(bisect(lengths, asked.tokens) - 1, 0), len(lengths) - 2)
+    return [nearest[t] for t in lengths[begin : begin + 2]]
 
 
-def _dtypes(measured: Sequence[str], kind: str, asked: _Question) -> list[str]:
+def _dtypes(near: Sequence[_Curve], asked: _Question, is_cpu: bool) -> list[str]:
     """The dtype whose figures are ranked, then the others."""
-    by_count = sorted(set(measured), key=lambda dtype: (-measured.count(dtype), dtype))
-    first = asked.dtype or ("float32" if kind == "cpu" else by_count[0])
-    if first in by_count:
-        return [first, *(dtype for dtype in by_count if dtype != first)]
-    if asked.dtype is None:
-        return by_count
-    raise ValueError(
-        f"dtype={first!r}: measured near tokens={asked.tokens} were {', '.join(by_count)} only; "
-        f"{_WAY_OUT}"
-    )
+    found = [dtype for dtype, _ in Counter(sorted(ends[0].dtype for ends in near)).most_common()]
+    first = asked.dtype or ("float32" if is_cpu and "float32" in found else found[0])
+    if first not in found:
+        raise ValueError(
+            f"dtype={first!r}: measured near tokens={asked.tokens} were {', '.join(found)} only; "
+            f"{_WAY_OUT}"
+        )
+    return [first, *(dtype for dtype in found if dtype != first)]
 
 
 def _candidate(
-    ends: Sequence[Case], asked: _Question, losses: Sequence[tuple[Pattern, Quality]]
+    ends: _Curve, asked: _Question, losses: Sequence[tuple[Pattern, Quality]]
 ) -> Candidate:
     pattern, tokens = ends[0].pattern, asked.tokens
 
     def expected(sizes: Sequence[int], size: int, values: Sequence[float]) -> float:
         """The value at a size, on the line through one or two points in logarithms."""
-        scaled = [
-            asked.width / case.width * value for case, value in zip(ends, values, strict=True)
-        ]
-        if len(scaled) == 1:
-            return scaled[0]
-        (x0, x1), (y0, y1) = (map(math.log, pair) for pair in (sizes, scaled))
-        return math.exp(y0 + (y1 - y0) * (math.log(size) - x0) / (x1 - x0))
+        y = [asked.width / case.width * value for case, value in zip(ends, values, strict=True)]
+        if len(y) == 1:
+            return y[0]
+        slope = math.log(y[1] / y[0]) / math.log(sizes[1] / sizes[0])
+        return y[0] * (size / sizes[0]) ** float(slope)
 
     lengths = [case.tokens for case in ends]
     # Over its pairs the time of a pattern is a line at every length. Over T it is not: one that
     # sees all of a short sequence is quadratic there.
     *measured, pairs = (pattern.edges(length, asked.heads) for length in (*lengths, tokens))
+    columns = zip(*((case.ms, case.low, case.high) for case in ends), strict=True)
+    ms, *interval = (expected(measured, pairs, values) for values in columns)
     peaks = [max(case.peak_mib, _LEAST_MIB) for case in ends if case.peak_mib is not None]
     peak = expected(lengths, tokens, peaks) if len(peaks) == len(ends) else None
-    interval = [
-        expected(measured, pairs, side)
-        for side in zip(*((c.low, c.high) for c in ends), strict=True)
-    ]
     form = _over_tokens(pattern, tokens)
     return Candidate(
         ends[0].variant,
         pattern,
-        expected(measured, pairs, [case.ms for case in ends]),
+        ms,
         peak,
         asked.memory is None or (peak is not None and peak * _MIB <= asked.memory),
         pairs / Dense(causal=asked.causal).edges(tokens, asked.heads),
@@ -461,28 +636,40 @@ def _over_tokens(pattern: Pattern, tokens: int) -> Mapping[str, Any]:
     return {key: over(one) if key in _IN_TOKENS else one for key, one in named.items()}
 
 
-def _basis(ends: Sequence[Case], asked: _Question) -> str:
+def _sees_most(found: Sequence[Candidate]) -> Candidate:
+    """Of those as fast as the first, within noise, the one that sees most."""
+    fastest = found[0]
+    as_fast = [
+        one
+        for one in found
+        if one.expected_ms <= _AS_FAST * fastest.expected_ms
+        or one.expected_ms_ci95[0] <= fastest.expected_ms_ci95[1]
+    ]
+    # A pattern that counts pairs twice sees no more than all.
+    return max(
+        as_fast,
+        key=lambda one: (
+            min(1.0, one.pair_share),
+            isinstance(one.pattern, Dense),
+            -one.expected_ms,
+        ),
+    )
+
+
+# Explaining the answer
+
+
+def _basis(ends: _Curve, asked: _Question) -> str:
     where = " and ".join(f"T={case.tokens:,}" for case in ends)
+    how = f"EXTRAPOLATED from {where}"
     if len(ends) == 1:
         how = "measured"
     elif ends[0].tokens < asked.tokens < ends[1].tokens:
         how = f"between {where}"
-    else:
-        how = f"EXTRAPOLATED from {where}"
     if any(case.width != asked.width for case in ends):
         widths = ", ".join(dict.fromkeys(str(case.width) for case in ends))
         how += f", scaled from B x H x D = {widths}"
     return how + ", quick run" * any(case.is_quick for case in ends)
-
-
-def _is_as_fast(one: Candidate, fastest: Candidate) -> bool:
-    is_near = one.expected_ms <= _AS_FAST * fastest.expected_ms
-    return one.fits and (is_near or one.expected_ms_ci95[0] <= fastest.expected_ms_ci95[1])
-
-
-def _sees(one: Candidate) -> tuple[float, bool, float]:
-    """The order of equally fast ones; a pattern that counts pairs twice sees no more than all."""
-    return min(1.0, one.pair_share), isinstance(one.pattern, Dense), -one.expected_ms
 
 
 def _reasons(chosen: Candidate, found: Sequence[Candidate]) -> Iterator[str]:
@@ -491,40 +678,37 @@ def _reasons(chosen: Candidate, found: Sequence[Candidate]) -> Iterator[str]:
     fastest = found[0]
     if fastest.expected_ms < chosen.expected_ms:
         count = (
-            f"as fast within noise as {count} ({fastest.variant}, {fastest._ms} ms), and sees as "
-            "much or more"
+            f"as fast within noise as {count} ({fastest.variant}, {fastest._cells[0]} ms), and "
+            "sees as much or more"
         )
-    yield f"{chosen._ms} ms and {chosen._mib} MiB expected ({chosen.basis}): {count}"
-    if not isinstance(chosen.pattern, Dense):
-        yield _other_model(chosen, found)
+    ms, mib, pairs, _ = chosen._cells
+    yield f"{ms} ms and {mib} MiB expected ({chosen.basis}): {count}"
+    is_whole = chosen.pair_share >= 1
+    if is_whole and isinstance(chosen.pattern, BlockSparse | Hierarchical | SlidingWindow):
+        yield "it sees all that dense attention sees at this T, and no longer at a greater one"
+    elif not isinstance(chosen.pattern, Dense):
+        sees = f"a query sees {pairs} of its pairs on average"
+        if is_whole:
+            sees = "it sees every pair, but some weigh more than others"
+        text = f"not equivalent to dense attention: {sees}, which makes another model"
+        for dense in (one for one in found if isinstance(one.pattern, Dense)):
+            text += f"; dense attention is expected to take {dense._cells[0]} ms"
+        if chosen.quality is None:
+            yield (
+                f"{text}; held-out loss not measured for this pattern (a full run of `dpflash "
+                "bench variants` has some), so compare that of your model"
+            )
+        else:
+            yield (
+                f"{text}; the held-out loss of a small model was {chosen.quality}: measure yours, "
+                "which may use far tokens more"
+            )
     if large:
         yield f"{len(large)} more do not fit, or their memory is unknown: {_listed(large)}"
 
 
-def _other_model(chosen: Candidate, found: Sequence[Candidate]) -> str:
-    """How a pattern differs from dense attention."""
-    sees = "it sees every pair, but some weigh more than others"
-    if chosen.pair_share < 1:
-        sees = f"a query sees {chosen._pairs} of its pairs on average"
-    elif isinstance(chosen.pattern, BlockSparse | Hierarchical | SlidingWindow):
-        return "it sees all that dense attention sees at this T, and no longer at a greater one"
-    text = f"not equivalent to dense attention: {sees}, which makes another model"
-    dense = next((one for one in found if isinstance(one.pattern, Dense)), None)
-    if dense is not None:
-        text += f"; dense attention is expected to take {dense._ms} ms"
-    if chosen.quality is None:
-        return (
-            f"{text}; held-out loss not measured for this pattern (a full run of `dpflash bench "
-            "variants` has some), so compare that of your model"
-        )
-    return (
-        f"{text}; the held-out loss of a small model was {chosen.quality}: measure yours, which "
-        "may use far tokens more"
-    )
-
-
-def _too_far(
-    asked: _Question, curves: Sequence[_Curve], kinds: tuple[type, ...], runs: Sequence[Run]
+def _nothing_near(
+    asked: _Question, curves: Sequence[_Curve], kinds: tuple[type, ...], runs: Sequence[_Run]
 ) -> str:
     """Why there are no figures for the question, and which ones there are."""
     if curves:
@@ -537,17 +721,17 @@ def _too_far(
             "times away in T (of a pattern measured at one T only, at that T) and "
             f"{_WIDTH_REACH} times in H x D; {_WAY_OUT}"
         )
-    names = [kind.__name__ for kind in kinds]
-    cases = [case for run in runs for case in run.cases]
-    own = [case for case in cases if isinstance(case.pattern, kinds)] or cases
-    found: dict[str, dict[str, None]] = {}
-    for case in sorted(own, key=lambda case: (type(case.pattern).__name__, case.direction)):
-        way = f"causal={case.pattern.causal}, direction={case.direction!r}"
-        found.setdefault(way, {})[type(case.pattern).__name__] = None
-    others = "; ".join(f"{way} ({', '.join(of)})" for way, of in found.items()) or "nothing"
+    measured = sorted(
+        {
+            f"{type(case.pattern).__name__} (causal={case.pattern.causal}, {case.direction})"
+            for run in runs
+            for case in run.cases
+        }
+    )
     return (
-        f"patterns={', '.join(names)}: none was measured with causal={asked.causal}, "
-        f"direction={asked.direction!r}; measured: {others}. To measure it, {_MEASURE}"
+        f"patterns={', '.join(kind.__name__ for kind in kinds)}: none was measured with "
+        f"causal={asked.causal}, direction={asked.direction!r}; measured: "
+        f"{', '.join(measured) or 'nothing'}. To measure it, {_MEASURE}"
     )
 
 
@@ -557,61 +741,11 @@ def _lengths(curve: _Curve) -> str:
     return f"at T={most:,} only" if least == most else f"from T={least:,} up to {most:,}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+def _listed(names: Sequence[str], separator: str = ", ", last: str = " and ") -> str:
+    more = f"{last}{len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{separator.join(names[:_NAMED])}{more}"
 
 
 def _left_out(reasons: Sequence[str]) -> str:
-    """What could not be used, as a further sentence; empty where there is nothing."""
-    if not reasons:
-        return ""
-    more = f"; and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
-    return f". Left out: {'; '.join(reasons[:_NAMED])}{more}"
-
-
-def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
-    """Whether the last position depends on the whole sequence, given enough layers.
-
-    Each step goes to what a position sees, over all heads of one layer. Blocks that see only
-    themselves do not reach all, nor do segments that no branch joins.
-
-    Args:
-        pattern: of the attention.
-        tokens: T, at least 1.
-        heads: H.
-    """
-    if isinstance(pattern, Adaptive):
-        return True  # any block may be chosen
-    if isinstance(pattern, SlidingWindow) and pattern.window > 0:
-        return True  # from neighbour to neighbour; below that would take T / window rounds
-    side = pattern.graph(tokens, heads).rows
-    groups, runs = side.groups.long().numpy(), side.runs.long().numpy()
-    reached = np.zeros(tokens, dtype=bool)
-    reached[-1] = True
-    # Most pairs lead back, so that one round from the end is enough for most patterns.
-    order = np.argsort(-(groups[:, 0] + groups[:, 1] * (groups[:, 2] - 1)))
-    followed = np.zeros(len(groups), dtype=np.int64)
-    before = 0
-    while before < reached.sum() < tokens:
-        before = reached.sum()
-        for group in order:
-            start, stride, length, first, end = groups[group]
-            rows = start + stride * np.flatnonzero(reached[start:][: stride * length : stride])
-            if len(rows) > followed[group]:
-                followed[group] = len(rows)
-                for run in runs[first:end]:
-                    reached[_columns(rows, run)] = True
-    return bool(reached.all())
-
-
-def _columns(rows: NDArray[np.int64], run: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The columns of a run that one of these rows sees, see `tile_graph.Side`."""
-    column, step, count, lo, hi = run
-    first = np.maximum(-((column + hi - rows) // step), 0)
-    last = np.minimum((rows - lo - column) // step, count - 1)
-    kept = first <= last
-    begins, ends = (
-        np.bincount(at[kept], minlength=count + 1)[: count + 1] for at in (first, last + 1)
-    )
-    return column + step * np.flatnonzero((begins - ends).cumsum() > 0)
+    """The reasons why measurements could not be used, as a further sentence."""
+    return f". Left out: {_listed(reasons, '; ', '; and ')}" if reasons else ""

@@ -9,7 +9,7 @@
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
     optimizer.step():
-        charge, all-reduce over the ranks, add noise   # release: what the backward left to do
+        charge, all-reduce over the ranks, add noise   # release: unless the backward did
         parameter.grad = sums[parameter] / expected_batch_size
         the wrapped optimizer's step
 
@@ -57,10 +57,10 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class Clipper(Protocol):
-    """Clips the gradients of a model; the step tells it where logical batches begin and end."""
+    """Clips the gradients of a model. The step reports where logical batches begin and end."""
 
     def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of so many rows."""
+        """The loader yields a microbatch of `rows` rows."""
 
     def end_batch(self, *, released: bool) -> None:
         """The logical batch was released, and parameters are about to change, or was dropped."""
@@ -71,7 +71,7 @@ class Sampler(Protocol):
 
     @property
     def sampler_name(self) -> str:
-        """Where it is "shuffled", an event covers a whole epoch."""
+        """The sampler's name. With "shuffled", an event covers a whole epoch."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -89,7 +89,7 @@ class BatchNoise:
 
     Args:
         noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
-        bound: what one sample may move the sum by; it determines the grid of the noise.
+        bound: the most that one sample may change the sum; it determines the noise's grid.
         key: 32 secret bytes.
         step: number of the release; no other release under this key has it.
         parameter_ids: a number for each parameter; no two are equal.
@@ -104,7 +104,7 @@ class BatchNoise:
         step: int,
         parameter_ids: dict[nn.Parameter, int],
     ):
-        # Computed in float64 and rounded up: never less noise than is paid for.
+        # Computed in float64 and rounded up: never less noise than was charged for.
         std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
         self._std = math.nextafter(std, math.inf) if std else 0.0
         self._grid = grid_of(bound) if std else 1.0
@@ -152,12 +152,12 @@ class ClippedSums:
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
     Only the clipping gates add to `sums`, and only `sums` is released. A gradient that reached
-    `parameter.grad` by another road is never released.
+    `parameter.grad` in another way is never released.
 
     Args:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        tracker: knows which microbatch the training loop holds.
+        tracker: follows the microbatches of the training loop.
         ranks: this process and its peers.
         max_grad_norm: bound of one sample's gradient, until `set_max_grad_norm` changes it.
         exact: whether sums of per-sample gradients are multiples of the grid.
@@ -202,7 +202,7 @@ class ClippedSums:
         return parameter in self._ids
 
     def attach(self, clipper: Clipper) -> None:
-        """Tell `clipper` where logical batches begin and end."""
+        """Report to `clipper` where logical batches begin and end."""
         self._clipper = clipper
 
     @property
@@ -216,7 +216,7 @@ class ClippedSums:
 
     @property
     def grid(self) -> float | None:
-        """Exact sums are multiples of this number; None where sums are rounded."""
+        """Exact sums are multiples of this number; None if sums are rounded."""
         if not self.exact or not math.isfinite(self.bound):
             return None
         return grid_of(self.bound)
@@ -225,11 +225,11 @@ class ClippedSums:
 
     @property
     def is_open(self) -> bool:
-        """Whether something of a logical batch waits for its release."""
+        """Whether a part of a logical batch waits for its release."""
         return bool(self.sums)
 
     def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of so many rows."""
+        """The loader yields a microbatch of `rows` rows."""
         if self._clipper is not None:
             self._clipper.begin_batch(rows)
 
@@ -251,7 +251,7 @@ class ClippedSums:
     # Sums: called by the clipping gates.
 
     def refuse_inexact(self, rows: int) -> None:
-        """Refuse a microbatch of so many rows that float64 may not hold its sums.
+        """Refuse a microbatch whose sums float64 might not hold exactly.
 
         Raises:
             ValueError: naming the greatest number of samples.
@@ -282,12 +282,12 @@ class ClippedSums:
         """Add a microbatch's clipped sum, and the noise where it is due.
 
         Args:
-            parameter: whose sum it is.
-            total: of this microbatch; or of all so far, where it is `sum_to_extend`, extended.
+            parameter: the parameter of the sum.
+            total: the sum of this microbatch; or of all so far, if it extends `sum_to_extend`.
             is_exact: whether `total` is a multiple of the grid, where there is one.
 
         Returns:
-            What autograd adds to `.grad`.
+            The gradient that autograd adds to `.grad`.
         """
         if not is_exact:
             self.rounded.add(self.names[parameter])
@@ -321,7 +321,7 @@ class ClippedSums:
         return tuple(grads)
 
     def mark_of(self, parameter: nn.Parameter) -> int:
-        """A number that travels with a parameter's gradient and tells it from others."""
+        """A number that travels with a parameter's gradient and identifies it."""
         return 1 + self._ids[parameter] % 4093
 
     def check_exchanges(self) -> None:
@@ -391,9 +391,9 @@ class PrivateStep(ClippedSums):
         optimizer: the wrapped optimizer; a release sets the gradients of its parameters.
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        tracker: knows which microbatch the training loop holds.
-        sampler: draws the logical batches, and has the event of each.
-        spending: what all releases have cost so far.
+        tracker: follows the microbatches of the training loop.
+        sampler: draws the logical batches; knows the privacy cost of each.
+        spending: the privacy cost of all releases so far.
         keys: of the noise.
         ranks: this process and its peers.
         noise_multiplier: standard deviation of the noise over the bound.
@@ -410,7 +410,7 @@ class PrivateStep(ClippedSums):
         A release is charged to the accountant, and written to the ledger, before its first noisy
         value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
         each coordinate once for a logical batch, over all ranks, also where a parameter got no
-        gradient. A logical batch that is dropped after its charge has been paid for.
+        gradient. A logical batch that is dropped after its charge stays charged.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class PrivateStep(ClippedSums):
         self._divisor = divisor
         self._noise_multiplier = noise_multiplier
         self._may_charge = False
-        # The epoch of a shuffled loader that was paid for last, and with which noise.
+        # The last epoch of a shuffled loader that was charged, and its noise.
         self._paid = (0, math.inf)
 
     @property
@@ -471,7 +471,7 @@ class PrivateStep(ClippedSums):
         self.discard()
 
     def leave_ranks(self) -> None:
-        """Go on as a process by itself: a forked child is none of the ranks."""
+        """Continue as a process by itself: a forked child is none of the ranks."""
         self.ranks = Ranks()
 
     # The last microbatch's backward
@@ -519,7 +519,7 @@ class PrivateStep(ClippedSums):
         if has_noise:
             total = total.to(torch.promote_types(parameter.dtype, torch.float32))
         self.sums[parameter] = total
-        # Last: what fails above leaves a sum that still lacks its noise, never one without.
+        # Last: a failure above leaves a sum marked as lacking noise, never one without noise.
         if has_noise:
             assert self.noise is not None
             self.noise.was_added(parameter, total)
@@ -551,11 +551,11 @@ class PrivateStep(ClippedSums):
         """Charge accountant and ledger for this logical batch; only then is there noise for it.
 
         Args:
-            signalled: whether another loader said that the logical batch ends here.
+            signalled: whether another loader signalled that the logical batch ends here.
 
         Raises:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
-            ValueError: the accountant does not know this event; the batch is dropped.
+            ValueError: the accountant does not support this event; the batch is dropped.
         """
         bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
@@ -586,7 +586,7 @@ class PrivateStep(ClippedSums):
                 "from now on. Iterate over the loader that make_private returned",
                 stacklevel=4,
             )
-        self._pay(event, is_foreign=not drawn)
+        self._charge_on_all_ranks(event, is_foreign=not drawn)
         if drawn and event is not None:
             self._paid = (self.tracker.epochs, noise_multiplier)
         step = self.releases
@@ -596,10 +596,10 @@ class PrivateStep(ClippedSums):
         )
 
     def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
-        """The event of the next release; None where it is paid for."""
+        """The event that the next release is charged as; None if it is already charged."""
         event = self._sampler.event(noise_multiplier)
         if self._sampler.sampler_name == "shuffled" and not new_epoch:
-            # Batches of an epoch are disjoint, so the step with the least noise pays for all.
+            # Batches of an epoch are disjoint, so the step with the least noise covers all.
             epoch, least = self._paid
             if epoch == self.tracker.epochs and noise_multiplier >= least:
                 return None
@@ -625,10 +625,10 @@ class PrivateStep(ClippedSums):
         return left + (fit - 1) * whole if fit and left else fit * whole
 
     def _require_same_release(self, noise_multiplier: float, bound: float, drawn: bool) -> None:
-        """Make sure that all ranks are about to make the same release.
+        """Check that all ranks are about to make the same release.
 
         Raises:
-            ValueError: on all ranks, naming what differs; the batch is dropped.
+            ValueError: on all ranks, naming the difference; the batch is dropped.
             RuntimeError: the batch is not of the private loader.
         """
         if self.ranks.everyone is None:
@@ -649,7 +649,7 @@ class PrivateStep(ClippedSums):
             if not drawn:
                 raise RuntimeError(
                     "a step on a batch that did not come from the private loader, with a mesh: "
-                    "workers may hold the same samples, or different ones in one row, and nothing "
+                    "ranks may hold the same samples, or different ones in one row, and nothing "
                     "bounds that. Iterate over the loader that make_private returned"
                 )
         except (ValueError, RuntimeError):
@@ -657,7 +657,7 @@ class PrivateStep(ClippedSums):
             self.tracker.refused()
             raise
 
-    def _pay(self, event: Event | None, *, is_foreign: bool) -> None:
+    def _charge_on_all_ranks(self, event: Event | None, *, is_foreign: bool) -> None:
         """Charge a release on all ranks; first on the first rank, which writes the ledger."""
 
         def charge() -> bytes:
@@ -671,7 +671,7 @@ class PrivateStep(ClippedSums):
     # Release
 
     def finish_backward(self) -> None:
-        """Warn where the loop skipped the backward, and decide noise that a failed one left."""
+        """Warn if the loop skipped the backward; settle the noise that a failed backward left."""
         self.tracker.warn_of_missing_backward()
         if self.noise is not None:
             self.noise.settle()
@@ -712,14 +712,14 @@ def refuse_mixed(mixed: Sequence[Tensor]) -> None:
     """Raise where ranks exchanged gradients of different parameters."""
     if mixed and bool(torch.stack(list(mixed)).any()):
         raise RuntimeError(
-            "workers had gradients of different parameters at a time, so nothing was released: "
+            "ranks exchanged gradients of different parameters, so nothing was released: "
             "each of them must run the same layers in the same order, and use their outputs in "
             "its losses (with weight 0 where it has nothing to add)"
         )
 
 
 def _copy_of_sum(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:
-    """A copy of a parameter's sum (of a sharded one, of this rank's rows); zeros without one."""
+    """A copy of a parameter's sum (for a sharded one: this rank's rows); zeros without one."""
     dtype = torch.float64 if wide or parameter.dtype == torch.float64 else torch.float32
     if clipped_sum is not None:
         dtype = torch.promote_types(dtype, clipped_sum.dtype)

@@ -15,7 +15,6 @@ LAW = [
     ["_validate", "losses", "distributed core"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
-    ["measured"],
     ["distributed", "integrations", "step"],
     ["clipping", "optimizer"],
     ["config", "grad_rules", "recommender"],
@@ -288,6 +287,15 @@ def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path: Path) 
         "[getattr(dpflash, name) for name in dpflash.__all__]; print('imported')"
     )
     assert _in_a_fresh_process(code, tmp_path) == "imported"
+
+
+def test_models_are_built_without_accounting_and_scipy(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import dpflash.nn\n"
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before if 'scipy' in m},\n"
+        "      *(m for m in sys.modules if m.startswith('dpflash.accounting')))"
+    )
+    assert _in_a_fresh_process(code, tmp_path) == ""
 
 
 def test_no_module_takes_the_place_of_a_public_name(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # the new process finds the function there too
+sys.path.insert(
+    0, str(ROOT / "tests" / "distributed")
+)  # the new process finds the function there too
 from fresh_process import FORKED, run_script  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

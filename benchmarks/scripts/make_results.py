@@ -12,7 +12,7 @@ from dpflash.bench.output import write_picture, write_text
 from dpflash.bench.page import render
 from dpflash.bench.published import read_reports
 from dpflash.bench.result_files import device_names, load
-from dpflash.measured import shipped_table
+from dpflash.recommender import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -79,11 +79,9 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
 def _variants(trial: Trial, index: int) -> Iterator[_Variant]:
     size = trial.size
     yield _Variant("all are copies of it", Place(trial.pick([index] * size), index, size))
-    neighbours = [(index + 1) % size] * size
-    neighbours[index] = index
-    yield _Variant(
-        "the others are copies of one other", Place(trial.pick(neighbours), index, size)
-    )
+    neighbors = [(index + 1) % size] * size
+    neighbors[index] = index
+    yield _Variant("the others are copies of one other", Place(trial.pick(neighbors), index, size))
     others = [other for other in range(size) if other != index]
     for kind, how, batch in alterations(trial.batch, others, "the others"):
         yield _Variant(how, Place(batch, index, size), kind)

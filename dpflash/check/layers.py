@@ -131,9 +131,9 @@ def check_private_backward(
 
     Makes the model of the trial private.
     """
-    what = "a private backward: per-sample norms and sums against ordinary gradients"
+    comparison = "a private backward: per-sample norms and sums against ordinary gradients"
     if findings.errors():
-        findings.not_checked.append(f"{what}: fix the errors first")
+        findings.not_checked.append(f"{comparison}: fix the errors first")
         return
     subject = trial.subject
     trained = list(subject.trained.values())
@@ -159,7 +159,7 @@ def check_private_backward(
         where = named.group(1) if named else ITSELF
         findings.add("unsupported", where, *message_and_remedy(error))
         return
-    findings.checked.append(what)
+    findings.checked.append(comparison)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
     _compare_sums(sums.sums, subject.trained, tolerance, findings)
     if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):

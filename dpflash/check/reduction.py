@@ -117,9 +117,11 @@ def check_reduction(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]
             findings.leave_out(f"the scalar for {equation.how}: it is not finite")
         else:
             outcomes.append(outcome)
-    what = f"as the {trial.loss_reduction} of the single samples'" if singles else "of two batches"
+    which = (
+        f"as the {trial.loss_reduction} of the single samples'" if singles else "of two batches"
+    )
     findings.checked.append(
-        f"scalar and gradient {what}, up to {trial.tolerance:.0e} of their size, for "
+        f"scalar and gradient {which}, up to {trial.tolerance:.0e} of their size, for "
         + "; ".join(outcome.equation.how for outcome in outcomes)
     )
     if all(outcome.equation.altered != TARGETS for outcome in outcomes):

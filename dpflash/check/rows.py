@@ -25,7 +25,7 @@ from .coupling import locate
 from .report import ITSELF, LOSS_FN, Findings, error_text
 from .subject import Subject, Trial
 
-_WHAT = "a sample's row in the batch"
+_ROWS = "a sample's row in the batch"
 
 
 def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -> None:
@@ -38,7 +38,7 @@ def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -
         findings: receives the result.
     """
     if findings.errors() or trial.random:
-        findings.not_checked.append(f"{_WHAT}: the model is random, or has errors")
+        findings.not_checked.append(f"{_ROWS}: the model is random, or has errors")
         return
     own = Trial(
         Subject(model, trial.subject.loss_fn),
@@ -52,11 +52,11 @@ def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -
     try:
         found = _gradients(own, orders)
     except Exception as error:
-        findings.not_checked.append(f"{_WHAT}: {error_text(error)}")
+        findings.not_checked.append(f"{_ROWS}: {error_text(error)}")
         return
     other = [row for row, bits in enumerate(found) if not _equal(bits, found[0])]
     if not other:
-        findings.checked.append(f"{_WHAT}: its gradient has the same bits in all of them")
+        findings.checked.append(f"{_ROWS}: its gradient has the same bits in all of them")
         return
     one, two = (
         Place(own.pick(orders[row]), orders[row].index(0), own.size) for row in (0, other[0])
@@ -67,7 +67,7 @@ def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -
         name = type(own.subject.model.get_submodule(where)).__name__
         kind = f" ({name.removeprefix('Private')})"
     findings.checked.append(
-        f"{_WHAT}: its gradient has other bits in {len(other)} of {own.size}, first in "
+        f"{_ROWS}: its gradient has other bits in {len(other)} of {own.size}, first in "
         f"'{where}'{kind}, within rounding; sizes that are multiples of 16 usually avoid it"
     )
 

@@ -31,7 +31,7 @@ _DECLARE_REMEDY = (
     "'sum' over samples, here and in make_private"
 )
 _EMPTY_REMEDY = (
-    "with the private loader nothing, because its batches are never empty; with "
+    "the private loader needs nothing, because its batches are never empty; with "
     "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 
@@ -194,8 +194,8 @@ def _widen(trial: Trial, model: nn.Module, findings: Findings) -> bool:
     try:
         trial.subject.loss_and_grads(trial.batch, index)
     except Exception as error:
-        what = "the scalar" if index is None else "losses[0]"
-        message = f"the backward of {what} raised {error_text(error)}"
+        name = "the scalar" if index is None else "losses[0]"
+        message = f"the backward of {name} raised {error_text(error)}"
         findings.add("run", LOSS_FN, message, _FIX_FIRST)
         return False
     # Above rounding errors, which grow with depth, and below the effect of coupling.

@@ -1,10 +1,10 @@
-"""Checkpoints of several workers: a folder into which each writes its part, and what reads them.
+"""Checkpoints of several ranks: a folder into which each rank writes its part.
 
-    path/current              the name of the sub-folder that counts, replaced in one step
-    path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and ENGINE,
-                              the rest, among it the key of the noise
+    path/current              the name of the current sub-folder, replaced atomically
+    path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and ENGINE
+                              with everything else, including the noise key
 
-A checkpoint of either kind, file or folder, is read by any number of workers.
+Any number of ranks can read a checkpoint of either kind, file or folder.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def save(
     ranks: Ranks,
     as_folder: bool,
 ) -> None:
-    """Write a checkpoint; all workers call this together.
+    """Write a checkpoint; all ranks call this together.
 
     Args:
         path: of the file or the folder.
-        own_state: the engine's own state; that of the first worker is written.
-        model, optimizer: added to it.
-        ranks: who holds the model.
-        as_folder: whether each of them writes its part into a folder; else this process writes
+        own_state: the engine's own state; that of the first rank is written.
+        model, optimizer: written with it.
+        ranks: the ranks that hold the model.
+        as_folder: whether each rank writes its part into a folder; else this process writes
             one file.
 
     Raises:
-        ValueError, OSError: what went wrong here; RankError: on another worker. The checkpoint
-            that was there before is as it was.
+        ValueError, OSError: this rank failed. An earlier checkpoint stays as it was.
+        RankError: another rank failed.
     """
     path = Path(path)
     if not as_folder:
@@ -74,20 +74,20 @@ def save(
         }
         checkpoint.write(path, {"module": tensors, "optimizer": optimized, **own_state()})
         return
-    what = f"save_checkpoint(path={str(path)!r})"
-    # Where workers were to differ here, each would wait for another's exchange.
-    state = ranks.run_on_all(what, own_state)
-    ranks.agree(what, {"path": str(path), "releases": state["releases"]})
-    name = ranks.run_on_first(what, lambda: _begin(path, state["releases"])).decode()
+    call = f"save_checkpoint(path={str(path)!r})"
+    # If ranks differed here, each would wait for another's exchange.
+    state = ranks.run_on_all(call, own_state)
+    ranks.agree(call, {"path": str(path), "releases": state["releases"]})
+    name = ranks.run_on_first(call, lambda: _begin(path, state["releases"])).decode()
     try:
-        _fill(path / name, state, what, model=model, optimizer=optimizer, ranks=ranks)
-        ranks.run_on_first(what, lambda: _point_to(path, name))
+        _fill(path / name, state, call, model=model, optimizer=optimizer, ranks=ranks)
+        ranks.run_on_first(call, lambda: _point_to(path, name))
     except BaseException:
         if ranks.is_first and _current(path) != name:
             shutil.rmtree(path / name, ignore_errors=True)
         raise
     if ranks.is_first:
-        # The checkpoint is whole; what cannot be removed now is tried again by the next save.
+        # The checkpoint is complete. The next save tries again to remove the rest.
         with suppress(OSError):
             _remove_others(path, name)
 
@@ -100,39 +100,40 @@ def load(
     ranks: Ranks,
     check: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Read a checkpoint of either kind without changing anything; all workers call this together.
+    """Read a checkpoint of either kind without changing anything; all ranks call this together.
 
     Args:
-        path: a file or a folder that `save` wrote, with whatever number of workers.
-        model, optimizer: for which it is read.
-        ranks: who holds the model.
+        path: a file or a folder that `save` wrote, on any number of ranks.
+        model, optimizer: those that the checkpoint must fit.
+        ranks: the ranks that hold the model.
         check: raises ValueError for a checkpoint that does not fit.
 
     Returns:
-        The engine's state, with "module" for `put` and "optimizer" for load_state_dict: a sharded
-        parameter's values are this worker's part.
+        The engine's state, with "module" for `put` and "optimizer" for load_state_dict. Of a
+        sharded parameter it holds this rank's part.
 
     Raises:
         FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint.
-        RankError: where another worker could not read it.
+        RankError: another rank could not read it.
     """
     path = Path(path)
-    what = f"load_checkpoint(path={str(path)!r})"
-    # The first worker decides which one is read, or a save meanwhile would give them two.
-    name = ranks.run_on_first(what, lambda: _find(path)).decode()
+    call = f"load_checkpoint(path={str(path)!r})"
+    # The first rank decides which one is read. Otherwise ranks could read different ones while
+    # another job saves.
+    name = ranks.run_on_first(call, lambda: _find(path)).decode()
 
     def read() -> dict[str, Any]:
         if name:
             return _read_folder(path, name, model, optimizer, ranks, check)
         return _read_file(path, model, optimizer, check)
 
-    state = ranks.run_on_all(what, read)
-    ranks.agree(what, {k: state[k] for k in ("run", "incarnation", "releases")})
+    state = ranks.run_on_all(call, read)
+    ranks.agree(call, {k: state[k] for k in ("run", "incarnation", "releases")})
     return state
 
 
 def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The engine's state of a checkpoint of either kind, `extra` among it; for no model.
+    """The engine's state of a checkpoint of either kind, with `extra`, without a model.
 
     Raises:
         FileNotFoundError, ValueError: for a missing or damaged checkpoint.
@@ -143,12 +144,12 @@ def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def put(model: nn.Module, tensors: Mapping[str, Any]) -> None:
-    """Give a model the tensors that `load` read for it."""
+    """Copy the tensors that `load` read into the model."""
     _inner(model).load_state_dict(tensors)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Whole shapes of what a checkpoint has of the model, by its names without wrappers."""
+    """Full shapes of the model's checkpointed tensors, by their names without wrappers."""
     return checkpoint.shapes_of(_inner(model).state_dict())
 
 
@@ -156,7 +157,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def _begin(path: Path, releases: int) -> bytes:
-    """Make a new sub-folder; its name."""
+    """Make a new sub-folder and return its name."""
     if path.exists() and not path.is_dir():
         raise ValueError(
             f"path={str(path)!r} is a file, and an engine with a mesh writes its checkpoint as a "
@@ -164,7 +165,7 @@ def _begin(path: Path, releases: int) -> bytes:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    # What a save left that did not come to its end may fill the disk.
+    # Remains of an unfinished save could fill the disk.
     _remove_others(path, _current(path))
     name = f"state-{releases}-{secrets.token_hex(8)}"
     (path / name).mkdir(mode=0o700)
@@ -174,7 +175,7 @@ def _begin(path: Path, releases: int) -> bytes:
 def _fill(
     folder: Path,
     state: dict[str, Any],
-    what: str,
+    call: str,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -183,19 +184,19 @@ def _fill(
     def split() -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not folder.is_dir():
             raise ValueError(
-                f"path={str(folder.parent)!r}: this worker does not see what the first one made "
-                "there; pass a path on a file system that all workers share"
+                f"path={str(folder.parent)!r}: this rank does not see the folder that the first "
+                "rank made there; pass a path on a file system that all ranks share"
             )
         return _split(model, optimizer)
 
-    tensors, plain = ranks.run_on_all(what, split)
-    # Slow to load, and by few.
+    tensors, plain = ranks.run_on_all(call, split)
+    # Slow to import, and needed by few.
     from . import tensor_io as tensor_files
 
-    names = tensor_files.write(folder, tensors, what, ranks.everyone)
-    own = ranks.run_on_all(what, lambda: _digests(folder, names, ranks))
+    names = tensor_files.write(folder, tensors, call, ranks.everyone)
+    own = ranks.run_on_all(call, lambda: _digests(folder, names, ranks))
     files: dict[str, str] = {}
-    for part in ranks.gather(own, what):
+    for part in ranks.gather(own, call):
         files.update(part)
 
     def finish() -> bytes:
@@ -204,18 +205,18 @@ def _fill(
         flush_folder(folder)
         return b""
 
-    ranks.run_on_first(what, finish)
+    ranks.run_on_first(call, finish)
 
 
 def _point_to(path: Path, name: str) -> bytes:
-    """Let a sub-folder that is whole be the checkpoint."""
+    """Make a complete sub-folder the current checkpoint."""
     handle, temporary = tempfile.mkstemp(dir=path, prefix=POINTER, suffix=".tmp")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(name + "\n")
             file.flush()
             os.fsync(file.fileno())
-        # The names of what it points to must be on the disk before it is.
+        # The sub-folder's entries must be on the disk before the pointer.
         flush_folder(path)
         os.replace(temporary, path / POINTER)
     except BaseException:
@@ -226,7 +227,7 @@ def _point_to(path: Path, name: str) -> bytes:
 
 
 def _remove_others(path: Path, name: str | None) -> None:
-    """Remove older checkpoints and what is left of unfinished ones."""
+    """Remove older checkpoints and remains of unfinished ones."""
     for child in path.iterdir():
         if _STATE_FOLDER.fullmatch(child.name) and child.name != name:
             shutil.rmtree(child, ignore_errors=True)
@@ -237,7 +238,7 @@ def _remove_others(path: Path, name: str | None) -> None:
 def _split(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors for torch.distributed.checkpoint, and what says how to put them together."""
+    """Tensors for torch.distributed.checkpoint, and the structure that holds them."""
     tensors: dict[str, Tensor] = {}
     module: dict[str, Any] = {}
     for name, value in _inner(model).state_dict().items():
@@ -249,15 +250,15 @@ def _split(
     names = _names(model, optimizer)
     saved = optimizer.state_dict()
     values: dict[str, dict[str, Any]] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    specs: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         name = names[index]
-        values[name], kept[name] = {}, {}
+        values[name], specs[name] = {}, {}
         for key, value in entries.items():
-            # Step counts are the same on all workers, and may lie on another device.
+            # Step counts are the same on all ranks, and may be on another device.
             if isinstance(value, Tensor) and (value.ndim or is_sharded(value)):
                 tensors[f"optimizer/{name}/{key}"] = value
-                kept[name][key] = (tuple(value.shape), value.dtype)
+                specs[name][key] = (tuple(value.shape), value.dtype)
             else:
                 values[name][key] = value
     plain = {
@@ -266,7 +267,7 @@ def _split(
             "param_groups": saved["param_groups"],
             "names": names,
             "values": values,
-            "tensors": kept,
+            "tensors": specs,
         },
     }
     return tensors, plain
@@ -276,7 +277,7 @@ def _split(
 
 
 def _find(path: Path) -> bytes:
-    """Name of the sub-folder that holds the checkpoint; none for a file."""
+    """Name of the sub-folder that holds the checkpoint; empty for a file."""
     if not path.is_dir():
         return b""
     try:
@@ -296,8 +297,8 @@ def _find(path: Path) -> bytes:
         )
     if not (path / name / ENGINE).is_file():
         raise ValueError(
-            f"path={str(path)!r}: its file {POINTER!r} names {name!r}, which is not there or not "
-            "whole; use an earlier copy"
+            f"path={str(path)!r}: its file {POINTER!r} names {name!r}, which is missing or "
+            "incomplete; use an earlier copy"
         )
     return name.encode()
 
@@ -336,7 +337,7 @@ def _read_folder(
     check: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     folder = path / name
-    # By its name, for the pointer may have moved on meanwhile.
+    # By its name, since the pointer may have changed meanwhile.
     state = checkpoint.read(folder / ENGINE, format=FORMAT)
     check(state)
     saved, names = state["optimizer"], _names(model, optimizer)
@@ -353,7 +354,7 @@ def _read_folder(
             )
     own = _inner(model).state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Nothing is read into the model itself, which would be half of each if reading failed.
+    # Not read into the model itself: if reading failed, it would be a mix of both.
     targets: dict[str, Any] = {
         f"module/{k}": torch.empty_like(own[k], device="cpu", requires_grad=False)
         for k, shape in state["module"].items()
@@ -384,14 +385,14 @@ def _read_folder(
 
 
 def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Where the optimizer's state of a parameter is read to."""
+    """The tensor into which the optimizer's state of a parameter is read."""
     if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
     return torch.empty(shape, dtype=dtype)
 
 
 def _part(value: Any, own: Any) -> Any:
-    """This worker's part of a value that is whole, as `own` is cut."""
+    """This rank's part of a full value, sharded as `own` is."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or not is_sharded(own):
         return value
     if value.shape != own.shape:
@@ -408,7 +409,7 @@ def _whole(value: Any) -> Any:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model without wrappers that would put their prefix before its names."""
+    """The model without wrappers that would add a prefix to its names."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -419,13 +420,13 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the optimizer's parameters, in its own order."""
+    """Names of the optimizer's parameters, in the optimizer's order."""
     names = {p: n for n, p in _inner(model).named_parameters()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
-    """Digests of this worker's share of the files."""
+    """Digests of all files; each rank computes a part of them."""
     found = {}
     for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Checkpoints: one file, replaced in one step, refused when it does not fit."""
+"""Checkpoints in one file: written atomically, checked against the run that reads them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FORMAT = "dpflash-checkpoint-4"
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
-    """Write a checkpoint so that the file is at any moment the old one or the new one.
+    """Write a checkpoint atomically: the file is always the old one or the new one.
 
-    The file can be read by its owner only: it holds the noise key, with which the noise of the
+    Only its owner can read the file: it holds the noise key, with which the noise of the
     releases can be subtracted.
     """
     path = Path(path)
@@ -51,7 +51,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
     try:
-        # torch.load does not look at the checksums that torch.save writes.
+        # torch.load does not check the checksums that torch.save writes.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -59,7 +59,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except (  # A file that is cut short makes torch seek to before its start: an OSError.
+    except (  # In a truncated file torch seeks to before its start: an OSError.
         RuntimeError,
         EOFError,
         OSError,
@@ -75,8 +75,8 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         ) from e
     if not isinstance(state, dict) or state.get("format") != format:
         raise ValueError(
-            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass what "
-            "engine.save_checkpoint was given"
+            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass a "
+            "path that engine.save_checkpoint wrote"
         )
     if "unamplified" in state:
         # Written by an earlier version.
@@ -97,16 +97,16 @@ def check_fits(
     """Refuse a checkpoint of another run than this one.
 
     Args:
-        path: where it is, for messages.
-        state: what was read, tensors or their shapes in its "module".
-        shapes: those of the model, by name.
-        optimizer: of which the parameter groups and options must be there.
-        sampling: how the loader draws.
+        path: of the checkpoint, for messages.
+        state: the checkpoint; its "module" holds tensors or their shapes.
+        shapes: of the model's tensors, by name.
+        optimizer: must have the checkpoint's parameter groups and options.
+        sampling: the loader's sampling scheme.
         mechanism: name of the accountant.
         ledger: the engine's own, or None.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: names the difference.
     """
     where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
     if state["sampling"] != sampling:
@@ -130,7 +130,7 @@ def check_fits(
             f"{state['spending']['accountant']['mechanism']!r}, now {mechanism!r}. Build "
             "PrivacyEngine(accountant=...) as it was"
         )
-    # Schedulers add keys to the groups, so only the optimizer's own options must be there.
+    # Schedulers add keys to the groups, so only the optimizer's own options are required.
     if any(not set(optimizer.defaults) <= set(g) for g in groups):
         raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
     releases = state["ledger_releases"]
@@ -165,14 +165,14 @@ def warn_of_changes(
     state: Mapping[str, Any],
     *,
     restored: Mapping[str, object],
-    kept: Mapping[str, object],
+    unchanged: Mapping[str, object],
 ) -> None:
-    """Say where make_private was told something else than the checkpoint's run.
+    """Warn where the arguments of make_private differ from those of the checkpoint's run.
 
     Args:
         state: the checkpoint.
-        restored: values of this engine in whose place come those of the checkpoint.
-        kept: values of this engine that stay.
+        restored: values of this engine that the checkpoint replaces.
+        unchanged: values of this engine that stay.
     """
     for name, value in restored.items():
         if value != state[name]:
@@ -181,17 +181,17 @@ def warn_of_changes(
                 f"optimizer.{name} to change it",
                 stacklevel=3,
             )
-    for name, value in kept.items():
+    for name, value in unchanged.items():
         if value != state[name]:
             warnings.warn(
                 f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
-                "make_private was told",
+                "passed to make_private",
                 stacklevel=3,
             )
 
 
 def check_extra(extra: object) -> None:
-    """Refuse what a checkpoint could be written with but not read."""
+    """Refuse values that could be written to a checkpoint but not read back."""
     if extra is not None and not isinstance(extra, dict):
         raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
     for name, value in (extra or {}).items():

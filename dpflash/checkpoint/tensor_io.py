@@ -20,45 +20,45 @@ from ..distributed.collectives import exchanging
 
 
 def write(
-    folder: Path, tensors: dict[str, Tensor], what: str, group: ProcessGroup | None
+    folder: Path, tensors: dict[str, Tensor], name: str, group: ProcessGroup | None
 ) -> list[str]:
-    """Write tensors, each worker its part of them; all workers call this together.
+    """Write tensors; each rank writes its part, and all ranks call this together.
 
     Args:
-        folder: which all of them see.
-        tensors: by the same names on all workers.
-        what: names the exchange in messages.
-        group: all workers; None for a process by itself.
+        folder: visible to all ranks.
+        tensors: by the same names on all ranks.
+        name: of the exchange, for messages.
+        group: all ranks; None for a process by itself.
 
     Returns:
-        Names of the files, the same on all workers.
+        Names of the files, the same on all ranks.
 
     Raises:
-        RuntimeError: on all workers, where one of them failed.
+        RuntimeError: on all ranks, if one of them failed.
     """
     try:
-        with exchanging(what, group), _quiet():
+        with exchanging(name, group), _quiet():
             written = dcp.save(
                 dict(tensors),
                 storage_writer=dcp.FileSystemWriter(folder),
                 no_dist=group is None,
             )
-    # torch raises it on all workers, and not as an Exception.
+    # torch raises it on all ranks; it is no subclass of Exception.
     except CheckpointException as error:
-        raise RuntimeError(f"{what}: {_reasons(error)}; nothing was replaced") from error
+        raise RuntimeError(f"{name}: {_reasons(error)}; nothing was replaced") from error
     assert written.storage_data is not None
     parts = {info.relative_path for info in written.storage_data.values()}
     return [".metadata", *sorted(parts)]
 
 
 def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
-    """Read tensors into those of `targets`, of sharded ones this worker's part.
+    """Read tensors into those of `targets`; of a sharded one, this rank's part.
 
-    Each worker reads by itself what it needs, so that none waits for one that failed.
+    Each rank reads by itself, so that none waits for one that failed.
 
     Args:
-        folder: into which `write` wrote.
-        targets: by name, of the shapes and dtypes that were written.
+        folder: written by `write`.
+        targets: by name, with the shapes and dtypes that were written.
         files: names of the folder's own files.
 
     Raises:
@@ -75,7 +75,7 @@ def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a folder of which no byte is trusted to be code."""
+    """Reads a folder without executing anything that it holds."""
 
     def __init__(self, folder: Path, files: frozenset[str]):
         super().__init__(folder)
@@ -86,14 +86,14 @@ class _Reader(dcp.FileSystemReader):
             found = _MetadataUnpickler(file).load()
         entries = found.state_dict_metadata.values()
         if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-            raise ValueError("it holds other things than tensors")
+            raise ValueError("it holds values that are not tensors")
         if any(info.relative_path not in self._files for info in found.storage_data.values()):
             raise ValueError("it names files that are not its own")
         return found
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Takes the values of which torch.distributed.checkpoint's metadata consist, and no others."""
+    """Loads only the classes that torch.distributed.checkpoint's metadata consist of."""
 
     def find_class(self, module: str, name: str) -> Any:
         refused = pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
@@ -119,14 +119,14 @@ _METADATA_MODULES = (
 
 def _reasons(error: CheckpointException) -> str:
     return "; ".join(
-        f"worker {rank}: {type(cause).__name__}: {cause}"
+        f"rank {rank}: {type(cause).__name__}: {cause}"
         for rank, (cause, _) in error.failures.items()
     )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that one process reads or writes by itself, which is meant."""
+    """Suppress torch's warning that one process reads or writes by itself, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -20,7 +20,7 @@ from dpflash.accounting import (
     epochs_to_steps,
 )
 from dpflash.accounting.events import RELATIONS
-from dpflash.privacy.relations import DEFAULT_ACCOUNTANT, converted
+from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, convert_event
 
 __all__ = ["Run", "accounting", "add_run_arguments", "run_of"]
 
@@ -71,7 +71,7 @@ class Run:
 
     def event(self, noise_multiplier: float) -> Event:
         """The event of one step, or of one epoch of a shuffled loader, with this noise."""
-        return converted(self._event(noise_multiplier), self.neighboring_relation)
+        return convert_event(self._event(noise_multiplier), self.neighboring_relation)
 
     def _event(self, noise_multiplier: float) -> Event:
         if self.sampler == SHUFFLED:

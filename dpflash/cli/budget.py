@@ -11,8 +11,7 @@ from dpflash._validate import probability
 from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
 from dpflash.privacy.ledger import Ledger, LedgerLine
-from dpflash.privacy.relations import DEFAULT_ACCOUNTANT
-from dpflash.privacy.spending import Spending
+from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
 from ._runs import accounting

@@ -16,7 +16,7 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows
 from ..step import ClippedSums
 from ..verification.proof import OFF, Proof
-from ..verification.two_backwards import BackwardsDiffer, First, Second
+from ..verification.two_backwards import BackwardsDiffer, FirstBackward, SecondBackward
 from ..verification.watch import Watch, refuse_together
 from .forward import SHARED, PrivateForward
 from .gate import Gate
@@ -210,7 +210,7 @@ class PrivateBackward:
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
         # Both backwards are the same computation, and the gate applies the factors in the second.
         # Weighted losses would round differently at every layer, beyond the bound.
-        first = First(gate.device)
+        first = FirstBackward(gate.device)
         self.watches = (*self.watches, first)
         self.mode = "norms"
         grads = torch.autograd.grad(
@@ -229,7 +229,7 @@ class PrivateBackward:
             self.statistics.note(squares, self.factors)
         del grads
         self._summing = gate
-        self.watches = (Second(first, allowed, self.meeting),)
+        self.watches = (SecondBackward(first, allowed, self.meeting),)
         self.norms_again = not first.exact
         self.mode = "sum"
         try:

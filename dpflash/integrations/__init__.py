@@ -1,1 +1,1 @@
-"""What other libraries gain from this one; each module loads its library when it is called."""
+"""Integrations with Opacus and transformers. Each module imports its library when it is called."""

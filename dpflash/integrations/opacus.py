@@ -1,9 +1,9 @@
-"""Opacus with this library's gradient norms, noise and accountants, through its own registries.
+"""Makes Opacus use dpflash's gradient norms, noise and accountants, through Opacus' registries.
 
 Two lines::
 
     from dpflash.integrations import opacus as dpflash_opacus
-    dpflash_opacus.register()  # grad_sample_mode="ghost" needs no [T, T] matrices any more
+    dpflash_opacus.register()  # grad_sample_mode="ghost" then needs no [T, T] matrices
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width of an embedding table.
 """
@@ -36,33 +36,33 @@ PREFIX = "dpflash_"
 _NormSampler = Callable[[Any, list[Tensor], Tensor], dict[Tensor, Tensor]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
-# What stood in Opacus' registries before; None where nothing did.
+# The entries that were in Opacus' registries before; None if there was none.
 _norm_samplers_before: dict[type[nn.Module], _NormSampler | None] = {}
 _accountants_before: dict[str, type | None] = {}
 _accountants_of_ours: dict[str, type] = {}
 
 _GRAM_CHUNK_ELEMENTS = 1 << 22
-# A Gram norm this far below the size of its terms is computed anew: fp32 may have cancelled.
+# A Gram norm this far below the size of its terms is recomputed, because of fp32 cancellation.
 _CANCELLATION = 1 / 1024
 
 
 def register(
     *, norm_samplers: bool = True, accountants: bool = True, replace_accountants: bool = False
 ) -> None:
-    """Make Opacus use this library; again is harmless, and `unregister` takes all of it back.
+    """Make Opacus use this library. A second call does nothing; `unregister` undoes it.
 
     Models that are already wrapped use the norms from their next backward on.
 
     Args:
-        norm_samplers: register ours for `nn.Linear` and `nn.Embedding`, which serve
-            `grad_sample_mode="ghost"` and its variants. Subclasses of these two stay with Opacus,
-            and so do LayerNorm and RMSNorm: their norms need no [T, T] matrix, and with a norm
-            sampler Opacus would refuse one that is called twice.
-        accountants: register each accountant of `dpflash.accounting` under its name with
-            "dpflash_" in front, so that `PrivacyEngine(accountant="dpflash_rdp")` reports and
-            calibrates by it. States saved by Opacus' accountant of that mechanism load into it.
+        norm_samplers: register dpflash's norm samplers for `nn.Linear` and `nn.Embedding`, for
+            `grad_sample_mode="ghost"` and its variants. Subclasses of these two keep those of
+            Opacus. So do LayerNorm and RMSNorm: their norms need no [T, T] matrix, and with a
+            norm sampler Opacus would refuse a layer that is called twice.
+        accountants: register each accountant of `dpflash.accounting` under its name with the
+            prefix "dpflash_", so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It loads
+            states that Opacus' accountant of the same mechanism saved.
         replace_accountants: register them under their plain names too, in place of Opacus' own:
-            `PrivacyEngine(accountant="rdp")` is then ours.
+            `PrivacyEngine(accountant="rdp")` is then dpflash's.
 
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
@@ -70,9 +70,9 @@ def register(
 
     Guarantees:
         A norm is that of the sample's gradient as Opacus defines it, accumulated in fp32 or wider,
-        so that 16-bit models are clipped by norms which were never rounded to 16 bits. A sample
-        whose gradient is not finite has the norm inf, and so the clip factor 0; but what is not
-        finite in its forward still reaches the sum, for Opacus multiplies it by that 0. No [T, T]
+        so that norms of 16-bit models are never rounded to 16 bits. A sample whose gradient is
+        not finite has the norm inf, and so the clipping factor 0. But values of its forward that
+        are not finite still reach the sum, because Opacus multiplies them by that 0. No [T, T]
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
     if replace_accountants and not accountants:
@@ -91,7 +91,7 @@ def register(
 
 
 def unregister() -> None:
-    """Put back what `register` replaced; what somebody else registered since then stays."""
+    """Undo `register`. Entries that other code has registered since then stay."""
     if not _norm_samplers_before and not _accountants_before:
         return
     from opacus.accountants import register_accountant, registry
@@ -118,16 +118,16 @@ def unregister() -> None:
 
 
 def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
-    """Let an optimizer of Opacus draw its noise from ChaCha20, keyed by the operating system.
+    """Make an optimizer of Opacus draw its noise from ChaCha20, keyed by the operating system.
 
-    It takes the place of `secure_mode=True`, which needs torchcsprng. Call it on the optimizer
-    that `make_private` returned, again after a further `make_private`. The optimizer becomes an
-    instance of a subclass of its class; its standard deviations (of per-layer and adaptive
-    clipping, of noise schedulers), its step hooks and so the accounting are left as they are.
+    It replaces `secure_mode=True`, which needs torchcsprng. Call it on the optimizer that
+    `make_private` returned, and again after another `make_private`. The optimizer becomes an
+    instance of a subclass of its class. Its standard deviations (of per-layer and adaptive
+    clipping, of noise schedulers), its step hooks and so the accounting do not change.
 
     Args:
-        optimizer: what `opacus.PrivacyEngine.make_private` returned: `DPOptimizer`, its ghost,
-            per-layer or adaptive variant, or a subclass of yours. In one process only.
+        optimizer: returned by `opacus.PrivacyEngine.make_private`: `DPOptimizer`, its ghost,
+            per-layer or adaptive variant, or your own subclass. In one process only.
 
     Returns:
         The same object.
@@ -135,31 +135,31 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
         ValueError: not an optimizer of Opacus, one for several processes, one in secure_mode, or
-            one with a noise_generator. A step raises RuntimeError, and releases nothing, where
-            noise would come from elsewhere (of `PrivacyEngineAdaptiveClipping`, the quantile's).
+            one with a noise_generator. A step raises RuntimeError, and releases nothing, if noise
+            would come from elsewhere (the quantile's noise of `PrivacyEngineAdaptiveClipping`).
 
     Guarantees:
         Each release draws a new 32-byte key from the operating system and addresses its noise by
         the number of the draw, so no two parameters and no two steps share noise, also after a
-        resume, a copy or a fork: there is no state that could be kept, saved or repeated.
-        A 16-bit parameter gets its noise rounded to 16 bits, as Opacus does it.
-        Noise is a correctly rounded Gaussian on a public grid, to which Opacus' sum is rounded
-        before it is added, and the result is rounded once.
-        Not covered: the sampling of batches, which stays with torch's generator, and what rounding
-        does to Opacus' own norms and sums.
+        resume, a copy or a fork: there is no state that could be stored or repeated.
+        A 16-bit parameter gets noise rounded to 16 bits, as in Opacus.
+        Noise is a correctly rounded Gaussian on a public grid. Opacus' sum is rounded to the grid
+        before the noise is added, and the result is rounded once.
+        Not covered: the sampling of batches, which uses torch's generator, and the rounding of
+        Opacus' own norms and sums.
     """
     _check_version()
     from opacus.optimizers import DPOptimizer
 
     if not isinstance(optimizer, DPOptimizer):
         raise ValueError(
-            f"optimizer is of type {type(optimizer).__name__}: expected one of Opacus; pass what "
-            "opacus.PrivacyEngine.make_private returned"
+            f"optimizer is of type {type(optimizer).__name__}: expected one of Opacus; pass the "
+            "optimizer that opacus.PrivacyEngine.make_private returned"
         )
     secure: Any = optimizer
     if isinstance(secure, _SecureNoise):
         return optimizer
-    # Every optimizer of Opacus for several processes has it, and no other.
+    # Only the optimizers of Opacus for several processes have this attribute.
     if hasattr(optimizer, "world_size"):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}: secure noise is for one process; train "
@@ -172,8 +172,8 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
         )
     if optimizer.generator is not None:
         raise ValueError(
-            f"optimizer.generator={optimizer.generator!r}: expected None, for its seed would have "
-            "no effect; leave noise_generator out of make_private"
+            f"optimizer.generator={optimizer.generator!r}: expected None, because its seed would "
+            "have no effect; leave noise_generator out of make_private"
         )
     plain = type(secure)
     secure.__class__ = type(f"Secure{plain.__name__}", (_SecureNoise, plain), {})
@@ -229,7 +229,7 @@ def _register_accountant(name: str, plain: type[Accountant]) -> None:
 
 
 def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountant]:
-    """The accountant as Opacus calls it, under the name by which Opacus finds it again."""
+    """The accountant with Opacus' interface, under the name of its entry in Opacus' registry."""
 
     class ForOpacus(plain):  # type: ignore[valid-type, misc]
         @classmethod
@@ -237,7 +237,7 @@ def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountan
             return name
 
         def get_epsilon(self, delta: float, interval: bool = False, **_: object) -> Any:
-            # make_private_with_epsilon hands it the keywords that are meant for the optimizer.
+            # make_private_with_epsilon also passes the keywords of the optimizer.
             return super().get_epsilon(delta, interval)
 
     ForOpacus.__name__ = ForOpacus.__qualname__ = plain.__name__
@@ -256,7 +256,7 @@ def _linear_norms(
     norms: dict[Tensor, Tensor] = {}
     if layer.weight.requires_grad:
         x = _tokens(activations[0].to(backprops.dtype))  # [B, T, I]
-        # A backward inside of autocast would round the products to 16 bits.
+        # Inside autocast a backward would round the products to 16 bits.
         with torch.autocast(dy.device.type, enabled=False):
             norms[layer.weight] = _norms(_squared_grad_norm(x, dy), dy)
     if layer.bias is not None and layer.bias.requires_grad:
@@ -274,7 +274,7 @@ def _embedding_norms(
     if layer.scale_grad_by_freq:
         raise ValueError(
             "nn.Embedding(scale_grad_by_freq=True) divides a sample's gradient by counts of the "
-            "whole batch, so no norm of it bounds the sample; set it to False"
+            "whole batch, so its norm does not bound the sample; set it to False"
         )
     indices = activations[0]
     indices = indices.reshape(len(indices), indices.shape[1:].numel())  # [B, T]
@@ -300,13 +300,13 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _norms(squares: Tensor, dy: Tensor) -> Tensor:
-    """Roots of squares; a NaN would become the clip factor NaN, so it counts as inf."""
+    """Square roots, with inf for NaN, which would become the clipping factor NaN."""
     norms = squares.sqrt().to(torch.promote_types(dy.dtype, torch.float32))
     return norms.masked_fill(norms.isnan(), float("inf"))
 
 
 def _squared_grad_norm(x: Tensor, dy: Tensor) -> Tensor:
-    """||dy_i^T x_i||^2, [B]: for few tokens by Gram matrices of a whole chunk of samples."""
+    """||dy_i^T x_i||^2, [B]; for few tokens by Gram matrices of a chunk of samples."""
     batch, tokens, inputs = x.shape
     outputs = dy.shape[2]
     if batch == 0:
@@ -332,15 +332,15 @@ def _gram_norm(x: Tensor, dy: Tensor) -> Tensor:
     return squares
 
 
-# How Opacus adds noise to a sum.
+# The operations by which Opacus adds noise to a sum.
 _ADDITIONS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
 
 
 class _NoiseSource(TorchFunctionMode):
-    """While it is entered, torch.normal gives noise of one new key.
+    """A context in which torch.normal returns noise of one new key.
 
-    Where that is added to a float32 sum, the sum is rounded to the noise's grid first and the
-    result is rounded once, so that no digit of it tells which sum it was.
+    If the noise is added to a float32 sum, the sum is first rounded to the noise's grid and the
+    result is rounded once, so that its last digits reveal nothing about the sum.
     """
 
     def __init__(self) -> None:
@@ -381,7 +381,7 @@ class _NoiseSource(TorchFunctionMode):
         if mean != 0 or generator is not None:
             raise RuntimeError(
                 f"noise with mean={mean!r} and generator={generator!r} is not the optimizer's: "
-                "leave both alone after use_secure_noise(optimizer)"
+                "do not change them after use_secure_noise(optimizer)"
             )
         dtype = dtype or torch.get_default_dtype()
         wide = torch.promote_types(dtype, torch.float32)
@@ -400,7 +400,7 @@ class _NoiseSource(TorchFunctionMode):
 
 
 class _SecureNoise:
-    """The part of an Opacus optimizer that draws noise; stands before its class."""
+    """A mixin that draws an Opacus optimizer's noise; it precedes the optimizer's class."""
 
     def add_noise(self: Any) -> None:
         if hasattr(self, "_adjusted_noise_multiplier"):
@@ -408,7 +408,7 @@ class _SecureNoise:
             raise RuntimeError(
                 "PrivacyEngineAdaptiveClipping draws the noise of its quantile outside of the "
                 "optimizer, so it would not be secure and nothing was released; use "
-                "opacus.PrivacyEngine, with clipping='adaptive' if the bound shall adapt"
+                "opacus.PrivacyEngine, with clipping='adaptive' for an adaptive bound"
             )
         try:
             with _NoiseSource() as source:
@@ -421,8 +421,8 @@ class _SecureNoise:
             self._discard()
             raise RuntimeError(
                 f"add_noise of {type(self).__mro__[2].__name__} drew {source.elements} secure "
-                f"numbers for {needed} elements of parameters, so nothing was released: it draws "
-                "noise otherwise than by torch.normal. Use a class of opacus.optimizers, or leave "
+                f"numbers for {needed} elements of parameters, so nothing was released: it does "
+                "not draw noise by torch.normal. Use a class of opacus.optimizers, or leave "
                 "use_secure_noise out"
             )
 

@@ -1,9 +1,9 @@
-"""transformers models on the attention of this library, under a name of transformers' registry.
+"""Registers dpflash's attention with transformers, as ``attn_implementation="dpflash"``.
 
 Three lines::
 
-    from dpflash import huggingface
-    huggingface.register()
+    from dpflash.integrations import transformers as dpflash_transformers
+    dpflash_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dpflash")
 
 Letters: B samples, H query heads, T query tokens, S key tokens, D head dim.
@@ -30,7 +30,7 @@ NEUTRAL_NAME = "dp_attention"
 _ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
 _UNCACHED = f"pass the whole sequence with use_cache=False, or {_ELSEWHERE}"
 
-# What models hand on to attention functions without wanting anything of them.
+# Keywords that models pass to attention functions and that need no action.
 _IGNORED = frozenset(
     {
         "cache_position",
@@ -67,19 +67,19 @@ _FOLLOWED = {
 
 
 def register() -> str:
-    """Makes ``attn_implementation="dpflash"`` known to transformers; again is harmless.
+    """Register ``attn_implementation="dpflash"`` with transformers. A second call does nothing.
 
-    Such a model trains and generates like one on ``"sdpa"``, in memory O(T): padding on the left
+    Such a model trains and generates like one with ``"sdpa"``, in memory O(T): padding on the left
     or right, causal or not, grouped heads, sliding windows, sinks, packed documents (one row with
     `cu_seq_lens_q` and `cu_seq_lens_k` or with `position_ids` that restart), and decoding one
-    token at a time. Compiled models run too, but for packed documents. What it cannot do raises
-    ValueError when the model runs: attention dropout, softcap, head_mask, position_bias,
+    token at a time. Compiled models work too, except for packed documents. Unsupported features
+    raise ValueError when the model runs: attention dropout, softcap, head_mask, position_bias,
     output_attentions, masks of more than two dimensions, masks with holes, several new tokens on a
     filled cache, and a preallocated cache longer than the prompt. At padded queries the hidden
     states differ from those of ``"sdpa"``; they are finite, and no other token sees them.
 
-    Some models (GPT-OSS, GPT-J, Falcon, ...) take every name with "flash" in it for one of
-    FlashAttention's packages; for those the same functions are also known as "dp_attention".
+    Some models (GPT-OSS, GPT-J, Falcon, ...) treat every name with "flash" in it as a
+    FlashAttention package; for those the same functions are also registered as "dp_attention".
 
     Returns:
         The name, "dpflash".
@@ -104,7 +104,7 @@ def register() -> str:
 
 
 def _load_nothing_for_our_name() -> None:
-    """Keeps transformers from looking for a FlashAttention package named "dpflash"."""
+    """Keep transformers from searching for a FlashAttention package named "dpflash"."""
     from transformers import modeling_utils
 
     load = modeling_utils.lazy_import_flash_attention
@@ -121,8 +121,8 @@ def _load_nothing_for_our_name() -> None:
     modeling_utils.lazy_import_flash_attention = load_unless_ours
 
 
-def _refuse(what: str, why: str, remedy: str) -> NoReturn:
-    raise ValueError(f'{what} with attn_implementation="{NAME}": {why}; {remedy}')
+def _refuse(cause: str, why: str, remedy: str) -> NoReturn:
+    raise ValueError(f'{cause} with attn_implementation="{NAME}": {why}; {remedy}')
 
 
 def _mask(
@@ -140,10 +140,10 @@ def _mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """What `_attention` gets as its mask: None, padding or documents.
+    """The mask argument of `_attention`: None, padding or documents.
 
     Returns:
-        None where no key is masked; `[B, S]`, bool, True where a key is attended to; or `[n + 1]`,
+        None if no key is masked; `[B, S]`, bool, True where a key is attended to; or `[n + 1]`,
         int32, the borders of n packed documents.
     """
     if q_length == 1:
@@ -166,12 +166,13 @@ def _mask(
     compiling = torch.compiler.is_compiling()
     names = _names_compiling(mask_function) if compiling else set(_names(mask_function))
     if compiling and local_size is not None:
-        # A compiled call cannot look into the function, and chunks differ from windows in it only.
+        # A compiled call cannot inspect the function, which alone distinguishes chunks from
+        # windows.
         if local_size == getattr(config, "attention_chunk_size", None):
             names.add("chunked_overlay")
     if use_vmap or not names <= _FOLLOWED:
         unknown = sorted(names - _FOLLOWED) or ["an overlay of the model's own"]
-        _refuse(f"mask_function={unknown[0]}", "no pattern stands for this mask", _ELSEWHERE)
+        _refuse(f"mask_function={unknown[0]}", "no pattern corresponds to this mask", _ELSEWHERE)
     if _CAUSAL in names and q_length != kv_length:
         _refuse(
             f"past_key_values with {q_length} new tokens and {kv_length} keys",
@@ -180,14 +181,14 @@ def _mask(
         )
     if attention_mask is not None:
         return _padding(attention_mask, batch_size, kv_length)
-    # No token of a window of one sees its neighbour, whatever the documents.
+    # In a window of one token no token sees its neighbor, so documents do not matter.
     if _PACKED in names and q_length == kv_length and local_size not in (0, 1):
         return _packed_borders(mask_function, batch_size, q_length, device)
     return None
 
 
 def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The names of the mask functions of which all must hold."""
+    """Names of the mask functions that are combined by `and`."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "and_masks.<locals>.and_mask":
         for part in _closure(mask_function)["mask_functions"]:
@@ -199,7 +200,7 @@ def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _names_compiling(mask_function: Callable[..., Any]) -> set[str]:
-    """As `_names`, as far as the compiler lets see: windows and documents are one."""
+    """`_names` while compiling, where windows and documents cannot be distinguished."""
     name = mask_function.__code__.co_name
     return {_PACKED} if name == "and_mask" else {name}
 
@@ -226,10 +227,10 @@ def _padding(mask: Tensor, batch_size: int, keys: int) -> Tensor | None:
 def _packed_borders(
     mask_function: Callable[..., Any], batch_size: int, tokens: int, device: torch.device | str
 ) -> Tensor | None:
-    """The borders of packed documents; None for one document in each row."""
+    """Borders of packed documents; None if each row is one document."""
     batch = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, tokens, device=device)[None, :]
-    # A token that does not see the one before it starts a document.
+    # A token that does not see the previous one starts a document.
     starts = ~mask_function(batch, torch.zeros_like(batch), token, token - 1)
     if torch.compiler.is_compiling():
         torch._assert_async(~starts.any(), "packed position_ids: expected not while compiling")
@@ -287,7 +288,7 @@ def _attention(
         shown = _borders_of_positions(position_ids, padding, causal, query, key)
         borders = borders if shown is None else shown
     if kwargs.get("seq_idx") is not None and borders is None:
-        _refuse("seq_idx", "expected cu_seq_lens_q and cu_seq_lens_k beside it", "pass them too")
+        _refuse("seq_idx", "expected cu_seq_lens_q and cu_seq_lens_k with it", "pass them too")
 
     pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
     q, k, v = (_autocast(x) for x in (query, key, value))
@@ -305,7 +306,7 @@ def _attention(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """What autocast makes of the inputs of torch's own attention."""
+    """Convert to autocast's dtype, as for the inputs of torch's own attention."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -331,7 +332,7 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
             f"{_REMEDIES[name]}, or {_ELSEWHERE}" if name in _REMEDIES else _ELSEWHERE,
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
-        _refuse("output_attentions=True", "no weights are kept", _REMEDIES["output_attentions"])
+        _refuse("output_attentions=True", "no weights are stored", _REMEDIES["output_attentions"])
 
 
 def _require_padding(mask: Tensor, key: Tensor) -> Tensor:
@@ -352,7 +353,7 @@ def _given_borders(
     query: Tensor,
     key: Tensor,
 ) -> Tensor:
-    """`cu_seq_lens_q`, where nothing else that was given contradicts it."""
+    """Check `cu_seq_lens_q` against the other arguments, and return it."""
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         name = "cu_seq_lens_k" if cu_seq_lens_k is None else "cu_seq_lens_q"
         _refuse(f"{name}=None", "expected both cu_seq_lens_q and cu_seq_lens_k", "pass both")
@@ -369,8 +370,8 @@ def _given_borders(
         if cu_seq_lens_q.tolist() != other.tolist():
             _refuse(
                 f"cu_seq_lens_q={cu_seq_lens_q.tolist()}",
-                f"cu_seq_lens_k or position_ids say {other.tolist()}",
-                "let all name the same documents",
+                f"cu_seq_lens_k or position_ids give {other.tolist()}",
+                "pass the same documents in all of them",
             )
     return cu_seq_lens_q
 
@@ -378,7 +379,7 @@ def _given_borders(
 def _borders_of_positions(
     position_ids: Tensor, padding: Tensor | None, causal: bool, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """The documents that positions show where they restart; None for one document in each row."""
+    """Borders of documents where positions restart; None if each row is one document."""
     batch_size, tokens = query.shape[0], query.shape[2]
     if position_ids.ndim != 2 or not 1 < tokens == key.shape[2] == position_ids.shape[1]:
         return None
@@ -387,7 +388,7 @@ def _borders_of_positions(
     starts = position_ids.diff(dim=1) != 1
     compiling = torch.compiler.is_compiling()
     if padding is not None:
-        # Without compiling, a mask that is here masks something, and padding shifts positions.
+        # Without compiling, a mask that is not None masks keys, and padding shifts positions.
         if compiling and batch_size == 1:
             fine = ~starts.any() | ~padding.all()
             torch._assert_async(fine, "packed position_ids: not while compiling")
@@ -419,7 +420,7 @@ def _pattern(
     borders: Tensor | None,
     padding: Tensor | None,
 ) -> Pattern | None:
-    """The pattern meant; None for dense attention, which for one query is never causal."""
+    """The pattern of the call; None for dense attention, which for one query is never causal."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
         lengths = borders.diff()
@@ -431,18 +432,18 @@ def _pattern(
             )
         return documents
     if queries == 1:
-        # The mask of a single query holds the window, see _mask.
+        # The mask of a single query includes the window, see `_mask`.
         if sliding_window is not None and sliding_window < keys and padding is None:
             _refuse(
                 f"sliding_window={sliding_window} with 1 query, {keys} keys and no mask",
-                "expected a mask that says which keys are in the window",
+                "expected a mask of the keys in the window",
                 _UNCACHED,
             )
         return None
     if queries != keys and (causal or sliding_window is not None):
-        what = "is_causal=True" if causal else f"sliding_window={sliding_window}"
+        cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
         _refuse(
-            f"{what} with {queries} queries and {keys} keys",
+            f"{cause} with {queries} queries and {keys} keys",
             "expected as many queries as keys, or one query",
             _UNCACHED,
         )
@@ -454,5 +455,5 @@ def _pattern(
 # Patterns are made in plain Python, also for a compiled model.
 @torch.compiler.assume_constant_result
 def _sliding_window(tokens: int, causal: bool) -> Pattern:
-    """The window of `tokens` tokens: a token itself and those before it (and behind)."""
+    """A window of `tokens` tokens: the token itself and those before it (and after it)."""
     return SlidingWindow(window=tokens - 1, causal=causal)

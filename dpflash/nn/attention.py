@@ -315,8 +315,8 @@ class MultiheadAttention(nn.Module):
             return "keys of another source are not sharded; pass self_attention=True"
         if self.dropout > 0:
             return (
-                f"dropout={self.dropout} of attention weights: ranks cannot coordinate "
-                "their masks; pass dropout=0"
+                f"dropout={self.dropout} of attention weights: a rank does not know the "
+                "dropout masks of the others; pass dropout=0"
             )
         return None
 

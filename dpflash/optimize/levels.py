@@ -239,7 +239,10 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
     if asked.mode not in ("auto", "instantiate"):
         return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
     if asked.ranks.everyone is not None:
-        return "several workers exchange what a compiled backward would hold back"
+        return (
+            "several ranks exchange gradients during the backward, and a compiled backward "
+            "returns them only at its end"
+        )
     if size > asked.memory_budget:
         return (
             f"its per-sample gradients would take {size} bytes together, beyond "

@@ -148,7 +148,7 @@ class ForwardWrapper:
                 self._noted(second, lambda: self._again(module, *others))
             finally:
                 after.restore()
-        refusal = refusal or first_difference(first, second, replacement.kept)
+        refusal = refusal or first_difference(first, second, replacement.unchanged)
         samples = size if real is None else int(real.sum())
         try:
             proof.forward_repeated(layers, samples if changed and samples > 1 else 0, refusal)

@@ -109,7 +109,7 @@ def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> 
             not including, ``[k, 2]``; in any order, overlapping or beyond the ends.
 
     Returns:
-        The tables, neighbouring block rows that see the same columns in one group.
+        The tables, neighboring block rows that see the same columns in one group.
     """
     num_blocks = -(-num_tokens // block_size)
     groups, runs = [], []

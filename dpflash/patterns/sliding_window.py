@@ -1,4 +1,4 @@
-"""Attention to the neighbourhood, with global tokens that see all and are seen by all."""
+"""Attention to the neighborhood, with global tokens that see all and are seen by all."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run has spent and may spend: ledger, budget, keys and neighbouring relations."""
+"""The privacy spent and its limits: spending, ledger, budget and secret keys."""

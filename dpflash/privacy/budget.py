@@ -1,4 +1,4 @@
-"""How much privacy a run may spend."""
+"""PrivacyBudget: a limit on epsilon."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class PrivacyBudget:
     """A limit on the epsilon of everything that one engine, or one ledger, has released.
 
     Args:
-        epsilon: the most that may be spent at delta, > 0 and finite.
+        epsilon: the limit at delta, > 0 and finite.
         delta: in (0, 1), well below 1 / number of samples.
-        when_spent: "raise": the step that does not fit raises `BudgetSpent`. "stop": besides,
-            a loop over the private loader ends before it draws a batch that no step could
+        when_spent: with "raise", the step that does not fit raises `BudgetSpent`. With "stop",
+            a loop over the private loader also ends before it draws a batch that no step could
             release.
 
     Raises:
-        ValueError: naming the argument, its value and the way out.
+        ValueError: names the argument, its value and the way out.
 
     Guarantees:
         After each step that `make_private(..., budget=...)` allows, the engine's epsilon at delta
-        is at most epsilon, steps that a ledger brought along included.
+        is at most epsilon, including the steps of earlier runs in its ledger.
     """
 
     epsilon: float

@@ -1,6 +1,6 @@
-"""Keys of a run's random streams, from the operating system or a seed.
+"""The secret keys of a run, from the operating system or from a seed.
 
-A stream's value at an address is a pure function of (key, address): `dpflash.kernels.noise`.
+A random value is a function of a key and an address, see `dpflash.kernels.noise`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class RunKeys:
         ranks: the ranks that share the keys.
 
     Attributes:
-        seed: as given, or that of the checkpoint which was loaded.
-        run: the run's name in the ledger, which no other run has.
-        incarnation: part of both keys; changes where a checkpoint is behind the ledger.
+        seed: the seed passed, or that of the loaded checkpoint.
+        run: the unique name of the run in the ledger.
+        incarnation: part of both keys; changes if a checkpoint is behind the ledger.
     """
 
     def __init__(self, seed: int | None, ranks: Ranks):
@@ -79,7 +79,7 @@ class RunKeys:
         self.incarnation = 0
         self._ranks = ranks
         self._master = ranks.broadcast_from_first(master_key(seed), "the engine's key")
-        # Tells two processes apart that go on from one state.
+        # Distinguishes two processes that continue from one state.
         self._branch = ""
         self.run = self._new_token()
         self._engine = next(_numbers)
@@ -88,7 +88,7 @@ class RunKeys:
 
     @property
     def master(self) -> bytes:
-        """The key that the others derive from."""
+        """The key that the other keys are derived from."""
         return self._master
 
     @property
@@ -102,28 +102,28 @@ class RunKeys:
         return derive_key(self._master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
-        """Keys for another model, whose releases count from 0 again."""
+        """Change the keys for another model, whose releases are counted from 0 again."""
         self._master = derive_key(self._master, "next model")
         self.run = self._new_token()
 
     def branch_off(self) -> None:
-        """Draw other noise from now on than anyone else with these keys. A seed's noise stays."""
+        """Draw noise that no other holder of these keys draws. With a seed: no change."""
         if self.seed is None:
             self._branch = f"-{self._new_token()}"
 
     def leave_ranks(self) -> None:
-        """Go on in a forked process, which is none of the ranks, with noise of its own."""
+        """Continue in a forked process, which is none of the ranks, with noise of its own."""
         self._ranks = Ranks()
         self.branch_off()
 
     def claim(self, step: int) -> None:
-        """Note a release, before it is made, of an engine that has no ledger.
+        """Record a release before it is made, for an engine without a ledger.
 
-        Warns where the engine that wrote a checkpoint and one restored from it both go on.
+        Warns if the engine that wrote a checkpoint and one restored from it both continue.
 
         Raises:
-            RuntimeError: another engine of this process, restored from the same checkpoint, made
-                this release.
+            RuntimeError: another engine of this process, restored from the same checkpoint, has
+                made this release.
         """
         claims = _claims.setdefault((self.run, self.incarnation), {})
         others = [c for engine, c in claims.items() if engine != self._engine and step in c.steps]
@@ -131,7 +131,7 @@ class RunKeys:
             raise RuntimeError(
                 "another engine of this process was restored from the same checkpoint and has "
                 "released steps since: the epsilon of neither covers both, and under a seed both "
-                "have the same noise, so that their difference shows the data. Go on from the "
+                "have the same noise, so that their difference shows the data. Continue from the "
                 "other's newest checkpoint, or use PrivacyEngine(ledger=...) from the start, "
                 "which counts both"
             )
@@ -141,14 +141,14 @@ class RunKeys:
             self._has_warned = True
             if self.seed is None:
                 warnings.warn(
-                    "the engine that wrote this run's checkpoint and one restored from it both go "
-                    "on in this process: the epsilon of neither covers the other's steps. Release "
-                    "the results of one of them, or use PrivacyEngine(ledger=...)",
+                    "the engine that wrote this run's checkpoint and one restored from it both "
+                    "continue in this process: the epsilon of neither covers the other's steps. "
+                    "Release the results of one of them, or use PrivacyEngine(ledger=...)",
                     stacklevel=5,
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values. Secret: noise can be subtracted with these keys."""
+        """The keys as plain values. Keep them secret: whoever has them can subtract the noise."""
         return {
             "key": self._master,
             "incarnation": self.incarnation,
@@ -158,12 +158,12 @@ class RunKeys:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
-        """Go on with the keys of a checkpoint.
+        """Continue with the keys of a checkpoint.
 
         Args:
             state: of the run that wrote the checkpoint.
-            ledger_releases: how many releases the ledger has; None without a ledger, where the
-                other run may have gone on and noise needs a branch of its own.
+            ledger_releases: number of releases in the ledger. None without a ledger: the other
+                run may have continued, so this one needs noise of its own.
         """
         self._master = state["key"]
         self.incarnation = state["incarnation"]
@@ -174,7 +174,7 @@ class RunKeys:
             self._is_restored = True
             self.branch_off()
         elif ledger_releases != state["ledger_releases"]:
-            # Each release made the ledger longer, so no other branch of this key has its number.
+            # Each release makes the ledger longer, so no other branch of this key has its number.
             self.incarnation = ledger_releases
 
     def _new_token(self) -> str:
@@ -189,6 +189,6 @@ class _Claim:
     is_restored: bool
 
 
-# (run, incarnation) -> engine -> what it released. Without a ledger only this process can tell
-# whether noise is used twice.
+# (run, incarnation) -> engine -> its releases. Without a ledger, noise that is used twice can be
+# detected within one process only.
 _claims: dict[tuple[str, int], dict[int, _Claim]] = {}

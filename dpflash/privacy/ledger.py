@@ -1,4 +1,4 @@
-"""The ledger: what was released, in a file of lines that are on disk before the releases leave."""
+"""The ledger: a file with one line for each release, written to disk before the release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ledger_file import LedgerFile, Tail
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
-# Lines of version 2. Those of version 3 have a digest besides.
+# Keys of a line of version 2. Version 3 adds a digest.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
@@ -25,15 +25,15 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """One line: the steps it covers and what each of them cost.
+    """One line: the steps it covers and their privacy event.
 
     Attributes:
         first, last: numbers of the steps, counted through the whole ledger from 1.
-        run: which run made them.
-        event: what each step did; None where an earlier line has paid for it.
-        epsilon: upper end of all steps up to the last, None where it was not known.
+        run: the run that made them.
+        event: privacy event of each step; None if an earlier line already covers its cost.
+        epsilon: upper end, over all steps up to the last; None if it was not computed.
         delta: of that epsilon.
-        accountant: which computed it.
+        accountant: name of the accountant that computed epsilon.
         digest: of all lines before it and of its other values; None in a line of version 2.
     """
 
@@ -48,7 +48,7 @@ class LedgerLine:
 
     @property
     def steps(self) -> int:
-        """How many steps the line covers."""
+        """The number of steps that the line covers."""
         return self.last - self.first + 1
 
 
@@ -59,16 +59,17 @@ class Ledger:
     (see `LedgerFile`). Files of version 2, without digests, can be read and continued.
 
     Attributes:
-        lines: what the file held then.
-        releases: steps in the file by now.
+        lines: the lines of the file when it was opened.
+        releases: the number of steps in the file now.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
-        over-count. A file whose lines cannot be read, or that was changed, cut or emptied behind
-        its head, is refused. Nothing but the start of a line that was never released is removed.
+        over-count. A file is refused if its lines cannot be read, or if it does not end with the
+        line of its head because it was changed, truncated or emptied. Only an unfinished last
+        line, whose release was not made, is ever removed.
 
     Raises:
-        ValueError: naming the file and the line that is damaged, or the head.
+        ValueError: names the file and the damaged line, or the head.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -77,18 +78,18 @@ class Ledger:
         self._begin(path, content)
         if self._tail.unfinished and self._tail.head is None:
             raise ValueError(
-                f"ledger {self.path} ends in the middle of line {len(self.lines) + 1}: a release "
-                "was about to be made when the process died and was not made. Remove that last, "
-                "unfinished line to go on"
+                f"ledger {self.path} ends in the middle of line {len(self.lines) + 1}: the "
+                "process died before it made that release. Remove that last, unfinished line to "
+                "continue"
             )
         self._check_head(content)
 
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
         self.lines = self._read(content)
-        self._payer: str | None = None
+        self._covered_run: str | None = None
         for line in self.lines:
-            self._payer = _payer_after(self._payer, line)
+            self._covered_run = _covered_run_after(self._covered_run, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._running = _hash(content)
 
@@ -105,10 +106,9 @@ class Ledger:
         """Write the next `count` steps, and return when they are on the disk.
 
         Raises:
-            ValueError: the line could not be read again.
-            RuntimeError: the file is not as this object left it: another process has added to it,
-                or changed it.
-            OSError: the line could not be written; the file is as before.
+            ValueError: the line would not be readable.
+            RuntimeError: another process has added to the file or changed it.
+            OSError: the line could not be written; the file is unchanged.
         """
         record = {
             "steps": [self.releases + 1, self.releases + count],
@@ -119,22 +119,22 @@ class Ledger:
             "accountant": accountant,
         }
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
-        # What the next opening would refuse must not get in.
-        payer = _payer_after(self._payer, _parse(line))
+        # Refuses a line that the next reader would refuse.
+        covered_run = _covered_run_after(self._covered_run, _parse(line))
         running = self._running.copy()
         running.update(line)
         tail = self._store(line)
         self.releases += count
-        self._payer = payer
+        self._covered_run = covered_run
         self._running = running
-        # The last: after an interrupt before it the next line is refused.
+        # Last: after an interrupt before it, the next line is refused.
         self._tail = tail
 
     def _store(self, line: bytes) -> Tail:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Digest of the lines of the first steps (all by default); None where there are fewer."""
+        """Digest of the lines of the first steps (default: all); None if there are fewer steps."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -148,10 +148,10 @@ class Ledger:
         return _hash(b"".join(raw[:taken])).hexdigest()
 
     def content(self) -> bytes:
-        """The lines that this object knows, as the file has them.
+        """The bytes of the lines that this object has read or written.
 
         Raises:
-            RuntimeError: the file has others.
+            RuntimeError: the file differs from them.
         """
         content = self._file.read()[0][: self._tail.size]
         if _hash(content).digest() != self._running.digest():
@@ -160,7 +160,7 @@ class Ledger:
 
     def _read(self, content: bytes) -> list[LedgerLine]:
         lines: list[LedgerLine] = []
-        payer: str | None = None
+        covered_run: str | None = None
         running = _hash(b"")
         for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             try:
@@ -168,12 +168,12 @@ class Ledger:
                 expected = lines[-1].last + 1 if lines else 1
                 if line.first != expected:
                     raise ValueError(
-                        f"it begins with step {line.first} where step {expected} is next: a line "
-                        "is missing, doubled or out of order"
+                        f"it begins with step {line.first}, expected {expected}: a line is "
+                        "missing, duplicated or out of order"
                     )
-                payer = _payer_after(payer, line)
-                begun = bool(lines) and lines[-1].digest is not None
-                _check_digest(line, raw + b"\n", running, begun=begun)
+                covered_run = _covered_run_after(covered_run, line)
+                is_required = bool(lines) and lines[-1].digest is not None
+                _check_digest(line, raw + b"\n", running, is_required=is_required)
             except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                 raise ValueError(
                     f"ledger {self.path} is damaged at line {number} ({error}): the privacy spent "
@@ -184,24 +184,25 @@ class Ledger:
         return lines
 
     def _check_head(self, content: bytes) -> None:
-        """Refuse a file that lacks the line of its head."""
+        """Refuse a file that does not contain the line of its head."""
         head, where = self._tail.head, self._file.head_path
         command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
-        anew = f"Only if you know that the ledger is whole, make it anew: {command}"
+        repair = f"Only if you know that the ledger is complete, make a new head: {command}"
         if head is None:
             if self.lines and self.lines[-1].digest:
                 raise ValueError(
-                    f"ledger {self.path}: its head {where} is missing, without which nobody can "
-                    f"tell whether lines were cut off. Restore it from a copy. {anew}"
+                    f"ledger {self.path}: its head {where} is missing, so it is unknown whether "
+                    f"lines were removed. Restore it from a copy. {repair}"
                 )
             return
         if not head and len(self.lines) > 1:
-            # The first line is written behind an empty head, and each later one behind a line.
+            # Only the first line is written while the head is empty.
             raise ValueError(
                 f"ledger {self.path} has {len(self.lines)} lines, and its head {where} is empty, "
-                f"so nobody can tell whether lines were cut off. Restore it from a copy. {anew}"
+                f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
             )
-        # An older line's after a crash: heads are not on disk before the next one is made.
+        # After a crash the head may hold an older line: a head need not be on disk before the
+        # next one is made.
         if not head or head in content.splitlines(keepends=True):
             return
         try:
@@ -209,23 +210,23 @@ class Ledger:
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"ledger {self.path}: its head {where} is damaged ({error}). Restore it from a "
-                f"copy. {anew}"
+                f"copy. {repair}"
             ) from error
         if step > self.releases:
             raise ValueError(
                 f"ledger {self.path} ends with step {self.releases}, and its head {where} with "
-                f"step {step}: the ledger was removed, emptied or cut off, and the privacy spent "
-                "so far is unknown. Restore it from a copy; for other data use another path"
+                f"step {step}: the ledger was removed, emptied or truncated, and the privacy "
+                "spent so far is unknown. Restore it from a copy; for other data use another path"
             )
         raise ValueError(
             f"ledger {self.path} and its head {where} differ in step {step}: one of them was "
-            "changed or is of another ledger, and the privacy spent so far is unknown. Restore "
-            "both from a copy"
+            "changed or belongs to another ledger, and the privacy spent so far is unknown. "
+            "Restore both from a copy"
         )
 
 
 class LedgerCopy(Ledger):
-    """What a worker knows of a ledger that another one keeps."""
+    """A rank's copy, in memory, of the ledger that the first rank writes."""
 
     def __init__(self, path: str | os.PathLike[str], content: bytes):
         self._held = content
@@ -241,7 +242,7 @@ class LedgerCopy(Ledger):
 
 
 def _parse(raw: bytes) -> LedgerLine:
-    """One line's values, checked; what is wrong with them as ValueError or KeyError."""
+    """Parse and check one line. Raises ValueError or KeyError."""
     record = json.loads(
         raw.decode("utf-8"),
         object_pairs_hook=_object,
@@ -253,8 +254,8 @@ def _parse(raw: bytes) -> LedgerLine:
         raise ValueError("not an object")
     if "release" in record:
         raise ValueError(
-            "it is in the format of an older version, which did not tell the samplers apart; "
-            "start a new ledger and add the old epsilon to the new one's"
+            "it has the format of an older version, which did not record the sampler; start a "
+            "new ledger and add the old epsilon to that of the new one"
         )
     if sorted(record.keys() - {"digest"}) != sorted(_KEYS):
         raise ValueError(f"it has the keys {sorted(record)}, not {sorted(_KEYS)}")
@@ -280,7 +281,7 @@ def _parse(raw: bytes) -> LedgerLine:
         raise ValueError(f"digest={record['digest']!r}: expected text")
     done = None if event is None else event_from_dict(event)
     if done is not None and not any(count for _, count in done.pairs()):
-        raise ValueError(f"event={event!r} costs nothing, and no release does")
+        raise ValueError(f"event={event!r} costs nothing, but every release has a cost")
     return LedgerLine(
         first=steps[0],
         last=steps[1],
@@ -300,38 +301,44 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
     return record[:-1] + _DIGEST % covered.hexdigest().encode()
 
 
-def _check_digest(line: LedgerLine, raw: bytes, before: hashlib.blake2b, *, begun: bool) -> None:
+def _check_digest(
+    line: LedgerLine, raw: bytes, before: hashlib.blake2b, *, is_required: bool
+) -> None:
     """Refuse a line whose digest is not that of all lines up to it.
 
     Args:
         before: hash of the lines before it.
-        begun: whether the line before it has a digest.
+        is_required: whether the line before it has a digest.
     """
     if line.digest is None:
-        if begun:
+        if is_required:
             raise ValueError("it has no digest, and the line before it has one")
         return
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
         raise ValueError("its digest is wrong: this line or one before it was changed")
 
 
-def _payer_after(payer: str | None, line: LedgerLine) -> str | None:
-    """The run whose pass over the data is paid for after a line, given that before it.
+def _covered_run_after(covered_run: str | None, line: LedgerLine) -> str | None:
+    """The run whose shuffled epoch is covered after this line.
+
+    Args:
+        covered_run: the run whose epoch was covered before the line.
+        line: the next line.
 
     Raises:
-        ValueError: the line has no event, and its run has paid for no pass.
+        ValueError: the line has no event, and no earlier line covers an epoch of its run.
     """
     if line.event is None:
-        if payer != line.run:
+        if covered_run != line.run:
             raise ValueError(
-                "event=null is for the later steps of a pass over shuffled data, and the lines "
-                "before it are not of one that the same run has paid for"
+                "event=null is for the later steps of a shuffled epoch, but no earlier line of "
+                "the same run covers its epoch"
             )
-        return payer
+        return covered_run
     if isinstance(line.event, ShuffledGaussian):
         return line.run
-    # A step on a batch of unknown origin comes between the steps of a pass.
-    return payer if type(line.event) is Gaussian and payer == line.run else None
+    # A step on a batch of unknown origin may come between the steps of an epoch.
+    return covered_run if type(line.event) is Gaussian and covered_run == line.run else None
 
 
 def _is_number(value: object) -> bool:
@@ -354,7 +361,7 @@ def _finite(text: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("duplicate key")
     return values
 
 

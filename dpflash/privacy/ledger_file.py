@@ -1,6 +1,6 @@
-"""A file of lines that several processes share: locked appends, and a head that tells a cut.
+"""An append-only file that several processes share, and a head that detects truncation.
 
-It knows bytes only; what a line says is `ledger.py`'s.
+It handles bytes only; `ledger.py` interprets the lines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ except ImportError:  # Windows
 
 @dataclass(frozen=True)
 class Tail:
-    """How a file ended when it was read or written.
+    """The end of a file when it was last read or written.
 
     Attributes:
-        size: bytes of its whole lines.
-        last: the last whole line; b"" where there is none.
+        size: bytes of its complete lines.
+        last: the last complete line; b"" if there is none.
         unfinished: bytes after that.
-        head: content of the head; None where there is none.
+        head: content of the head; None if there is none.
     """
 
     size: int
@@ -41,14 +41,14 @@ class LedgerFile:
     """A file that only grows, line by line, and its head.
 
     The head is a second file, `<file>.head`, with a copy of the last line. It is made before the
-    first line is appended and replaced after each. All of it happens under an exclusive `flock`
-    of the file, with two fsyncs for a line, and two more for the first.
+    first line is appended and replaced after each. Every append holds an exclusive `flock` of the
+    file and makes two fsyncs, the first append two more.
 
     Guarantees:
         A line whose `append` returned is in the file, and the head is that line or a later one,
-        wherever any process dies. So a file without its head's line was cut or changed, and an
-        unfinished line beside a head belongs to an `append` that did not return.
-        A failed `append` removes nothing but bytes that it wrote.
+        whenever any process dies. So a file without its head's line was truncated or changed, and
+        an unfinished last line belongs to an `append` that did not return.
+        A failed `append` removes only bytes that it wrote.
 
     Raises:
         ValueError: this platform has no `flock`.
@@ -56,7 +56,7 @@ class LedgerFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        # Whatever the working directory becomes; and several names of one file have one head.
+        # The working directory may change, and all names of one file must have one head.
         self._file = Path(os.path.realpath(path))
         self.head_path = Path(f"{self._file}.head")
         if fcntl is None:
@@ -66,13 +66,13 @@ class LedgerFile:
             )
 
     def read(self) -> tuple[bytes, Tail]:
-        """All whole lines, and how the file ends; changes nothing. A missing file is empty.
+        """Read all complete lines and the end of the file. A missing file counts as empty.
 
         Raises:
             ValueError: the file or its head cannot be read, or is not a regular file.
         """
         try:
-            # A head that was there before the file was found missing is one of a lost file.
+            # A head that existed before the file was found missing belongs to a lost file.
             head = self._read_head()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
@@ -94,16 +94,16 @@ class LedgerFile:
 
         Args:
             line: ends with a newline.
-            tail: how this process left the file.
+            tail: the end of the file when this process last read or wrote it.
 
         Returns:
-            How it ends now.
+            The new end of the file.
 
         Raises:
-            RuntimeError: the file or its head is not as this process left it.
-            OSError: they could not be written; the file is as before.
+            RuntimeError: the file or its head was changed since.
+            OSError: they could not be written; the file is unchanged.
         """
-        # Only a ledger without lines may be made: one that is missing was spent.
+        # Only an empty ledger may be created: a missing one had lines.
         new = tail.size == 0 and not self._file.exists()
         try:
             flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if new else 0)
@@ -117,16 +117,16 @@ class LedgerFile:
         return Tail(tail.size + len(line), line, b"", line)
 
     def refuse_changed(self) -> NoReturn:
-        """Raise the RuntimeError of a file that is not as this process left it."""
+        """Raise the RuntimeError for a file that was changed by another process."""
         raise RuntimeError(
             f"ledger {self.path} or its head {self.head_path} was changed or removed by another "
-            "process or engine, so what this one knows of the privacy spent is incomplete. "
-            "Nothing was released. Start anew from the ledger as it is now"
+            "process or engine, so this engine's record of the privacy spent is incomplete. "
+            "Nothing was released. Start again from the ledger as it is now"
         )
 
     @contextmanager
     def _locked(self, flags: int, kind: int) -> Iterator[int]:
-        """The file's descriptor, locked, and still that of the file at the path."""
+        """A locked descriptor of the file that is at the path."""
         handle = _open_regular(self._file, flags)
         try:
             try:
@@ -138,7 +138,7 @@ class LedgerFile:
                     self.refuse_changed()
                 yield handle
             finally:
-                # Closing is not enough: a process forked meanwhile has the descriptor too.
+                # Closing is not enough: a process forked meanwhile shares the descriptor.
                 fcntl.flock(handle, fcntl.LOCK_UN)
         finally:
             os.close(handle)
@@ -146,22 +146,22 @@ class LedgerFile:
     def _require_unchanged(self, handle: int, tail: Tail) -> None:
         length = len(tail.last) + len(tail.unfinished)
         found = os.pread(handle, length + 1, tail.size - len(tail.last))
-        # An `append` that failed has removed the unfinished line and written the head.
+        # A failed `append` has removed the unfinished line and written the head.
         same = found in (tail.last + tail.unfinished, tail.last)
         if same and self._read_head() in (tail.head, tail.last):
             return
         if found.startswith(tail.last) and len(found) > len(tail.last):
             raise RuntimeError(
-                f"ledger {self.path}: another process or engine has added to it, so what this one "
-                "knows of the privacy spent is incomplete. Nothing was released. Give each "
-                "running engine a ledger of its own, or start anew from this one"
+                f"ledger {self.path}: another process or engine has added to it, so this engine's "
+                "record of the privacy spent is incomplete. Nothing was released. Give each "
+                "running engine a ledger of its own, or start again from this one"
             )
         self.refuse_changed()
 
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # A head that lags, of a process that died, catches up, so none lags by two lines.
+        # If a process died before it wrote the head, write it now: no head lags by two lines.
         if tail.head != tail.last or tail.size == 0:
             self._write_head(tail.last, handle)
             flush_folder(self.head_path.parent)
@@ -173,14 +173,14 @@ class LedgerFile:
                     errno.ENOSPC, f"ledger {self.path}: a line was written in part; disk full?"
                 )
             os.fsync(handle)
-            # Somebody who takes no lock may have written too.
+            # A process that takes no lock may have written too.
             if os.fstat(handle).st_size != tail.size + len(line):
                 self.refuse_changed()
             self._write_head(line, handle)
         except BaseException:
-            # The release is not made. A line that the head has must stay, and count.
+            # The release is not made. A line that the head has must stay and counts.
             if self._read_head() != line:
-                _take_back(handle, written)
+                _undo_write(handle, written)
             raise
 
     def _read_head(self) -> bytes | None:
@@ -194,7 +194,7 @@ class LedgerFile:
             os.close(handle)
 
     def _write_head(self, line: bytes, like: int) -> None:
-        """Replace the head in one step. The folder is not flushed: the old head holds too."""
+        """Replace the head atomically. The folder is not flushed: the old head is valid too."""
         temporary = Path(f"{self.head_path}.tmp")
         temporary.unlink(missing_ok=True)  # of a process that died
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -211,7 +211,7 @@ class LedgerFile:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    # Without O_NONBLOCK a pipe waits for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
     handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -224,8 +224,8 @@ def _read_all(handle: int) -> bytes:
         return file.read()
 
 
-def _take_back(handle: int, written: bytes) -> None:
-    """Remove what was written, if it is still the last of the file."""
+def _undo_write(handle: int, written: bytes) -> None:
+    """Remove `written` if the file still ends with it."""
     end = os.lseek(handle, 0, os.SEEK_CUR)  # where the write ended
     start = end - len(written)
     if os.fstat(handle).st_size == end and os.pread(handle, len(written), start) == written:
@@ -233,7 +233,7 @@ def _take_back(handle: int, written: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Put the name of a new file on the disk too."""
+    """Flush a folder, so that the name of a new file is on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
-"""Random masks: the generators that a private forward draws from are seeded from a secret.
+"""Seeds the random generators of a private forward, such as those of dropout, from a secret key.
 
-Under a seed that somebody knows, dropout's masks are known too, and which sample gets which of
-them depends on how many rows came before. Under a secret seed the masks of all rows are
-independent of each other for everybody who does not have the key.
+With a known seed, dropout's masks are known too, and the mask of a sample depends on the number of
+rows before it. With a secret seed the masks of all rows are independent for everybody who does not
+have the key.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
     A forward that starts from the same state of the user's generator as an earlier one of the
-    same batch gets the same seed: the recomputation of a checkpoint around the model does.
+    same batch gets the same seed. So activation checkpointing recomputes the same masks.
 
     Args:
-        devices: those of the model beside the CPU.
-        key: gives the current 32-byte key.
-        place: names the batch at hand: what differs between two batches.
+        devices: the model's devices other than the CPU.
+        key: returns the current 32-byte key.
+        place: returns an identifier of the current batch; no two batches have the same one.
     """
 
     def __init__(
@@ -46,16 +46,17 @@ class SecretMasks:
 
     @contextmanager
     def seeded(self, *, recomputing: bool) -> Iterator[None]:
-        """During an outermost forward; afterwards the user's generators go on as if it had drawn
-        one number from torch's.
+        """Seed the generators during an outermost forward, and restore the user's states after it.
+
+        Torch's generator continues as if the forward had drawn one number.
 
         Args:
-            recomputing: whether this is a forward inside of a backward.
+            recomputing: whether this forward runs inside a backward.
         """
         if self._active:
             yield
             return
-        # Also tells two calls of one batch apart, and is the same in a recomputation.
+        # Distinguishes two calls of one batch, and is the same in a recomputation.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = _Generators(self._devices)
@@ -68,7 +69,7 @@ class SecretMasks:
             held.restore()
 
     def _seed(self, word: int, recomputing: bool) -> int:
-        # A release may begin within the backward, and with it the batch gets another name.
+        # A release may begin within the backward; the batch then has another identifier.
         place = self._at if recomputing else self._place()
         if place != self._at:
             self._at, self._seeds = place, {}
@@ -89,7 +90,7 @@ class _Generators:
             self._torch += own[index : index + 1]
         self._states = [generator.get_state() for generator in self._torch]
         self._python = random.getstate()
-        # Not imported for this alone.
+        # numpy is not imported only for this.
         self._numpy = sys.modules.get("numpy.random")
         if self._numpy is not None:
             self._numpy_state = self._numpy.get_state(legacy=False)

@@ -1,4 +1,4 @@
-"""What of a run's batches is public, as the plan and the report say it."""
+"""PublicFacts: the public properties of a run's batches, for the plan and the report."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ __all__ = ["PublicFacts"]
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """What of a run's batches cannot depend on who is in the dataset.
+    """Properties of a run's batches that do not depend on who is in the dataset.
 
     Attributes:
-        slots: rows of each physical batch of each rank; None where batches have the sizes of the
-            loader's own passes, which are public as the dataset's size is.
-        others: whether some batches came past the private loader's own iteration, without slots.
+        slots: rows of each microbatch of each rank; None if batches have the sizes of the
+            loader's own epochs, which are public as the dataset's size is.
+        others: whether some batches, without slots, did not come from the private loader's own
+            iteration.
         lengths: of the samples, in words.
-        dataset_size: what rate, steps and divisor come from.
-        is_declared: whether that was declared; else the number of entries was taken for public.
+        dataset_size: determines sample rate, steps and divisor.
+        is_declared: whether the user declared it; else the number of entries counts as public.
     """
 
     slots: int | None
@@ -29,13 +30,13 @@ class PublicFacts:
 
     def __str__(self) -> str:
         if self.slots is None:
-            slots = "none; batches have the public sizes of the loader's own passes"
+            slots = "none; batches have the public sizes of the loader's own epochs"
         else:
-            slots = f"{self.slots} in each physical batch, samples in secret random ones"
+            slots = f"{self.slots} in each microbatch, samples in secret random ones"
         if self.others:
             slots += (
-                "; some batches did not come from the private loader's own iteration and had "
-                "none: their bound holds up to the rounding of other samples"
+                "; some batches did not come from the private loader's own iteration and had no "
+                "slots: their bound holds up to the rounding of other samples"
             )
         size = (
             "declared"
@@ -49,7 +50,7 @@ class PublicFacts:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for reports."""
+        """The facts as plain values, for reports."""
         return {
             "slots": self.slots,
             "batches_without_slots": self.others,

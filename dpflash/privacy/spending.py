@@ -1,20 +1,21 @@
-"""What all releases on one data set have cost together: accountant, relation, ledger and budget.
+"""Spending: the privacy cost of all releases on one dataset, and its limit.
 
-Accountants of ours take any event; others, such as those of Opacus, know Poisson sampling and the
-plain Gaussian, and nothing of neighbouring relations.
+Accountants of dpflash take any event. Those of Opacus take only Poisson sampling and the Gaussian
+mechanism, and have no neighboring relations.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dpflash.accounting import (
     Accountant,
     Event,
+    Gaussian,
     Interval,
     PoissonGaussian,
     create_accountant,
@@ -22,20 +23,20 @@ from dpflash.accounting import (
     remaining_steps,
 )
 from dpflash.accounting.calibration import as_accountant, as_phase
-from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE
+from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_OUT
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import Ledger
-from .relations import DEFAULT_ACCOUNTANT, class_name, common_relation, converted
 
-# Accountants whose epsilon is an upper bound and quick to compute.
+DEFAULT_ACCOUNTANT = "contour"
+# Accountants whose epsilon is an upper bound and is computed quickly.
 _RECOMPUTED = ("contour", "rdp")
 
 
 @dataclass
-class _Room:
-    """How many more of one event fit, as long as the accountant is at `state`."""
+class _Remaining:
+    """How many more releases of `event` fit the budget while the accountant is at `state`."""
 
     event: Event
     count: int
@@ -43,17 +44,17 @@ class _Room:
 
 
 class Spending:
-    """The releases of an engine and of its ledger, and what may still be spent.
+    """The releases of an engine and of its ledger, their epsilon, and the remaining budget.
 
     Args:
         accountant: a name, or an object; its history counts.
-        relation: the neighbouring relation that was asked for; None for the events' own.
-        ledger: the ledger, whose lines count; None for none.
+        relation: the requested neighboring relation; None for the events' own.
+        ledger: the ledger, whose lines count; None for no ledger.
 
     Attributes:
         budget: the limit, or None.
-        delta: at which ledger lines tell epsilon; None for nowhere.
-        noiseless: whether something was released without noise.
+        delta: the delta of epsilon in ledger lines; None for lines without epsilon.
+        noiseless: whether there was a release without noise.
         has_foreign_batches: whether some releases were of batches that no private loader drew.
     """
 
@@ -72,8 +73,8 @@ class Spending:
             relation = None if own == ADD_REMOVE else own
         if not self.is_ours and relation == REPLACE_ONE:
             raise ValueError(
-                f"neighboring_relation={relation!r}: {class_name(self.accountant)} does not know "
-                f"it; use accountant={DEFAULT_ACCOUNTANT!r}"
+                f"neighboring_relation={relation!r}: {class_name(self.accountant)} does not "
+                f"support it; use accountant={DEFAULT_ACCOUNTANT!r}"
             )
         self.asked = relation
         self.budget: PrivacyBudget | None = None
@@ -81,7 +82,7 @@ class Spending:
         self.noiseless = False
         self.has_foreign_batches = False
         self._relation = ADD_REMOVE if relation is None else relation
-        self._room: _Room | None = None
+        self._remaining: _Remaining | None = None
         self._last: Event | None = None
         if relation is not None:
             self._convert(relation)
@@ -92,21 +93,21 @@ class Spending:
                 if line.event is not None:
                     self.add(line.event, line.steps)
 
-    # What was spent
+    # Spent so far
 
     @property
     def relation(self) -> str:
-        """What epsilon is for."""
+        """The neighboring relation that epsilon is for."""
         return self.accountant.neighboring_relation if self.is_ours else self._relation
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was released yet."""
+        """Whether there was no release yet."""
         events = self.accountant.events if self.is_ours else []
         return not (self.noiseless or self.accountant.history or events)
 
     def epsilon(self, delta: float) -> Interval:
-        """Both ends of epsilon at delta; inf once something was released without noise."""
+        """Both ends of epsilon at delta; inf after a release without noise."""
         if self.noiseless:
             return Interval(math.inf, math.inf)
         if self.is_empty:
@@ -114,7 +115,7 @@ class Spending:
         return self._epsilon_of(self.accountant, delta)
 
     def add(self, event: Event, count: int = 1) -> None:
-        """Count an event that was paid for, `count` times."""
+        """Count an event that is in the ledger or charged, `count` times."""
         event = self.adopt(event)
         if _is_noiseless(event):
             self.noiseless = True
@@ -122,14 +123,14 @@ class Spending:
         self._compose(self.accountant, event, count)
 
     def adopt(self, event: Event) -> Event:
-        """The event as it is accounted for, after the history was brought to its relation.
+        """Convert the event and the history to a common relation, and return the event.
 
         Raises:
-            ValueError: the accountant does not know such events, or there is no guarantee under
-                the relation that was asked for; nothing is changed then.
+            ValueError: the accountant does not support such events, or there is no guarantee
+                under the requested relation. Nothing is changed then.
         """
         relation = self._relation_with(event)
-        event = converted(event, relation)
+        event = convert_event(event, relation)
         if not self.is_ours:
             as_phase(self.accountant, event)
         if relation != self.relation:
@@ -137,16 +138,16 @@ class Spending:
         return event
 
     def check(self, event: Event) -> None:
-        """Refuse, without changing anything, what `adopt` would refuse."""
-        event = converted(event, self._relation_with(event))
+        """Refuse the events that `adopt` would refuse, without changing anything."""
+        event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
 
     def admit(self, event: Event | None) -> None:
-        """Refuse, without changing anything, an event that must not happen.
+        """Refuse an event that must not happen, without changing anything.
 
         Raises:
-            BudgetSpent: it does not fit.
+            BudgetSpent: it does not fit the budget.
             ValueError: it cannot be accounted for.
         """
         if event is None:
@@ -155,11 +156,11 @@ class Spending:
         if not self.fits(event):
             raise BudgetSpent(self._refusal(event))
         if not self.is_ours and not _is_noiseless(event):
-            # One of Opacus loses its history where it refuses a step.
+            # An accountant of Opacus loses its history if it refuses a step.
             self._compose(self._copied_accountant(), event, 1)
 
     def charge(self, event: Event | None, *, run: str, is_foreign: bool = False) -> None:
-        """Pay for one admitted release before it is made; None for one that was paid for."""
+        """Charge for one admitted release before it is made; None if it is already charged."""
         self.has_foreign_batches |= is_foreign
         if event is not None:
             event = self.adopt(event)
@@ -173,19 +174,19 @@ class Spending:
             )
         if event is None:
             return
-        room = self._room
-        known = room is not None and room.event == event and room.state == self._state()
+        left = self._remaining
+        known = left is not None and left.event == event and left.state == self._state()
         self.add(event)
         self._last = event
         if known:
-            assert room is not None
-            room.count -= 1
-            room.state = self._state()
+            assert left is not None
+            left.count -= 1
+            left.state = self._state()
 
-    # What may still be spent
+    # Remaining budget
 
     def set_budget(self, budget: PrivacyBudget | None) -> None:
-        """Limit what may be spent from now on; None for no limit."""
+        """Set the limit; None for no limit."""
         self.budget = budget
 
     def set_delta(self, delta: float) -> None:
@@ -196,22 +197,25 @@ class Spending:
         """Whether the budget allows the event once more."""
         if self.budget is None or event is None:
             return True
-        event = converted(event, self._relation_with(event))
-        room = self._room
-        # The first of a kind may be the only one, as under a noise scheduler.
+        event = convert_event(event, self._relation_with(event))
+        left = self._remaining
+        # The first event of a kind may be the only one, as with a noise scheduler.
         if event != self._last and not (
-            room is not None and room.event == event and room.state == self._state()
+            left is not None and left.event == event and left.state == self._state()
         ):
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
 
     def remaining(self, event: Event) -> int:
-        """How many more such events the budget allows; counted once, then counted down."""
+        """How many more such events the budget allows. Computed once, then counted down."""
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
-        event = converted(event, self._relation_with(event))
-        if self._room is None or (self._room.event, self._room.state) != (event, self._state()):
+        event = convert_event(event, self._relation_with(event))
+        if self._remaining is None or (self._remaining.event, self._remaining.state) != (
+            event,
+            self._state(),
+        ):
             trial = self._copied_accountant()
             if self.is_ours:
                 _convert_all(trial, event.relation)
@@ -221,15 +225,15 @@ class Spending:
                 target_epsilon=self.budget.epsilon,
                 target_delta=self.budget.delta,
             )
-            self._room = _Room(event, count, self._state())
-        return self._room.count
+            self._remaining = _Remaining(event, count, self._state())
+        return self._remaining.count
 
     def begin(self, event: Event, budget: PrivacyBudget | None) -> None:
-        """Get ready for a run of such events.
+        """Prepare for a run of such events.
 
         Raises:
-            ValueError: they cannot be accounted for, or the budget does not allow even one;
-                nothing is changed then.
+            ValueError: they cannot be accounted for, or the budget does not allow even one.
+                Nothing is changed then.
         """
         self.check(event)
         before, self.budget = self.budget, budget
@@ -242,7 +246,7 @@ class Spending:
             if budget is not None and self.is_ours and not self.accountant.is_bound:
                 raise ValueError(
                     f"budget={budget!r} with accountant={self.accountant.mechanism()!r}, whose "
-                    "epsilon is an estimate and bounds nothing; use accountant='contour'"
+                    "epsilon is an estimate and no upper bound; use accountant='contour'"
                 )
             if budget is not None and self.remaining(event) == 0:
                 raise ValueError(f"budget={budget!r}: {self._refusal(event)}")
@@ -255,10 +259,10 @@ class Spending:
     def noise_for(
         self, event: Callable[[float], Event], count: int, *, epsilon: float, delta: float
     ) -> float:
-        """The noise at which `count` events alone stay within (epsilon, delta)."""
+        """The noise multiplier at which `count` events alone stay within (epsilon, delta)."""
         relation = self._relation_with(event(1.0))
         return noise_multiplier_for(
-            lambda noise_multiplier: converted(event(noise_multiplier), relation),
+            lambda noise_multiplier: convert_event(event(noise_multiplier), relation),
             count,
             target_epsilon=epsilon,
             target_delta=delta,
@@ -268,7 +272,7 @@ class Spending:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent, as plain values."""
+        """The spending as plain values."""
         return {
             "accountant": self.accountant.state_dict(),
             "relation": self.relation,
@@ -277,11 +281,13 @@ class Spending:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was spent according to a checkpoint; with a ledger, the ledger knows more."""
+        """Load the spending of a checkpoint. With a ledger, its events are used instead."""
         if self.ledger is None and self.is_ours:
             loaded = self._copied_accountant()
             loaded.load_state_dict(state["accountant"])
-            _convert_all(loaded, self.asked or self._joined(loaded, state["relation"]))
+            _convert_all(
+                loaded, self.asked or self._relation_with_history(loaded, state["relation"])
+            )
             self.accountant.load_state_dict(loaded.state_dict())
         elif self.ledger is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
@@ -289,14 +295,14 @@ class Spending:
         self.noiseless |= state["noiseless"]
         self.has_foreign_batches |= state["has_foreign_batches"]
 
-    # Inside
+    # Internals
 
     def _mechanism(self) -> str:
-        """What a ledger line calls the accountant; those of Opacus have names of ours."""
+        """The accountant's name in ledger lines; of one that is not ours, its class name."""
         return self.accountant.mechanism() if self.is_ours else class_name(self.accountant)
 
     def _check_epsilon(self, ledger: Ledger) -> None:
-        """Refuse a ledger whose events cost less than its last line with an epsilon tells."""
+        """Refuse a ledger whose events give a smaller epsilon than its last line with one."""
         lines = list(ledger.lines)
         while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
             lines.pop()
@@ -310,7 +316,7 @@ class Spending:
                 relation = line.event.relation
         if any(map(_is_noiseless, counts)):
             return
-        # The accountant's own history may be in the epsilon, and is in no line.
+        # The line's epsilon may include the accountant's own history, which has no line.
         trial = create_accountant(last.accountant)
         trial.history = list(self.accountant.history)
         if self.is_ours:
@@ -320,20 +326,20 @@ class Spending:
         try:
             _convert_all(trial, relation)
             for event, count in counts.items():
-                trial.compose(converted(event, relation), count)
+                trial.compose(convert_event(event, relation), count)
             found = float(trial.get_epsilon(last.delta))
         except (ValueError, ArithmeticError):
             return
         if found < last.epsilon * (1 - 1e-6):
             raise ValueError(
                 f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon "
-                f"{found!r}, the line says {last.epsilon!r}: the file was changed, or the "
+                f"{found!r}, but the line has {last.epsilon!r}: the file was changed, or the "
                 "engine's accountant had a history that is not in it. Restore it from a copy, "
                 "or pass the accountant with that history"
             )
 
-    def _joined(self, loaded: Accountant, relation: str) -> str:
-        """The relation of a loaded history and of what this engine will add to it."""
+    def _relation_with_history(self, loaded: Accountant, relation: str) -> str:
+        """The common relation of a loaded history and of this engine's future releases."""
         if not (loaded.history or loaded.events):
             return self.relation
         return common_relation((relation, self.relation))
@@ -350,7 +356,7 @@ class Spending:
         self._relation = relation
 
     def _state(self) -> tuple[Any, ...]:
-        """What changes with the accountant, whoever changes it."""
+        """A value that differs after any change of the accountant."""
         history = self.accountant.history
         events = self.accountant.events if self.is_ours else []
         return (
@@ -360,7 +366,7 @@ class Spending:
         )
 
     def _copied_accountant(self) -> Accountant:
-        """A copy of the accountant that may be spent."""
+        """A copy of the accountant, for trials."""
         trial = copy.copy(self.accountant)
         trial.history = list(self.accountant.history)
         if self.is_ours:
@@ -397,7 +403,7 @@ class Spending:
         return self._epsilon_of(trial, delta).upper
 
     def _epsilon_with(self, event: Event | None) -> float | None:
-        """What a ledger line tells."""
+        """The epsilon of the next ledger line."""
         if self.delta is None:
             return None
         if event is None:
@@ -408,32 +414,77 @@ class Spending:
 
     def _refusal(self, event: Event) -> str:
         assert self.budget is not None
-        event = converted(event, self._relation_with(event))
+        event = convert_event(event, self._relation_with(event))
         limit, delta = self.budget.epsilon, self.budget.delta
         spent, after = self.epsilon(delta).upper, self._after(event, delta)
-        names = {"shuffled": "pass over the data", "none": "step on a batch of unknown origin"}
-        what = names.get(event.sampler, f"{event.sampler} step")
+        names = {"shuffled": "epoch", "none": "step on a batch of unknown origin"}
+        name = names.get(event.sampler, f"{event.sampler} step")
         if after == math.inf and event.failure() > 0:
             return (
                 f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: draws "
-                f"exceed max_batch_size with a chance of {event.failure():.3g}, against which "
+                f"exceed max_batch_size with a probability of {event.failure():.3g}, for which "
                 "delta is too small. Pass a greater max_batch_size, or none"
             )
         return (
             f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
-            f"{spent:.6g} is spent and one more {what} would reach {after:.6g}. "
+            f"{spent:.6g} is spent and one more {name} would reach {after:.6g}. "
             "Nothing was released. Stop here, raise noise_multiplier, or pass a greater "
             "budget=PrivacyBudget(...)"
         )
 
 
 def _convert_all(accountant: Accountant, relation: str) -> None:
-    """Bring an accountant of ours to another relation."""
+    """Convert an accountant of dpflash to another relation."""
     if accountant.neighboring_relation != relation:
         for event, _ in accountant.events:
-            converted(event, relation)
+            convert_event(event, relation)
         accountant.convert(relation)
 
 
 def _is_noiseless(event: Event) -> bool:
     return getattr(event, "noise_multiplier", 1.0) == 0
+
+
+def common_relation(relations: Iterable[str]) -> str:
+    """The relation under which events of these relations are accounted for together.
+
+    Events of one relation keep it. Events of different relations are converted to "zero_out", for
+    which every sampler has a guarantee: Poisson sampling costs the same as under "add_remove".
+    Shuffled and fixed-size batches have no guarantee under "add_remove".
+    """
+    given = set(relations)
+    return given.pop() if len(given) == 1 else ZERO_OUT
+
+
+def convert_event(event: Event, relation: str) -> Event:
+    """Convert an event to another neighboring relation.
+
+    Raises:
+        ValueError: the event has no guarantee under that relation.
+    """
+    if event.relation == relation:
+        return event
+    if type(event) is Gaussian and relation == ADD_REMOVE:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
+            "has no guarantee for it, since one more sample could change all others; use "
+            f"{ZERO_OUT!r}"
+        )
+    if isinstance(event, PoissonGaussian) and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler took the size of the "
+            "dataset as public, and its sample rate changes with one more sample; pass "
+            f"make_private(dataset_size=...), a public number, or use {ZERO_OUT!r}"
+        )
+    try:
+        return event.convert(relation)
+    except ValueError as error:
+        raise ValueError(
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler has no guarantee "
+            f"for it ({error})"
+        ) from error
+
+
+def class_name(accountant: object) -> str:
+    """The full name of an object's class."""
+    return f"{type(accountant).__module__}.{type(accountant).__qualname__}"

@@ -33,9 +33,9 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function visibly mixes or sorts the entries of a batch.
 
-    The function is called about 30 times on entries of the dataset, or about 100 times where it
+    The function is called about 30 times on entries of the dataset, or about 100 times if it
     draws random numbers, for three seconds at most. Global random states are restored. Where
-    DataLoader workers fetch the entries, the workers try it, see `TriedCollate`.
+    DataLoader workers fetch the entries, these workers try it, see `TriedCollate`.
 
     Args:
         may_sort: whether rows may be in another order than the entries.
@@ -89,16 +89,16 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
     if sorts:
         raise ValueError(
             f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
-            "it is given. Padding rows are known by their place, so keep the order, and sort "
+            "it is given. Padding rows are known by their position, so keep the order, and sort "
             "inside of the model where a layer needs it (pack_padded_sequence has "
             "enforce_sorted=False)"
         )
     if mixes:
         raise ValueError(
-            f"data_loader.collate_fn={name} mixes the entries of a batch: what becomes of one "
-            "changes with the others (as by mixup, batch statistics, or weights that sum to 1), "
-            "so one of them may move the sum by more than max_grad_norm. Make each row of its own "
-            "entry alone"
+            f"data_loader.collate_fn={name} mixes the entries of a batch: a row changes with the "
+            "other entries (as by mixup, batch statistics, or weights that sum to 1), so one "
+            "entry may change the sum by more than max_grad_norm. Make each row of its own entry "
+            "alone"
         )
 
 
@@ -250,7 +250,7 @@ def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Whether two rows, or parts of them, are equal; None where their forms differ."""
+    """Whether two rows, or parts of them, are equal; None if their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):
@@ -267,7 +267,7 @@ def _equal(x: Any, y: Any) -> bool | None:
         return _equal_tensors(torch.tensor(x), torch.tensor(y))
     if isinstance(x, int | str | bytes):
         return x == y
-    return True  # Of no known kind: the rest decides.
+    return True  # Of an unknown class: the other parts decide.
 
 
 def _all_equal(pairs: list[tuple[Any, Any]]) -> bool | None:

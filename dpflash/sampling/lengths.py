@@ -1,7 +1,7 @@
 """Lengths of samples: checks whether they are public, and `PadTo` makes them public.
 
-A collate function that pads to the longest sample of a batch lets that sample decide the shapes,
-and with them the kernels, for all other samples.
+If a collate function pads to the longest sample of a batch, that sample determines the shapes, and
+so the kernels, of all other samples.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Lengths:
             lengths = [shape[0] for shape in shapes.values() if shape]
             if self.declared is not None and self.declared not in lengths:
                 raise ValueError(
-                    f"public_length={self.declared}: no tensor of a batch has so many entries in "
+                    f"public_length={self.declared}: no tensor of a batch has this length in "
                     f"dimension 1, found {lengths}; pass collate_fn=dpflash.sampling.PadTo("
                     f"{self.declared}) to the DataLoader"
                 )

@@ -38,13 +38,13 @@ from .tracker import EARLIER_EPOCH, BatchMark, BatchTracker
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
-class _PassBatchSampler(BatchSampler):
-    """The loader's own batches; notes where an epoch begins, also for other loaders."""
+class _EpochBatchSampler(BatchSampler):
+    """The loader's own batches; reports where an epoch begins, also for other loaders."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)
         self._tracker = tracker
-        self._passes = 0
+        self._epochs = 0
 
     def event(self, noise_multiplier: float) -> Event:
         """Cost of a whole epoch with this as its least noise multiplier."""
@@ -55,11 +55,11 @@ class _PassBatchSampler(BatchSampler):
         if not tracker.may_begin(True):
             return
         tracker.begin_epoch()
-        self._passes += 1
-        own = self._passes
+        self._epochs += 1
+        own = self._epochs
         try:
             for number, batch in enumerate(super().__iter__()):
-                if own != self._passes:
+                if own != self._epochs:
                     raise RuntimeError(EARLIER_EPOCH)
                 if number and not tracker.may_begin(False):
                     return
@@ -67,12 +67,12 @@ class _PassBatchSampler(BatchSampler):
                 tracker.still_to_come(len(self) - number - 1)
                 yield batch
         finally:
-            if own == self._passes:
+            if own == self._epochs:
                 tracker.still_to_come(0)
 
 
 class _CollateWithEmpty:
-    """The user's collate function; an empty draw gives a batch of size 0 of the same structure."""
+    """The user's collate function; of an empty draw it makes an empty batch of equal structure."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
         self.collate = collate
@@ -116,9 +116,9 @@ class PrivateDataLoader(DataLoader):
     BatchMemoryManager, gets the samples alone, without padding rows.
 
     Args:
-        share: (number of this rank, number of ranks) that split each draw.
+        rank_part: (number of this rank, number of ranks) that split each draw.
         public_size: determines rate, steps and divisor; None for the size of the dataset.
-        public_length: public length of dimension 1; None where none is declared.
+        public_length: public length of dimension 1; None if none is declared.
 
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
@@ -142,7 +142,7 @@ class PrivateDataLoader(DataLoader):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
-        share: tuple[int, int] = (0, 1),
+        rank_part: tuple[int, int] = (0, 1),
         public_size: PublicSize | None = None,
         public_length: int | None = None,
     ):
@@ -169,16 +169,16 @@ class PrivateDataLoader(DataLoader):
         self._mark: BatchMark | None = None
         if sampling == "shuffled":
             assert loader.batch_size is not None
-            own = _PassBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
+            own = _EpochBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
             self.steps_per_epoch = len(own)
-            self._source: DrawSampler | _PassBatchSampler = own
+            self._source: DrawSampler | _EpochBatchSampler = own
         else:
             drawn: dict[str, Any] = {
                 "steps_per_epoch": self.steps_per_epoch,
                 "key": key,
                 "physical_batch_size": physical_batch_size,
             }
-            bounds: dict[str, Any] = {"ranks": share[1], "at_most": physical_batch_size}
+            bounds: dict[str, Any] = {"ranks": rank_part[1], "at_most": physical_batch_size}
             if sampling == "fixed_size":
                 self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
                 self.slots = slots_of_size(batch_size, **bounds)
@@ -194,7 +194,7 @@ class PrivateDataLoader(DataLoader):
                     relation=ZERO_OUT if public_size is None else ADD_REMOVE,
                     **drawn,
                 )
-            self._draws.follow(tracker, share)
+            self._draws.follow(tracker, rank_part)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         options: dict[str, Any] = {
@@ -240,25 +240,25 @@ class PrivateDataLoader(DataLoader):
 
         The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
         """
-        mark = self._at_hand()
+        mark = self._current_mark()
         # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:
         """Whether the current microbatch ends its logical batch, which step() releases."""
-        return self._at_hand().last
+        return self._current_mark().last
 
-    def _at_hand(self) -> BatchMark:
+    def _current_mark(self) -> BatchMark:
         if self._mark is None:
-            raise RuntimeError("no batch is at hand: iterate over this loader first")
+            raise RuntimeError("there is no current batch: iterate over this loader first")
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
         if not self.tracker.may_begin(True):
             return
-        marked = self._marked_pass() if self._draws is None else self._marked_draws()
+        marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
             self._mark = mark
             self.lengths.observe(batch)
@@ -277,7 +277,7 @@ class PrivateDataLoader(DataLoader):
             self.tracker.begin_batch(mark, own)
             yield batch, mark
 
-    def _marked_pass(self) -> Iterator[tuple[Any, BatchMark]]:
+    def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
         """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
         for number, batch in enumerate(super().__iter__()):
@@ -317,7 +317,7 @@ def _length(dataset: Any) -> int:
     except Exception as error:
         raise ValueError(
             f"data_loader.dataset={type(dataset).__name__} has no length (len raised "
-            f"{type(error).__name__}), so the chance of a sample is unknown; {remedy}"
+            f"{type(error).__name__}), so the probability of a sample is unknown; {remedy}"
         ) from error
     if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
         raise ValueError(
@@ -360,9 +360,9 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         and len(loader.sampler) == num_samples
     )
     if not plain:
-        what = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
+        verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
         raise ValueError(
-            f"data_loader.sampler={type(loader.sampler).__name__} cannot be {what}: a sample's "
+            f"data_loader.sampler={type(loader.sampler).__name__} cannot be {verb}: a sample's "
             "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"
         )
     return num_samples, loader.batch_size

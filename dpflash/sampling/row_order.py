@@ -20,15 +20,15 @@ from .tracker import BatchMark
 
 __all__ = ["RowOrder"]
 
-# A loop treats all batches alike. On a CPU all are checked; on a GPU that would wait for it.
+# A loop treats all batches alike. On a CPU all are checked; on a GPU each check waits for it.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
 # Rows of fewer numbers may occur in another batch by chance.
-_TELLING = 8
+_DISTINCTIVE = 8
 _REMEDY = (
-    "so padding rows could not be told from samples and nothing was released: keep the loader's "
-    "order, and sort inside of the model where a layer needs it (pack_padded_sequence has "
-    "enforce_sorted=False)"
+    "so padding rows could not be distinguished from samples and nothing was released: keep the "
+    "loader's order, and sort inside of the model where a layer needs it (pack_padded_sequence "
+    "has enforce_sorted=False)"
 )
 
 
@@ -49,17 +49,17 @@ class RowOrder:
         self._past: OrderedDict[int, None] = OrderedDict()
 
     def observe(self, batch: Any, mark: BatchMark) -> None:
-        """Note a batch that the loop receives.
+        """Record a batch that the loop receives.
 
         Raises:
                 RuntimeError: the collate function changed the order of its rows.
         """
-        self._past.update((rows.hash, None) for rows in self._batch if rows.is_telling)
+        self._past.update((rows.hash, None) for rows in self._batch if rows.is_distinctive)
         while len(self._past) > _REMEMBERED:
             self._past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
         tensors = [x for _, x in tensors_of(batch)]
-        if mark.real is None or not self._looks_at(tensors):
+        if mark.real is None or not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
         self._batch, self._size = _rows_of(tensors, mark.size), mark.size
@@ -84,16 +84,19 @@ class RowOrder:
             RuntimeError: one of them has the rows of the batch in another order, or they are those
                 of an earlier batch.
         """
-        if self._size is None or not self._looks_at(given):
+        if self._size is None or not self._is_checked(given):
             return
         found = _rows_of(given, self._size)
         is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
-        if not is_present and any(rows.is_telling and rows.hash in self._past for rows in found):
+        if not is_present and any(
+            rows.is_distinctive and rows.hash in self._past for rows in found
+        ):
             raise RuntimeError(
-                "the model got a batch that the loader gave before the one at hand, so padding "
-                "rows could not be told from samples and nothing was released: train on each "
-                "batch before the next one is asked for (no list of the private loader's batches, "
-                "and no prefetching around it; the DataLoader's num_workers= fetches ahead)"
+                "the model got a batch that the loader gave before the current one, so padding "
+                "rows could not be distinguished from samples and nothing was released: train on "
+                "each batch before you fetch the next one (no list of the private loader's "
+                "batches, and no prefetching around it; the DataLoader's num_workers= fetches "
+                "ahead)"
             )
         moved = self._copies is not None and _misplaced(found, self._copies)
         if moved or any(_reordered(rows, self._batch) for rows in found):
@@ -101,7 +104,7 @@ class RowOrder:
                 f"the model got the rows of the loader's batch in another order, {_REMEDY}"
             )
 
-    def _looks_at(self, tensors: Sequence[Tensor]) -> bool:
+    def _is_checked(self, tensors: Sequence[Tensor]) -> bool:
         return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
 
 
@@ -111,20 +114,20 @@ class _Rows:
     Attributes:
         form: shape and dtype of the tensor.
         hash: of form and digests.
-        is_telling: whether another batch is unlikely to have the same tensor.
+        is_distinctive: whether another batch is unlikely to have the same tensor.
     """
 
     def __init__(self, x: Tensor) -> None:
         self.form = x.shape, x.dtype
         self.digests = row_digests(x).cpu()
         self.hash = hash((self.form, *self.digests.tolist()))
-        self.is_telling = x[0].numel() >= _TELLING and bool((x != x.reshape(-1)[0]).any())
+        self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())
 
 
 def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
     """Digests of the tensors with one row for each of the `size` rows of the batch."""
-    kept = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
-    return [_Rows(x) for x in kept]
+    batched = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
+    return [_Rows(x) for x in batched]
 
 
 def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Samplers draw logical batches and know what releasing one of them costs."""
+"""Samplers: draw logical batches, and know the privacy cost of releasing one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DrawSampler(ABC):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Attributes:
-        share: (number of this rank, number of ranks) that split each draw. All ranks yield the
+        rank_part: (number of this rank, number of ranks) that split each draw. All ranks yield the
             same number of microbatches of a draw; some may be empty.
     """
 
@@ -82,15 +82,15 @@ class DrawSampler(ABC):
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
         self.position = 0
-        self.share = (0, 1)
+        self.rank_part = (0, 1)
         self.pass_remainder: int | None = None
         self._tracker = BatchTracker()
         self._key = key
 
-    def follow(self, tracker: BatchTracker, share: tuple[int, int]) -> None:
-        """Note epochs and draws with a tracker, and yield one rank's share of each draw."""
+    def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
+        """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
         self._tracker = tracker
-        self.share = share
+        self.rank_part = rank_part
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
@@ -118,7 +118,7 @@ class DrawSampler(ABC):
 
     def __iter__(self) -> Iterator[list[int]]:
         for _, drawn in self.logical_batches():
-            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.share[1]))
+            indices, most = self._own(drawn), max(1, -(-len(drawn) // self.rank_part[1]))
             size = self.physical_batch_size or most
             for start in range(0, most, size):
                 yield indices[start : start + size]
@@ -130,13 +130,13 @@ class DrawSampler(ABC):
         self._key = key
 
     def resume(self, position: int) -> None:
-        """Go on at a draw; the next epoch is the rest of the epoch that it belongs to."""
+        """Continue at a draw; the next epoch is the rest of the epoch that it belongs to."""
         self.position = position
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
 
     def _own(self, drawn: list[int]) -> list[int]:
-        number, count = self.share
+        number, count = self.rank_part
         return drawn[number::count]
 
     def _words(self, index: int) -> np.ndarray:
@@ -152,7 +152,7 @@ class PoissonBatchSampler(DrawSampler):
         steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: of a draw with more samples a uniform subset of this size is kept; None
+        max_batch_size: a draw of more samples is truncated to a uniform subset of this size; None
             for no truncation.
         accounted_size: public size for which the probability of a truncation is accounted; at
             least num_samples where that is private; None for num_samples.

@@ -1,4 +1,4 @@
-"""Slots: the number of rows of a microbatch, and which of them hold the samples of a draw.
+"""Slots: the number of rows of a microbatch, and the rows that hold the samples of a draw.
 
 The number of rows is public. The samples of a draw are in secret random rows; the others are
 padding rows, whose clipping factor is 0. With one sample more the microbatches are the same except
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.special import bdtrc
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpflash.kernels import exact_slots, grid_of
@@ -38,9 +38,9 @@ def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> i
         ranks: number of ranks that split it.
         at_most: upper bound of the rows; None for none.
     """
-    share = -(-size // ranks)
-    parts = -(-share // (at_most or share))
-    return -(-share // parts)
+    per_rank = -(-size // ranks)
+    parts = -(-per_rank // (at_most or per_rank))
+    return -(-per_rank // parts)
 
 
 def slots_of_draws(
@@ -86,26 +86,33 @@ def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | No
     likely = int(mean + 12 * mean**0.5) + 40  # larger draws add nothing to a mean
     most = min(num_samples, cap or num_samples, likely)
     below = np.arange(1, -(-most // slots)) * slots  # a further batch for each that is exceeded
-    return 1.0 + float(bdtrc(below, num_samples, sample_rate).sum())
+    return 1.0 + _sum_of_tails(below, num_samples, sample_rate)
 
 
 def _mean_size(num_samples: int, sample_rate: float, cap: int | None) -> float:
     if cap is None or cap >= num_samples:
         return num_samples * sample_rate
-    return float(bdtrc(np.arange(cap), num_samples, sample_rate).sum())
+    return _sum_of_tails(np.arange(cap), num_samples, sample_rate)
+
+
+def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:
+    """Sum over `sizes` of the probability that a draw is larger."""
+    from scipy.special import bdtrc  # a third of a second
+
+    return float(bdtrc(sizes, num_samples, sample_rate).sum())
 
 
 class _Draws(Protocol):
     """A sampler of logical batches."""
 
-    share: tuple[int, int]
+    rank_part: tuple[int, int]
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples) over one epoch."""
 
 
 class SlotSampler:
-    """Yields the rows of each microbatch as indices of the dataset, and keeps their marks.
+    """Yields the rows of each microbatch as indices of the dataset, and stores their marks.
 
     Args:
         draws: the sampler.
@@ -147,7 +154,7 @@ class SlotSampler:
 
     def placed(self, draw: int, drawn: list[int]) -> np.ndarray:
         """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
-        rank, ranks = self._draws.share
+        rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         words = uniform_words(self._key, index=draw, count=rounds * ranks * self.slots)
         table = np.full(len(words), -1, dtype=np.int64)
@@ -156,7 +163,7 @@ class SlotSampler:
 
 
 class RealRows:
-    """Which rows of the current microbatch are samples; padding rows count for nothing.
+    """The rows of the current microbatch that are samples; padding rows count for nothing.
 
     Args:
         mask_of: the mask `[B]`, bool, on the CPU, of a microbatch of B rows; None without padding.
@@ -176,18 +183,18 @@ class RealRows:
         return self._held[1]
 
     def count(self, rows: int) -> int:
-        """How many of a microbatch's rows are samples."""
+        """The number of a microbatch's rows that are samples."""
         mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
     def only(self, x: Tensor) -> Tensor:
-        """Gives x `[B, ...]` with exact zeros in padding rows, whatever stood there."""
+        """Returns x `[B, ...]` with exact zeros in padding rows."""
         mask = self.of(x)
         return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
 
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
-    """Refuse batches whose sums could leave what float64 holds exactly.
+    """Refuse batches whose sums float64 might not hold exactly.
 
     Raises:
         ValueError: naming batch_size.

@@ -1,4 +1,4 @@
-"""BatchTracker: which microbatch of which logical batch the training loop holds."""
+"""BatchTracker: follows the microbatches and logical batches that the training loop receives."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Protocol
 from torch import Tensor
 
 EARLIER_EPOCH = (
-    "an earlier epoch of the loader goes on beside a newer one, so a sample could be released "
-    "twice for one payment; finish or leave an epoch before the next begins"
+    "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
+    "twice for one charge; finish or leave an epoch before the next begins"
 )
 
 
 @dataclass(frozen=True)
 class BatchMark:
-    """Travels with a microbatch and says which logical batch it is part of.
+    """Travels with a microbatch and identifies its logical batch.
 
     Attributes:
         draw: number of the logical batch.
         size: rows of the microbatch, padding rows included.
         last: whether it is the last microbatch of the logical batch.
-        part: its number among the microbatches of the logical batch.
-        real: `[size]`, bool: which rows are samples; None where all rows are.
+        microbatch: its number among the microbatches of the logical batch.
+        real: `[size]`, bool: which rows are samples; None if all rows are.
     """
 
     draw: int
     size: int
     last: bool
-    part: int = 0
+    microbatch: int = 0
     real: Tensor | None = field(default=None, compare=False)
 
     @property
     def count(self) -> int:
-        """How many rows are samples."""
+        """The number of rows that are samples."""
         return self.size if self.real is None else int(self.real.sum())
 
 
 class LogicalBatch(Protocol):
-    """What the microbatches add up to, as the tracker sees it."""
+    """The sum of the microbatches, as the tracker uses it."""
 
     @property
     def is_open(self) -> bool:
-        """Whether something of a logical batch waits for its release."""
+        """Whether a part of a logical batch waits for its release."""
 
     def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of so many rows."""
+        """The loader yields a microbatch of `rows` rows."""
 
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch."""
@@ -57,22 +57,21 @@ class LogicalBatch(Protocol):
 
 
 class BatchTracker:
-    """Follows the training loop from microbatch to microbatch, and refuses what breaks the bound.
+    """Follows the training loop from microbatch to microbatch, and refuses steps without a bound.
 
     Args:
         fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
         equal_sizes: whether all logical batches are of one size.
 
     Attributes:
-        current: mark of the microbatch that the loop holds; None where it did not come from a
-            private loader.
-        backward_done: whether it had its backward.
-        epochs: how many epochs were begun.
-        next_draw: the draw at which a resumed run goes on.
+        current: mark of the current microbatch; None if it did not come from a private loader.
+        backward_done: whether the current microbatch had its backward.
+        epochs: the number of epochs that have started.
+        next_draw: the draw at which a resumed run continues.
         emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
-        signalled: whether a release was signalled by another loader, such as that of Opacus'
+        signalled: whether another loader ever signalled a release, such as that of Opacus'
             BatchMemoryManager, which calls step() for each microbatch.
-        signalled_now: whether the step under way was.
+        signalled_now: whether the current step was signalled.
         skipped_last_step: whether the last step ended a microbatch only.
     """
 
@@ -91,12 +90,12 @@ class BatchTracker:
         self._signals: deque[bool] = deque()
         self._seen = 0
         self._still_to_come = 0
-        # Kept after its release, since its rows may come back.
+        # Stored after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
 
     def attach(self, batch: LogicalBatch) -> None:
-        """Pass on to `batch` what the loader does."""
+        """Report to `batch` the microbatches that the loader yields."""
         self._batch = batch
 
     def may_begin(self, new_epoch: bool) -> bool:
@@ -115,7 +114,7 @@ class BatchTracker:
 
     @property
     def waiting_signals(self) -> int:
-        """How many signals no step has used yet."""
+        """The number of signals that no step has used yet."""
         return len(self._signals)
 
     def forget_signals(self) -> None:
@@ -124,7 +123,7 @@ class BatchTracker:
         self.skipped_last_step = False
 
     def step_ends_microbatch(self) -> bool:
-        """Whether the step under way ends a microbatch only; uses up its signal."""
+        """Whether the current step ends a microbatch only; uses up its signal."""
         self.signalled_now = bool(self._signals)
         if self.signalled_now:
             skip = self._signals.popleft()
@@ -163,11 +162,11 @@ class BatchTracker:
         self._refused = self.current
 
     def place(self) -> tuple[int, int] | None:
-        """(draw, part) of the current microbatch; None where it is not of the private loader."""
-        return None if self.current is None else (self.current.draw, self.current.part)
+        """(draw, microbatch) of the current mark; None if it is not of the private loader."""
+        return None if self.current is None else (self.current.draw, self.current.microbatch)
 
     def real_rows(self, rows: int) -> Tensor | None:
-        """`[rows]`: which rows of the current microbatch are samples; None where all rows are.
+        """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
 
         A batch with as many rows as the one released last may be that batch again, whose padding
         rows would count a sample twice.
@@ -176,7 +175,7 @@ class BatchTracker:
         return None if mark is None or mark.size != rows else mark.real
 
     def resume(self, draw: int) -> None:
-        """Go on at a draw."""
+        """Continue at a draw."""
         self.next_draw = draw
 
     def still_to_come(self, batches: int) -> None:
@@ -202,7 +201,7 @@ class BatchTracker:
             if previous is not self._refused:
                 warnings.warn(
                     "a drawn batch was not released: optimizer.step() must follow each logical "
-                    "batch, an empty one too, or the number of steps tells which draws were empty",
+                    "batch, an empty one too, or the number of steps reveals the empty draws",
                     stacklevel=3,
                 )
         self.current = self._last_yielded = mark
@@ -212,7 +211,7 @@ class BatchTracker:
             self._batch.begin_batch(mark.size)
 
     def before_backward(self, batch_size: int) -> None:
-        """Refuse to take the same samples into one release twice."""
+        """Refuse to add the same samples to one release twice."""
         mark = self.current
         if mark is not None and batch_size != mark.size:
             raise ValueError(
@@ -222,20 +221,21 @@ class BatchTracker:
         signals = self.waiting_signals if mark is None else 0
         if signals and self._hides_repeats:
             raise RuntimeError(
-                "BatchMemoryManager over a loader with workers whose batches are all of one size: "
-                "a second step on one batch could not be told from a step on the next, so nothing "
-                "was released. Use num_workers=0, or physical_batch_size= without the manager"
+                "BatchMemoryManager over a loader with DataLoader workers whose batches all have "
+                "one size: a second step on one batch would look like a step on the next, so "
+                "nothing was released. Use num_workers=0, or physical_batch_size= without the "
+                "manager"
             )
         if signals > 1 and not self._fetched_ahead:
             raise RuntimeError(
                 f"{signals} batches were drawn and not stepped: optimizer.step() must "
                 "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
-                "too, or samples of two draws meet in one step. Call step() before `continue`"
+                "too, or samples of two draws mix in one step. Call step() before `continue`"
             )
         if signals and self.emitted and self._seen + batch_size > self.emitted[0]:
             raise RuntimeError(
                 f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
-                f"has {self.emitted[0]}: samples of two draws would meet in one step. Call "
+                f"has {self.emitted[0]}: samples of two draws would mix in one step. Call "
                 "optimizer.step() after every physical batch, an empty or a skipped one too"
             )
         if self.backward_done:
@@ -248,20 +248,20 @@ class BatchTracker:
         if mark is None and real is not None and not bool(real.all()):
             warnings.warn(
                 f"a batch of {batch_size} rows after the loader's last one was released: it is "
-                "taken for that batch, whose padding rows count for nothing. Train on batches of "
-                "your own outside of the loop over the private loader, or in another size",
+                "treated as that batch, whose padding rows count for nothing. Train on batches "
+                "of your own outside of the loop over the private loader, or in another size",
                 stacklevel=3,
             )
         self.backward_done = True
         self._seen += batch_size if mark is None else mark.count
 
     def warn_of_missing_backward(self) -> None:
-        """Warn where a batch with samples is released without a backward."""
+        """Warn if a batch with samples is released without a backward."""
         mark = self.current
         if mark is not None and mark.count and not self.backward_done:
             warnings.warn(
-                "a drawn batch is released without engine.backward(losses) having been called on "
-                "it: the step is noise alone, and is paid for. Only an empty batch may skip it",
+                "a drawn batch is released without a call of engine.backward(losses) on it: the "
+                "step is noise alone, and is charged for. Only an empty batch may skip it",
                 stacklevel=4,
             )
 

@@ -14,7 +14,7 @@ from dpflash.accounting import get_noise_multiplier
 
 from .. import _validate
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
-from ..privacy.relations import DEFAULT_ACCOUNTANT
+from ..privacy.spending import DEFAULT_ACCOUNTANT
 from .data import ByteDocuments, default_data_dir
 
 __all__ = ["Corpus", "Parallelism", "TrainingConfig", "TrainingState"]

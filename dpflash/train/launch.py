@@ -145,7 +145,7 @@ def describe_loss(error: BaseException) -> str | None:
 
 
 def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of all ranks; ranks that share a window are neighbours."""
+    """The mesh of all ranks; ranks that share a window are neighbors."""
     context = launch.parallel.context_parallel
     ranks = torch.arange(launch.world_size).view(-1, context)
     # init_device_mesh would create groups with torch's default timeout instead of the job's.

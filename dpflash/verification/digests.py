@@ -28,7 +28,7 @@ def row_digests(x: Tensor) -> Tensor:
 
     A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Two
     different rows of one shape and dtype have the same digest with probability below 2^-30,
-    whatever they are. -0.0 and 0.0 are different. Digests of one process are comparable, on all
+    for any two rows. -0.0 and 0.0 are different. Digests of one process are comparable, on all
     its devices; those of two processes are not.
     """
     if not x.numel():

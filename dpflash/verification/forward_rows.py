@@ -24,7 +24,7 @@ __all__ = ["ForwardRows", "OwnAttributes", "Replacement", "first_difference", "o
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
-    "released: what comes before it mixes samples (statistics or a scale of the batch, routing "
+    "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
     "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
     f"sample; engine.check helps to find it. {_OFF}"
 )
@@ -42,8 +42,8 @@ class ForwardRows:
         self.shapes: list[torch.Size] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
-        self._loudest: list[Tensor] = []
-        self._quietest: list[Tensor] = []
+        self._greatest: list[Tensor] = []
+        self._least: list[Tensor] = []
 
     def note(self, name: str, x: Tensor) -> None:
         """Record the input of a layer."""
@@ -63,20 +63,20 @@ class ForwardRows:
         if x.is_floating_point() and x.numel():
             rows = x.detach().reshape(len(x), -1)
             greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
-            self._loudest.append(greatest.argmax())
-            self._quietest.append(greatest.argmin())
+            self._greatest.append(greatest.argmax())
+            self._least.append(greatest.argmin())
 
     def extremes(self, count: int) -> list[int]:
         """Rows that most often had the greatest entry of the batch, and those that most often had
         the smallest maximum; at most this many of each.
         """
-        kinds = (self._loudest, self._quietest)
+        kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
         return [row for rows in found for row, _ in rows]
 
 
-def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> str | None:
-    """The first place where two forwards differ for the samples `kept` `[B]`, for a message."""
+def first_difference(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
+    """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -84,26 +84,26 @@ def first_difference(first: ForwardRows, second: ForwardRows, kept: Tensor) -> s
             return _CHANGED.format(where=f"which layers run, seen at {where},")
         if first.shapes[i] != second.shapes[i]:
             return _CHANGED.format(where=f"the shape of {first.where[i]}")
-        if first.shapes[i][0] != len(kept):
+        if first.shapes[i][0] != len(unchanged):
             continue
         apart = differing(first.summaries[i], second.summaries[i], tolerated).cpu()
-        if bool((apart & kept).any()):
+        if bool((apart & unchanged).any()):
             return _CHANGED.format(where=first.where[i])
     return None
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """For each row of a batch, the sample whose contents it gets.
+    """The rows of a batch that get the contents of another sample.
 
     Attributes:
-        source: `[B]`, int64; for a row that keeps its contents, its own number.
+        source: `[B]`, int64: the row that the contents come from.
     """
 
     source: Tensor
 
     @property
-    def kept(self) -> Tensor:
+    def unchanged(self) -> Tensor:
         """`[B]`, bool: rows with their own contents."""
         return self.source == torch.arange(len(self.source))
 
@@ -119,15 +119,15 @@ class Replacement:
         """Keep a secret random half of the samples; all others become copies of one of them.
 
         Many copies of one sample crowd any routing. Samples that may set a scale of the batch are
-        replaced, and so are the first and the last one, which code may take for the whole batch.
+        replaced, and so are the first and the last one: code may use them for the whole batch.
 
         Args:
             arguments: of the model.
             size: B.
-            real: `[B]`, bool: rows that are samples, of which padding repeats the first; None for
-                all.
+            real: `[B]`, bool: rows that are samples, padding rows repeat the first one; None if
+                all rows are.
             first: inputs of the layers in the first forward.
-            draw: makes secret random numbers, equal on all ranks that share samples.
+            draw: returns secret random numbers, equal on all ranks that share samples.
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         least = _least_filled(_of_samples(arguments, size))
@@ -141,11 +141,11 @@ class Replacement:
             last = {*extremes, *((samples[0], samples[-1]) if count > 3 else ())} - {least}
             order = [row for row in drawn if row not in last] + [r for r in drawn if r in last]
             order.sort(key=lambda row: row != least)
-            kept = order[: max(1, count // 2)]
-            rows = np.full(size, kept[rng.integers(len(kept))])
+            unchanged = order[: max(1, count // 2)]
+            rows = np.full(size, unchanged[rng.integers(len(unchanged))])
             if least is not None:
-                kept.append(least)
-            rows[kept] = kept
+                unchanged.append(least)
+            rows[unchanged] = unchanged
             return rows
 
         return cls(torch.from_numpy(draw(source).copy()))
@@ -162,7 +162,7 @@ class Replacement:
                 return t
             rows = t.detach()[self.source.to(t.device)]
             changed = changed or not torch.equal(rows, t.detach())
-            return _lying_as(t, rows)
+            return _with_layout_of(t, rows)
 
         return tree_map_only(Tensor, replaced, arguments), changed
 
@@ -204,10 +204,10 @@ def _contents(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
 
 def own_copies(arguments: Any) -> Any:
     """Copies of the arguments, since a model may change its inputs."""
-    return tree_map_only(Tensor, lambda t: _lying_as(t, t), arguments)
+    return tree_map_only(Tensor, lambda t: _with_layout_of(t, t), arguments)
 
 
-def _lying_as(t: Tensor, values: Tensor) -> Tensor:
+def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     """A copy of values with the strides and alignment of t, since kernels depend on both."""
     values = values.detach()
     if t.layout != torch.strided:
@@ -233,7 +233,7 @@ def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
 
 
 def _least_filled(tensors: Collection[Tensor]) -> int | None:
-    """The row with the fewest entries in a mask; None where no mask tells rows apart.
+    """The row with the fewest entries in a mask; None if all masks have equal rows.
 
     This row keeps its contents: without any padding, operators on masked batches run other
     kernels, which round differently.

@@ -37,12 +37,12 @@ _ALL_TRIED = 8
 _AT_ONCE = 1 << 24
 
 _Slot = tuple[int, int]
-_WHAT = "the proof of the first batch"
+_EXCHANGE = "the proof of the first batch"
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _MIXED = (
     "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: behind it losses depend on several samples, or a row is not the sample whose loss "
-    "stands at its place (sorted or flipped rows, statistics of the batch). Keep each sample in "
+    "released: after it losses depend on several samples, or a row is not the sample whose loss "
+    "has the same index (sorted or flipped rows, statistics of the batch). Keep each sample in "
     f"its row, in all layers and losses; engine.check helps to find where. {_OFF}"
 )
 _OTHERS = (
@@ -52,9 +52,9 @@ _OTHERS = (
     f"differs, torch.use_deterministic_algorithms(True) helps). {_OFF}"
 )
 _COUNTS = (
-    "layer '{layer}' was reached by the gradient in a backward and not, or another number of "
-    "times, in a second one of the same batch, so nothing was released. Losses must be of the "
-    "last forward pass and, where loss_reduction is declared, come from what the model returns. "
+    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
+    "in a second one of the same batch, so nothing was released. Losses must come from the last "
+    "forward and, where loss_reduction is declared, from the outputs of the model. "
     f"{_OFF}"
 )
 
@@ -98,14 +98,14 @@ class _Progress:
         self.batches += self.is_pending
         return due
 
-    def meet(self, names: Iterable[Any]) -> bool:
-        """Note the names in this forward or backward; returns whether some are new."""
+    def record(self, names: Iterable[Any]) -> bool:
+        """Record the names in this forward or backward; returns whether some are new."""
         new = set(names) - self.known
         self.known |= new
         self.unproven |= new
         return bool(new)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Try the next batches."""
         self.batches, self.woken = 0, True
 
@@ -134,7 +134,7 @@ class _Mode:
 
 
 class ProvableBackward(Protocol):
-    """What the proof needs of a private backward."""
+    """The part of a private backward that the proof uses."""
 
     @property
     def is_compiled(self) -> bool:
@@ -148,7 +148,7 @@ class ProvableBackward(Protocol):
 
 
 class Proof:
-    """The proof of one model: what is proven, and what the next batch has to show.
+    """The proof of one model: its proven layers and uses, and the open ones.
 
     Args:
         modules: of the model.
@@ -177,11 +177,11 @@ class Proof:
         self._calls = 0
         self._mode_is_new = False
         self._repeated = False
-        self.resting: tuple[Watch, ...] = (_Resting(self),) if is_on else ()
+        self.resting: tuple[Watch, ...] = (_Idle(self),) if is_on else ()
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once all is proven; "gradients" or "forward" where that is all that can be."""
+        """True once all is proven; "gradients" or "forward" if only that half can be proven."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -221,18 +221,18 @@ class Proof:
     def forward_repeated(
         self, layers: Collection[str], samples: int, refusal: str | None = None
     ) -> None:
-        """Note a forward that all ranks of the group have repeated.
+        """Record a forward that all ranks of the group have repeated.
 
         Args:
             layers: names of the layers that ran.
             samples: number of samples that were compared; 0 where none was replaced.
-            refusal: what differed, for a message; or None.
+            refusal: message about a difference, or None.
 
         Raises:
-            RuntimeError: something differed, here or on another rank.
+            RuntimeError: there was a difference, here or on another rank.
         """
-        refuse_together(refusal, self.group, _WHAT)
-        samples = max(row[0] for row in gather_rows([samples], self.group, _WHAT))
+        refuse_together(refusal, self.group, _EXCHANGE)
+        samples = max(row[0] for row in gather_rows([samples], self.group, _EXCHANGE))
         progress = self._mode.layers
         self._repeated = samples > 0
         progress.woken = False
@@ -243,13 +243,13 @@ class Proof:
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
         rng = np.random.default_rng(_secret())
-        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _WHAT)
+        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _EXCHANGE)
         return np.frombuffer(drawn, dtype="<i8")
 
     # Backward
 
     def wants_backward(self, used: Iterable[str], size: int | None) -> bool:
-        """Whether to prove the backward that begins.
+        """Whether to prove the backward that is about to begin.
 
         Args:
             used: names of the layers that ran in its forward.
@@ -263,8 +263,8 @@ class Proof:
         mode, repeated = self._mode, self._repeated
         self._repeated = False
         mode.is_trained = True
-        if is_new := mode.layers.meet(used):
-            mode.layers.begin_anew()
+        if is_new := mode.layers.record(used):
+            mode.layers.restart()
         # Other ranks may have more samples, and then all ranks prove.
         if size < 2:
             return False
@@ -289,30 +289,30 @@ class Proof:
             real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
 
         Returns:
-            A watch that compares the ordinary backward with it; None where it could not run.
+            A watch that compares the ordinary backward with it; None if it could not run.
 
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
         """
-        loudest = _loudest(outputs, seeds, size)
-        drawn = self.draw(lambda rng: _weights(size, rng, loudest)).astype(bool)
-        weighted = _Weighted(torch.from_numpy(drawn), real)
+        largest = _largest_losses(outputs, seeds, size)
+        drawn = self.draw(lambda rng: _weights(size, rng, largest)).astype(bool)
+        weighted = _WeightedBackward(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not _differentiate(owner, outputs, weights, weighted):
                 return None
         self._mode.uses.woken = False
-        self._mode.uses.meet(weighted.uses)
+        self._mode.uses.record(weighted.uses)
         self.refuse(weighted.refusal)
-        return _Ordinary(self, weighted)
+        return _OrdinaryBackward(self, weighted)
 
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
         try:
-            refuse_together(refusal, self.group, _WHAT)
+            refuse_together(refusal, self.group, _EXCHANGE)
         except RuntimeError:
             # A loop that catches the error meets it again in each batch.
-            self._mode.uses.begin_anew()
+            self._mode.uses.restart()
             raise
 
     def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
@@ -323,7 +323,7 @@ class Proof:
         """
         leaves, structure = tree_flatten(outputs)
         uses = self._mode.uses
-        # Other ranks do not know yet that this one found something new.
+        # The other ranks have not heard yet that this one found new uses.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -359,22 +359,22 @@ class Proof:
             stacklevel=2,
         )
 
-    def _settle(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Note the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
-        rows = gather_rows([samples, *found], self.group, _WHAT)
+    def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
+        """Record the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
+        rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
         uses.samples += best[0]
         for position, value in enumerate(best[1:]):
             slot = (gate.index, position)
             if value:
-                uses.meet([slot])
+                uses.record([slot])
             if value == 2:
                 uses.prove([slot])
 
 
 class CrossedBackward(Protocol):
-    """What the model's outputs need of the private backward of a scalar loss."""
+    """The part of the private backward that the model's outputs use with a scalar loss."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """The gradients `[B, ...]` of the model's outputs have arrived."""
@@ -383,7 +383,7 @@ class CrossedBackward(Protocol):
 OFF = Proof(is_on=False)
 
 
-class _Resting:
+class _Idle:
     """Watches for new uses while no proof is running."""
 
     def __init__(self, proof: Proof) -> None:
@@ -394,8 +394,8 @@ class _Resting:
         if slot in uses.unproven:
             # A layer whose gradients were all zero may have nonzero ones now.
             uses.woken = uses.woken or bool(rows[0].any())
-        elif uses.samples and uses.meet([slot]):
-            uses.begin_anew()
+        elif uses.samples and uses.record([slot]):
+            uses.restart()
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         for position, grad in enumerate(grads):
@@ -411,7 +411,7 @@ class _Use:
     nonzero: Tensor
 
 
-class _Weighted:
+class _WeightedBackward:
     """Watches the backward in which some samples have weight 0.
 
     Attributes:
@@ -419,7 +419,7 @@ class _Weighted:
         real: `[B]`, bool: rows that count as samples.
         uses: of each parameter, in order.
         refusal: names the layer nearest to the losses with a wrong nonzero row.
-        left_out: `[B]`, samples with a row that is not finite; they are not judged.
+        left_out: `[B]`, samples with a row that is not finite; they are not compared.
         dtypes: of all rows.
     """
 
@@ -444,8 +444,8 @@ class _Weighted:
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
-    def look(self, rows: Tensor) -> _Use | None:
-        """Summarise the rows of a use; None for rows of another batch (refused elsewhere)."""
+    def summarize(self, rows: Tensor) -> _Use | None:
+        """Summarize the rows of a use; None for rows of another batch (refused elsewhere)."""
         rows = rows.detach()
         if not rows.ndim or len(rows) != len(self.weights):
             return None
@@ -459,7 +459,7 @@ class _Weighted:
         return _Use(summaries, (greatest != 0).cpu())
 
     def _see(self, slot: _Slot, layer: str, rows: Tensor) -> None:
-        use = self.look(rows)
+        use = self.summarize(rows)
         if use is None:
             return
         self.uses.setdefault(slot, []).append(use)
@@ -467,10 +467,10 @@ class _Weighted:
             self.refusal = _MIXED.format(layer=layer)
 
 
-class _Ordinary:
+class _OrdinaryBackward:
     """Watches the ordinary backward, and compares its rows with those of the weighted one."""
 
-    def __init__(self, proof: Proof, weighted: _Weighted) -> None:
+    def __init__(self, proof: Proof, weighted: _WeightedBackward) -> None:
         self._proof = proof
         self._weighted = weighted
         self._counts: dict[_Slot, int] = {}
@@ -486,20 +486,20 @@ class _Ordinary:
         self._counts[slot] = number + 1
         weighted = self._weighted
         expected = weighted.uses.get(slot, [])
-        use = weighted.look(rows[0])
+        use = weighted.summarize(rows[0])
         if use is None:
             self._is_foreign = True
             return
         if number >= len(expected):
             self._refuse(_COUNTS, layer)
             return
-        kept, included = weighted.weights, ~weighted.left_out
+        live, included = weighted.weights, ~weighted.left_out
         apart = differing(
             expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
         ).cpu()
-        if bool((kept & apart & included).any()):
+        if bool((live & apart & included).any()):
             self._refuse(_OTHERS, layer)
-        both = (kept & use.nonzero & included).any() & (~kept & use.nonzero & included).any()
+        both = (live & use.nonzero & included).any() & (~live & use.nonzero & included).any()
         self._proven[slot] = self._proven.get(slot, True) and bool(both)
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
@@ -520,7 +520,7 @@ class _Ordinary:
         both = bool((weights & included).any()) and bool((~weights & included).any())
         samples = 0 if self._counted or not both else int(included.sum())
         self._counted = True
-        self._proof._settle(gate, samples, found)
+        self._proof._record_uses(gate, samples, found)
 
     def _refuse(self, text: str, layer: str) -> None:
         self._refusal = self._refusal or text.format(layer=layer)
@@ -564,7 +564,7 @@ def _differentiate(
     owner: ProvableBackward,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
-    watch: _Weighted,
+    watch: _WeightedBackward,
 ) -> bool:
     """Run the backward to the handles; the watch sees the gradients of handles too.
 
@@ -600,19 +600,19 @@ def _secret() -> int:
     return int.from_bytes(os.urandom(32), "little")
 
 
-def _weights(size: int, rng: np.random.Generator, loudest: Sequence[int] = ()) -> np.ndarray:
+def _weights(size: int, rng: np.random.Generator, largest: Sequence[int] = ()) -> np.ndarray:
     """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
 
     The samples with the largest losses have weight 0: one of them may set a scale of the batch.
     """
     while True:
         weights = rng.integers(0, 2, size)
-        weights[list(loudest)] = 0
+        weights[list(largest)] = 0
         if size < 2 or 0 < weights.sum() < size:
             return weights
 
 
-def _loudest(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
+def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
     """The few samples with the largest losses, or products of outputs and gradients."""
     sizes = torch.zeros(size, dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):

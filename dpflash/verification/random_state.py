@@ -18,7 +18,7 @@ class RandomState:
     """The current state of the global generators.
 
     Args:
-        device: its generator is saved besides that of the CPU.
+        device: its generator is saved in addition to that of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:

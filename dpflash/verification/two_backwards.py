@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from .digests import is_deterministic, row_digests
 from .watch import WatchedGate, refuse_together
 
-__all__ = ["BackwardsDiffer", "First", "Second"]
+__all__ = ["BackwardsDiffer", "FirstBackward", "SecondBackward"]
 
 # Relative growth of a norm in the second backward that counts as rounding.
 _ROUNDING = 2.0**-12
@@ -36,7 +36,7 @@ class BackwardsDiffer(RuntimeError):
     """The two backwards of one batch had different gradients."""
 
 
-class First:
+class FirstBackward:
     """Watches the backward that computes norms.
 
     Attributes:
@@ -68,7 +68,7 @@ class First:
         return squares * (1 + (_ROUNDING_16_BIT if narrow else _ROUNDING)) ** 2
 
 
-class Second(First):
+class SecondBackward(FirstBackward):
     """Watches the backward that sums, and compares it with the first.
 
     Args:
@@ -77,7 +77,7 @@ class Second(First):
         group: ranks that raise together.
     """
 
-    def __init__(self, first: First, squares: Tensor, group: ProcessGroup | None) -> None:
+    def __init__(self, first: FirstBackward, squares: Tensor, group: ProcessGroup | None) -> None:
         super().__init__(squares.device)
         self.exact = first.exact
         self._first = first
@@ -95,7 +95,7 @@ class Second(First):
         refuse_together(refusal, self._group, "the second backward", BackwardsDiffer)
 
     def _unequal(self, gate: WatchedGate) -> str | None:
-        """A message about the first parameter whose uses differ; None where none do."""
+        """A message about the first parameter whose uses differ; None if none do."""
         first, second = self._first.uses, self.uses
         found: list[tuple[int, Tensor]] = []
         # In order of arrival, so that the layer nearest to the losses is named.

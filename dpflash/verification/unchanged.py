@@ -1,8 +1,8 @@
 """Unchanged: checks that training changes no buffer and no frozen parameter.
 
-They leave with `model.state_dict()` without noise, and whatever a forward writes into them reaches
-later batches. Version counters are compared in every backward; contents now and then, because
-writes to `.data` do not advance a counter.
+`model.state_dict()` releases them without noise, and values that a forward writes into them affect
+later batches. Version counters are compared in every backward. Contents are compared now and then,
+because writes to `.data` do not advance a counter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .digests import row_digests
 
 __all__ = ["Contents", "Unchanged", "check_allowed"]
 
-# Contents are compared in the first backward, and once in so many.
+# Contents are compared in the first backward, and then once in this many.
 _EVERY = 64
 
 
@@ -52,7 +52,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _State:
     """Last known state of a tensor."""
 
     tensor: Tensor
@@ -61,7 +61,7 @@ class _Seen:
     digest: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Seen:
+    def of(cls, tensor: Tensor) -> _State:
         return cls(tensor, _version(tensor), tensor.shape, _digest(tensor))
 
 
@@ -85,8 +85,8 @@ class Unchanged:
         self._allowed = {n for n, p in places.items() if n in allowed or id(p.tensor()) in ids}
         self._allowed_places = [places[name] for name in sorted(self._allowed)]
         self._places = {n: p for n, p in places.items() if n not in self._allowed}
-        self._seen = {
-            n: _Seen.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
+        self._states = {
+            n: _State.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
         }
         self._backwards = 0
 
@@ -110,16 +110,17 @@ class Unchanged:
         return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
 
     def refusal(self, *, contents: bool = True) -> str | None:
-        """Message that names what changed; None where nothing did. See `changed`."""
+        """A message that names the changed tensors; None if there are none. See `changed`."""
         changed = self.changed(contents=contents)
         if not changed:
             return None
         shown = ", ".join(f"'{name}'" for name in changed[:3]) + ", ..." * (len(changed) > 3)
         return (
             f"{shown} changed since make_private: buffers and frozen parameters get no noise, so "
-            "what a forward leaves there leaves with the weights and reaches later batches. Keep "
-            "nothing of a batch in the model. Set weights before make_private, or by "
-            f"model.load_state_dict; vouch for what is public by allow_buffers=[{changed[0]!r}]"
+            "data that a forward writes there is released with the weights and affects later "
+            "batches. Keep nothing of a batch in the model. Set weights before make_private, or "
+            "by model.load_state_dict; if its contents are public, pass "
+            f"allow_buffers=[{changed[0]!r}]"
         )
 
     def compare(self) -> None:
@@ -139,35 +140,35 @@ class Unchanged:
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and id(tensor) in ids:
-                self._seen[name] = _Seen.of(tensor)
+                self._states[name] = _State.of(tensor)
 
     def moved(self, apart_from: Collection[str] = ()) -> None:
         """Accept all contents, after a change of device or dtype."""
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and name not in apart_from:
-                self._seen[name] = _Seen.of(tensor)
+                self._states[name] = _State.of(tensor)
 
     def allowed_contents(self) -> Contents:
         """Current contents of the tensors that may change."""
         return Contents(self._allowed_places)
 
     def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
-        tensor, seen = place.tensor(), self._seen.get(name)
+        tensor, seen = place.tensor(), self._states.get(name)
         if tensor is None:
-            # A tensor that is gone cannot leave.
+            # A tensor that no longer exists cannot be released.
             return False
         if seen is not None and tensor is seen.tensor and not contents:
             if seen.version is not None and _version(tensor) == seen.version:
                 return False
-        now = _Seen.of(tensor)
+        now = _State.of(tensor)
         if seen is None or now.shape != seen.shape:
             # Outside of `state_dict` tables of angles and masks grow with the longest sequence.
             same = not place.is_public
         else:
             same = now.digest == seen.digest
         if same:
-            self._seen[name] = now
+            self._states[name] = now
         return not same
 
 
@@ -226,7 +227,7 @@ def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[st
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Version counter of a tensor; None where it has none."""
+    """Version counter of a tensor; None if it has none."""
     return None if tensor.is_inference() else _here(tensor)._version
 
 

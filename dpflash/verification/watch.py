@@ -13,7 +13,7 @@ from ..distributed.collectives import exchanging, gather_rows
 
 
 class WatchedGate(Protocol):
-    """What a watch needs of a clipping gate."""
+    """The part of a clipping gate that a watch uses."""
 
     @property
     def index(self) -> int:
@@ -21,7 +21,7 @@ class WatchedGate(Protocol):
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """The number of its parameters."""
 
     def layer_of(self, position: int) -> str:
         """Dotted name of the layer that holds one of its parameters."""
@@ -46,25 +46,25 @@ class Watch(Protocol):
 def refuse_together(
     refusal: str | None,
     group: ProcessGroup | None,
-    what: str,
+    name: str,
     error: type[RuntimeError] = RuntimeError,
 ) -> None:
     """Raise on all ranks of a group if one of them refuses.
 
     Args:
-        refusal: why this rank refuses; None where it does not.
+        refusal: why this rank refuses; None if it does not.
         group: all of its ranks call this; None for a single process.
-        what: name of the exchange, for messages.
+        name: of the exchange, for messages.
         error: class of the error.
 
     Raises:
         RuntimeError: with this rank's reason, or else with the first other one's.
     """
-    rows = gather_rows([int(refusal is not None)], group, what)
+    rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):
         return
     reasons: list[object] = [refusal] * len(rows)
     if len(rows) > 1:
-        with exchanging(what, group):
+        with exchanging(name, group):
             dist.all_gather_object(reasons, refusal, group=group)
     raise error(refusal or next(reason for reason in reasons if reason is not None))

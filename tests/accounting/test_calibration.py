@@ -412,7 +412,7 @@ def test_opacus_accountants_know_whole_batches_and_no_other_events() -> None:
         FixedSizeGaussian(noise_multiplier=3.0, batch_size=10, num_samples=1000),
         SelfComposed(event=Gaussian(noise_multiplier=5.0), count=2),
     ):
-        with pytest.raises(ValueError, match="knows Poisson sampling only"):
+        with pytest.raises(ValueError, match="supports Poisson sampling only"):
             remaining_steps(accountant, event, **target)
 
 

@@ -11,7 +11,7 @@ from dpflash.bench import quality
 from dpflash.bench.quality import QUALITY, Contestant, Size, contestants
 from dpflash.bench.suite import Request
 from dpflash.patterns import BlockSparse, Dense
-from dpflash.recommender import reaches_all
+from dpflash.patterns.reach import reaches_all
 
 TINY = Size(tokens=128, width=16, layers=1, heads=2, batch=2, steps=3, held_out=6)
 SIZES = (TINY, TINY)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-# Forked processes find the modules there too.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+# Forked processes find the modules there too. Never `tests/` itself: `tests/dpflash` would hide
+# the package from processes that have not imported it.
+sys.path.insert(0, str(Path(__file__).parent))
 import distributed_world  # noqa: E402
 
 

@@ -181,7 +181,7 @@ def parts_of_its_own(group: object) -> str:
     def steps() -> str:
         for (x,) in loader:
             mark = engine._step.tracker.current
-            if not (mark.part == rank() and not mark.last):
+            if not (mark.microbatch == rank() and not mark.last):
                 x = shard_sequence(x, 1, mesh_of(2).get_group("context"))
                 engine.backward(model(x, "first", "first"))
             optimizer.step()

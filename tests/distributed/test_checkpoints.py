@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(of_size, tmp_path):
     wanted = {
         "no pointer": ("no pointer", "no checkpoint was"),
         "odd pointer": ("odd pointer", "damaged"),
-        "pointer to nothing": ("pointer to nothing", "not there"),
+        "pointer to nothing": ("pointer to nothing", "missing or incomplete"),
         "part missing": ("part missing", "__1_0.distcp"),
         "part damaged": ("part damaged", "__1_0.distcp is damaged"),
         "engine damaged": ("engine damaged", "damaged"),

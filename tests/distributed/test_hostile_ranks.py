@@ -94,7 +94,7 @@ def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
             assert said == "did it: None"
             np.testing.assert_allclose(parameters, plain[0][1], rtol=0, atol=1e-6)
         else:  # gates of other layers ran at a time
-            assert "had gradients of different parameters" in said
+            assert "exchanged gradients of different parameters" in said
 
 
 @pytest.mark.cases(1)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dpflash import recommender
 from dpflash.patterns import (
     Adaptive,
     BlockSparse,
@@ -12,8 +11,9 @@ from dpflash.patterns import (
     Hierarchical,
     Pattern,
     SlidingWindow,
+    reach,
 )
-from dpflash.recommender import reaches_all
+from dpflash.patterns.reach import reaches_all
 
 _RINGS = (
     ((0,), (0, 1), (1, 2), (2, 3)),
@@ -72,7 +72,7 @@ def test_reach_is_that_of_the_mask(
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_windows_reach_all_step_by_step_too(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     # Without their short cut.
-    monkeypatch.setattr(recommender, "SlidingWindow", Adaptive)
+    monkeypatch.setattr(reach, "SlidingWindow", Adaptive)
     assert reaches_all(SlidingWindow(window=5, causal=causal), 96)
 
 

@@ -14,7 +14,7 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
 )
-from dpflash.privacy.relations import common_relation, converted
+from dpflash.privacy.spending import common_relation, convert_event
 
 try:
     import opacus
@@ -313,9 +313,9 @@ def test_an_unknown_relation_is_named():
 
 def test_a_gaussian_of_unknown_batches_is_never_taken_for_add_remove():
     event = Gaussian(relation="zero_out", noise_multiplier=1.0)
-    assert converted(event, "replace_one").relation == "replace_one"
+    assert convert_event(event, "replace_one").relation == "replace_one"
     with pytest.raises(ValueError, match="add_remove"):
-        converted(event, "add_remove")
+        convert_event(event, "add_remove")
 
 
 @pytest.mark.parametrize("first", ["poisson", "fixed_size", "shuffled"])

@@ -115,9 +115,9 @@ TAMPERING = {
     "last_newline_cut": (lambda p: cut(p, 1), "step 3, and its head .* step 4"),
     "first_line_cut": (
         lambda p: p.write_text("".join(p.read_text().splitlines(keepends=True)[1:])),
-        "line 1 .*step 2 where step 1",
+        "line 1 .*step 2, expected 1",
     ),
-    "lines_exchanged": (swap_lines, "line 1 .*step 2 where step 1"),
+    "lines_exchanged": (swap_lines, "line 1 .*step 2, expected 1"),
     "noise_and_epsilon_of_a_line": (
         lambda p: cheaper(p, slice(1, 2), sealed=False),
         "damaged at line 2 .*digest is wrong",
@@ -181,7 +181,7 @@ def test_a_head_made_anew_as_the_message_says_lets_a_whole_ledger_be_opened(path
     head_of(path).unlink()
     with pytest.raises(ValueError) as refused:
         Ledger(path)
-    command = str(refused.value).split("make it anew: ")[1]
+    command = str(refused.value).split("make a new head: ")[1]
     subprocess.run(command, shell=True, check=True)
     add(Ledger(path))
     assert Ledger(path).releases == 5
@@ -201,7 +201,7 @@ def test_an_empty_head_is_that_of_one_line_at_most(path):
     first = path.read_bytes().splitlines(keepends=True)[0]
     head_of(path).write_bytes(b"")
     cut(path, 2)
-    with pytest.raises(ValueError, match="its head .* is empty, so nobody can tell"):
+    with pytest.raises(ValueError, match="its head .* is empty, so it is unknown"):
         Ledger(path)
     # A process that died behind the first line has left it.
     path.write_bytes(first)

@@ -660,7 +660,7 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, m
     workers = SimpleNamespace(everyone=object())
     asked = optimization.Asked("aggressive", None, "auto", 4, 10**9, workers)
     chosen = optimization.choose(asked, plain, list(plain.parameters()))
-    assert not chosen.compiled and "several workers" in str(chosen)
+    assert not chosen.compiled and "several ranks" in str(chosen)
 
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
@@ -898,8 +898,8 @@ def test_a_resumed_run_may_have_another_level(private, tiny_lm, next_token_loss,
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made[0].load_checkpoint(tmp_path / "checkpoint")
-        told = [str(w.message) for w in caught if "was told" in str(w.message)]
-        assert [t.split()[0] for t in told] == expected
+        warned = [str(w.message) for w in caught if "passed to make_private" in str(w.message)]
+        assert [t.split()[0] for t in warned] == expected
         return made
 
     engine, model, optimizer, loader = private(tiny_lm(), tokens(32), noise_multiplier=1.0)

@@ -210,7 +210,7 @@ def test_the_plan_says_what_is_public():
     engine, model, _, _ = made(100, dataset_size=1000)
     model(torch.ones(2, 1))
     text = str(engine.plan())
-    assert "public slots: 2 in each physical batch" in text
+    assert "public slots: 2 in each microbatch" in text
     assert "lengths: no batch seen yet" in text and "dataset size: 1000, declared" in text
     with pytest.raises(ValueError, match="before make_private"):
         _ = PrivacyEngine().public

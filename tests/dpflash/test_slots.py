@@ -26,11 +26,11 @@ KINDS += [{"loss_reduction": r} for r in ("sum", "mean")]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 
 
-def rows_of(num_samples, rate, draws=50, share=(0, 1), **options):
+def rows_of(num_samples, rate, draws=50, rank_part=(0, 1), **options):
     """The slot sampler of Poisson draws, and the draws."""
     source = PoissonBatchSampler(num_samples, rate, steps_per_epoch=draws, key=KEY)
-    source.share = share
-    slots = slots_of_draws(num_samples, rate, ranks=share[1], **options)
+    source.rank_part = rank_part
+    slots = slots_of_draws(num_samples, rate, ranks=rank_part[1], **options)
     return SlotSampler(source, slots, KEY), source
 
 
@@ -191,7 +191,7 @@ def test_slots_are_drawn_under_a_key_of_their_own_and_are_repeated_by_a_resumed_
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_take_as_many_batches_and_together_the_draw(ranks):
-    samplers = [rows_of(90, 0.2, share=(rank, ranks))[0] for rank in range(ranks)]
+    samplers = [rows_of(90, 0.2, rank_part=(rank, ranks))[0] for rank in range(ranks)]
     lists = [list(sampler) for sampler in samplers]
     assert len({len(parts) for parts in lists}) == 1
     found = {}
@@ -386,7 +386,7 @@ def test_batches_that_are_not_the_one_at_hand_are_refused(kind, late, wrapped, p
         optimizer.zero_grad()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for (x,) in wrapped(loader):
-        with pytest.raises(RuntimeError, match="gave before the one at hand"):
+        with pytest.raises(RuntimeError, match="gave before the current one"):
             model(x)
         break
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -288,4 +288,4 @@ def test_the_proof_of_the_first_batch_does_not_hide_a_difference(private):
 
 def test_digests_are_what_is_compared_where_bits_repeat():
     assert digests.is_deterministic(torch.device("cpu"))
-    assert twice.First(torch.device("cpu")).exact
+    assert twice.FirstBackward(torch.device("cpu")).exact
