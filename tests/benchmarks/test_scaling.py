@@ -182,6 +182,14 @@ def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
     assert 0 < max(moved) < 0.1
 
 
+def test_the_check_of_a_training_step_finds_a_wrong_bound(monkeypatch):
+    place = Place(0, 1, torch.device("cpu"))
+    assert scaling_tasks._training_error(place, CASE) < scaling_tasks._TOLERANCE
+    monkeypatch.setattr(scaling_tasks, "MAX_GRAD_NORM", 1.01 * scaling_tasks.MAX_GRAD_NORM)
+    # The other side of the comparison has the bound of `private`.
+    assert scaling_tasks._training_error(place, CASE) == pytest.approx(0.01, rel=0.01)
+
+
 def test_the_ranks_suite_never_shares_cores(monkeypatch):
     asked = []
 
