@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import attention_cpu, attention_reference, native
 from .attention_reference import AttentionGrads, squared_norms
-from .layout import heads_outside as heads_outside
 from .tile_graph import TileGraph
 
 

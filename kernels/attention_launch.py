@@ -16,7 +16,7 @@ from torch import Tensor
 from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, config
 from .attention_reference import AttentionGrads, sinks_grad, squared_norms
-from .layout import heads_outside, is_aligned, on_device
+from .layout import is_aligned, new_like, on_device
 from .tile_graph import Side, TileGraph
 
 _LOG2E = math.log2(math.e)
@@ -325,10 +325,4 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _result_like(x: Tensor, complete: bool, wide: bool) -> Tensor:
-    """An empty tensor of x's shape and memory layout; zeros if not complete."""
-    dtype = torch.float32 if wide else x.dtype
-    make = x.new_empty if complete else x.new_zeros
-    if heads_outside(x):
-        return make(x.shape, dtype=dtype)
-    batch, heads, tokens, head_dim = x.shape
-    return make((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
+    return new_like(x, torch.float32 if wide else x.dtype, zeros=not complete)

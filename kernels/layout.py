@@ -11,6 +11,15 @@ def heads_outside(x: Tensor) -> bool:
     return x.stride(1) >= x.stride(2)
 
 
+def new_like(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
+    """A tensor `[B, H, T, D]` with the shape and memory layout of x, uninitialized or zero."""
+    make = x.new_zeros if zeros else x.new_empty
+    if heads_outside(x):
+        return make(x.shape, dtype=dtype)
+    batch, heads, tokens, head_dim = x.shape
+    return make((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
+
+
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether Triton may load 16 bytes at a time from all rows of the tensors."""
     return all(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
+from dpflash.kernels.layout import heads_outside, new_like
 from dpflash.kernels.tile_graph import TileGraph
 
 from ..patterns import Adaptive, Dense, Pattern, from_key
@@ -264,22 +265,14 @@ def _like(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     """The same `[B, H, T, D]` in the memory layout of `like`."""
-    if kernels.heads_outside(like):
+    if heads_outside(like):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    """A fake tensor for the result of `_laid_out`."""
-    if kernels.heads_outside(x):
-        return x.new_empty(x.shape)
-    batch, heads, tokens, head_dim = x.shape
-    return x.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
-
-
 def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return _empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
+    return new_like(q, q.dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 
 def _fake_backward(
@@ -302,7 +295,7 @@ def _fake_backward(
     optional = (sinks, slopes, gates)
     grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
     of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)
-    return *(_empty_like(x) for x in (q, k, v)), *grads, of_samples
+    return *(new_like(x, x.dtype) for x in (q, k, v)), *grads, of_samples
 
 
 def _folded(op: Any) -> Any:
