@@ -282,7 +282,7 @@ def test_a_damaged_or_missing_ledger_is_exit_code_2_with_the_line_named(ledger, 
     ledger.write_text("".join(lines[:1] + lines[2:]))
     assert main(["budget", str(ledger), *RDP]) == 2
     error = capsys.readouterr().err
-    assert f"ledger {ledger} is damaged at line 2" in error and "step 300 is next" in error
+    assert f"ledger {ledger} is damaged at line 2" in error and "expected 300" in error
     assert main(["budget", str(ledger) + ".none", *RDP]) == 2
     assert "no such file" in capsys.readouterr().err
     assert not ledger.with_name(ledger.name + ".none").exists()
