@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import warnings
 
 import opacus.accountants
@@ -41,7 +42,8 @@ KINDS = {
 LISTED = ", ".join(map(repr, KINDS))
 
 bounds = pytest.mark.parametrize("accountant", ["contour", "rdp"])
-few = settings(max_examples=20, derandomize=True, deadline=None)
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+few = settings(max_examples=20 if FULL else 8, derandomize=True, deadline=None)
 
 
 def epsilon_of(

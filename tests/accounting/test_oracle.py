@@ -176,6 +176,7 @@ def quick(row: dict) -> bool:
     return not closed(row) and all(s >= 0.8 and q > 1e-4 for s, q, _ in phases_of(row))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("row", list(filter(quick, oracle.read()))[::6], ids=name)
 def test_rows_have_their_delta_on_a_line_of_their_own(row: dict) -> None:
     if row["epsilon"] == "0.0":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import dp_accounting
 import numpy as np
@@ -35,7 +36,8 @@ SETTINGS = [
 noises = st.floats(0.5, 20)
 rates = st.floats(-3.5, -0.01).map(lambda x: 10**x)
 log_deltas = st.floats(-15, -2)
-few = settings(max_examples=12, derandomize=True, deadline=None)
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+few = settings(max_examples=12 if FULL else 6, derandomize=True, deadline=None)
 
 
 def epsilon_of(pairs: list[tuple[Pair, int]], delta: float) -> Interval:

@@ -28,6 +28,7 @@ def read(folder):
     return [json.loads((folder / name).read_text()) for name in names]
 
 
+@pytest.mark.cases(0)
 def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_path, capsys):
     names = (*QUICK_ONES, "private step/flat")
     code = run_versus(ROOT, ROOT, out=tmp_path, quick=True, names=names, **FEW)

@@ -114,7 +114,7 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sharing", WAYS)
 def test_ranks_train_what_one_process_trains(
     sharing: str, world: Any, data: Path, whole: Path, tmp_path: Path
@@ -469,6 +469,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
 
 
+@pytest.mark.cases(0)
 @linux_only
 def test_a_signal_to_one_rank_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -122,6 +122,7 @@ def until_refused(made):
     return str(caught.value)
 
 
+@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("limit", [2.5, 6.0])
 def test_the_step_is_refused_at_which_a_loop_over_the_accountant_exceeds_the_budget(
@@ -622,7 +623,7 @@ def test_the_budget_holds_with_every_accountant_that_bounds(name, kind, run):
     assert made[2].releases == expected * steps_of(kind)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @needs_opacus
 @pytest.mark.parametrize("name", ["RDPAccountant", "PRVAccountant", "GaussianAccountant"])
 def test_the_budget_holds_with_an_accountant_of_opacus(name, run, tmp_path):

@@ -550,7 +550,7 @@ POINTS = {
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("point", POINTS)
 def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path):
     budget = epsilon_of((STEP, 6))

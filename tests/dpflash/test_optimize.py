@@ -704,6 +704,7 @@ def test_a_compiler_that_fails_is_left_with_a_warning(
     assert torch.equal(flat(found[0]), flat(found[1]))
 
 
+@pytest.mark.cases(0)
 def test_an_error_of_the_model_is_its_own_and_leaves_the_compiler(private, next_token_loss, quick):
     engine, model, *_ = private(LongContextLM(23, 8, 1, 2, max_seq_len=4), optimize="aggressive")
     with pytest.raises(ValueError, match="expected at most max_seq_len=4"):

@@ -236,6 +236,7 @@ def test_a_convolution_without_a_channel_dimension_is_refused_as_in_the_plain_la
         model(torch.randn(4, 3))
 
 
+@pytest.mark.cases(0)
 def test_a_convolution_in_16_bit_takes_transposed_inputs_of_length_1_on_older_cpus():
     program = """
 import torch, dpflash

@@ -144,7 +144,7 @@ def cols_matrix(graph):
     return torch.stack(sides).unflatten(0, variants.shape)
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
@@ -166,7 +166,7 @@ def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
         assert edges == pattern.edges(tokens, 3)
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_nobody_sees_is_in_no_table(name, tokens):
@@ -546,7 +546,7 @@ def test_shards_of_narrow_tensors_merge_before_they_are_rounded(backend, dtype, 
     assert_close({"lse": found["lse"]}, {"lse": whole(graph, tensors)["lse"]}, 2e-6)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 @pytest.mark.parametrize("backend", BACKENDS)
