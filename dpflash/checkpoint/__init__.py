@@ -1,1 +1,1 @@
-"""Checkpoints: one file, or a folder that ranks write together."""
+"""Checkpoints: one file (`state`), or a folder that ranks write together (`sharded`)."""
