@@ -2,7 +2,6 @@
 
 from .accountant import Accountant, Interval
 from .calibration import (
-    create_accountant,
     epochs_to_steps,
     get_noise_multiplier,
     get_sample_rate,
@@ -29,6 +28,7 @@ from .gdp import GDPAccountant
 from .pld import PLDAccountant
 from .prv import PRVAccountant
 from .rdp import RDPAccountant, compute_rdp
+from .registry import create_accountant
 
 __all__ = [
     "Accountant",

@@ -38,8 +38,8 @@ class Accountant(ABC):
     """A history of noisy steps, and their total privacy cost.
 
     The methods, `history` and the state's keys are those of Opacus' IAccountant, so that the
-    engines of both libraries can use the accountants of both. `calibration.create_accountant`
-    lists the kinds.
+    engines of both libraries can use the accountants of both. `registry.ACCOUNTANTS` has
+    the kinds by name.
 
     Args:
         neighboring_relation: of epsilon and delta: "add_remove", "zero_out" or "replace_one".

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpflash.accounting import Accountant
-from dpflash.accounting.calibration import ACCOUNTANTS
+from dpflash.accounting.registry import ACCOUNTANTS
 from dpflash.kernels import (
     NoiseStream,
     embedding_grad_norm,

@@ -22,8 +22,8 @@ from dpflash.accounting import (
     noise_multiplier_for,
     remaining_steps,
 )
-from dpflash.accounting.calibration import as_accountant, as_phase
 from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_OUT
+from dpflash.accounting.registry import as_accountant, as_phase
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget

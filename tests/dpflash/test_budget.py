@@ -20,7 +20,7 @@ from dpflash.accounting import (
     TruncatedPoissonGaussian,
     create_accountant,
 )
-from dpflash.accounting.calibration import ACCOUNTANTS
+from dpflash.accounting.registry import ACCOUNTANTS
 from dpflash.privacy import spending as spending_module
 from dpflash.privacy.ledger import Ledger
 

@@ -29,7 +29,7 @@ from opacus.optimizers import (  # noqa: E402
 from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
 
 from dpflash.accounting import RDPAccountant, create_accountant  # noqa: E402
-from dpflash.accounting.calibration import ACCOUNTANTS  # noqa: E402
+from dpflash.accounting.registry import ACCOUNTANTS  # noqa: E402
 from dpflash.integrations import opacus as integration  # noqa: E402
 from dpflash.kernels import NoiseStream, grid_of  # noqa: E402
 
