@@ -6,49 +6,28 @@ Signatures and semantics are those of the reference implementation, `attention_r
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import attention_cpu, attention_reference, native
-from .attention_reference import AttentionGrads, squared_norms
-from .tile_graph import TileGraph
+from .attention_reference import AttentionGrads, AttentionInputs, squared_norms
 
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    graph: TileGraph,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`."""
-    q, scale = _positive_scale(q, scale)
-    return _backend(q).attention_forward(
-        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range, wide=wide
-    )
+    return _backend(inputs.q).attention_forward(_with_positive_scale(inputs), wide=wide)
 
 
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    graph: TileGraph,
-    scale: float,
+    inputs: AttentionInputs,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
@@ -68,28 +47,16 @@ def attention_backward(
             "wide=True together with out: expected one of them, since the dtype of out decides; "
             "pass out of the wanted dtype alone"
         )
-    if key_range is not None or graph.rows.has_fully_masked_rows(q.shape[2]):
+    q, scale = inputs.q, inputs.scale
+    if inputs.key_range is not None or inputs.graph.rows.has_fully_masked_rows(q.shape[2]):
         # A fully masked row has gradient 0 for every do, NaN included.
         fully_masked = lse == -math.inf
         do = do.masked_fill(fully_masked.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(fully_masked, 0.0)
-    turned, positive = _positive_scale(q, scale)
-    backend = _backend(q)
     # Only the Triton kernels write into given buffers.
     where = {} if out is None or q.device.type == "cpu" else {"out": out}
-    grads = backend.attention_backward(
-        do,
-        dlse,
-        turned,
-        k,
-        v,
-        o,
-        lse,
-        graph,
-        positive,
-        sinks=sinks,
-        slopes=slopes,
-        key_range=key_range,
+    grads = _backend(q).attention_backward(
+        *(do, dlse, o, lse, _with_positive_scale(inputs)),
         token_sums=token_sums,
         run_grads=run_grads,
         squares=squares,
@@ -129,11 +96,13 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     lse.copy_(total)
 
 
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
     """Negates or zeroes q, so that the scale is positive: -inf * scale must stay -inf."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    if inputs.scale > 0:
+        return inputs
+    if inputs.scale < 0:
+        return replace(inputs, q=-inputs.q, scale=-inputs.scale)
+    return replace(inputs, q=torch.zeros_like(inputs.q), scale=1.0)
 
 
 def _backend(q: Tensor) -> ModuleType:

@@ -14,25 +14,20 @@ import torch
 from torch import Tensor
 
 from . import native
-from .attention_reference import AttentionGrads, delta_of, sinks_grad, squared_norms
+from .attention_reference import (
+    AttentionGrads,
+    AttentionInputs,
+    delta_of,
+    sinks_grad,
+    squared_norms,
+)
 from .tile_graph import TileGraph, real_cpu_tensors
 
 # Multiplications per thread.
 _WORK_OF_A_THREAD = 2**22
 
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    graph: TileGraph,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`.
 
     Computes in float32 (float64 for float64). No bit of a sample's result depends on the number
@@ -41,8 +36,9 @@ def attention_forward(
     Raises:
         MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
     """
+    q, sinks = inputs.q, inputs.sinks
     dtype = torch.promote_types(q.dtype, torch.float32)
-    call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
+    call = _Call(inputs, dtype)
     # Rows in no group are not visited.
     o = q.new_zeros(q.shape, dtype=dtype)
     if sinks is None:
@@ -57,17 +53,10 @@ def attention_forward(
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    graph: TileGraph,
-    scale: float,
+    inputs: AttentionInputs,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
@@ -81,12 +70,13 @@ def attention_backward(
     Raises:
         MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
     """
+    q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     dtype = lse.dtype
-    call = _Call(q, k, v, graph, scale, slopes, key_range, dtype)
+    call = _Call(inputs, dtype)
     dq = q.new_zeros(q.shape, dtype=dtype)
     dk, dv = (x.new_zeros(*x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
-    dslopes = None if slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
-    dweights = _RunGrads(graph, q.shape[:2]) if run_grads else None
+    dslopes = None if inputs.slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
+    dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
     call.run(
         "backward",
         o_in=_aligned(o, dtype),
@@ -187,17 +177,8 @@ class _Problem(ctypes.Structure):
 class _Call:
     """Arguments of forward and backward as the C++ kernels read them; keeps their memory alive."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        graph: TileGraph,
-        scale: float,
-        slopes: Tensor | None,
-        key_range: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, inputs: AttentionInputs, dtype: torch.dtype) -> None:
+        q, k, graph = inputs.q, inputs.k, inputs.graph
         library = native.library()
         assert library is not None
         self._library = library
@@ -215,14 +196,14 @@ class _Call:
         self._set(
             q=_aligned(q, dtype),
             k=_aligned(k, dtype),
-            v=_aligned(v, dtype),
+            v=_aligned(inputs.v, dtype),
             groups=side.groups.contiguous(),
             runs=side.runs.contiguous(),
             weights=side.log_multiplicity.detach().double().contiguous(),
             variants=side.variants.contiguous(),
             row_variants=variants,
-            key_range=None if key_range is None else key_range.int().contiguous(),
-            slopes=None if slopes is None else slopes.to(dtype).contiguous(),
+            key_range=None if inputs.key_range is None else inputs.key_range.int().contiguous(),
+            slopes=None if inputs.slopes is None else inputs.slopes.to(dtype).contiguous(),
             variant_sample=variants.stride(0),
             variant_head=variants.stride(1),
             **{"batch": batch, "heads": heads, "queries": queries, "dim": dim},
@@ -231,7 +212,7 @@ class _Call:
             padded=self.padded,
             distance_shift=graph.distance_shift,
             threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
-            scale=scale,
+            scale=inputs.scale,
         )
 
     def run(self, direction: str, **tensors: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -15,28 +16,18 @@ from torch import Tensor
 
 from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, config
-from .attention_reference import AttentionGrads, sinks_grad, squared_norms
+from .attention_reference import AttentionGrads, AttentionInputs, sinks_grad, squared_norms
 from .layout import is_aligned, new_like, on_device
-from .tile_graph import Side, TileGraph
+from .tile_graph import Side
 
 _LOG2E = math.log2(math.e)
 _INTERPRETED = not isinstance(kernels._attention_forward_kernel, triton.JITFunction)
 
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    graph: TileGraph,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`; scale > 0, and o has the memory layout of q."""
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    q, k, v = (_unit_stride(x) for x in (inputs.q, inputs.k, inputs.v))
+    graph, sinks, slopes, key_range = inputs.graph, inputs.sinks, inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     complete = graph.rows.is_complete(queries)
     o = _result_like(q, complete, wide)
@@ -55,7 +46,7 @@ def attention_forward(
                 tiles, borders, *_tables(graph.rows, graph.row_variants),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
                 _sample_stride(graph.row_variants), heads, heads // k.shape[1],
-                queries, k.shape[2], num_tiles, _distance_shift(graph, slopes), scale * _LOG2E,
+                queries, k.shape[2], num_tiles, _distance_shift(inputs), inputs.scale * _LOG2E,
                 **_head_dims(head_dim, is_aligned(q, k, v, o)), **_options(q, sizes),
                 HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
                 HAS_KEY_RANGE=key_range is not None,
@@ -66,17 +57,10 @@ def attention_forward(
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    graph: TileGraph,
-    scale: float,
+    inputs: AttentionInputs,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
@@ -88,7 +72,9 @@ def attention_backward(
     Args beyond those of the reference implementation:
         out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
     """
-    do, o, q, k, v = (_unit_stride(x) for x in (do, o, q, k, v))
+    do, o, q, k, v = (_unit_stride(x) for x in (do, o, inputs.q, inputs.k, inputs.v))
+    inputs = replace(inputs, q=q, k=k, v=v, slopes=_vector(inputs.slopes))
+    graph, sinks = inputs.graph, inputs.sinks
     delta, pivot = _delta(o, do, lse.contiguous(), dlse)
     # Products take both sides in one dtype; delta has seen the unrounded do.
     do = do.to(q.dtype)
@@ -104,10 +90,13 @@ def attention_backward(
             if not side.is_complete(grads[0].shape[2]):
                 for grad in grads:
                     grad.zero_()
-    arguments = (do, q, k, v, pivot, delta, graph, scale)
-    vectors = (_vector(slopes), key_range, token_sums)
-    q_sum, dslopes, dlog, q_squares = _launch_dq(dq, *arguments, *vectors, run_grads, squares)
-    k_sum, v_sum, kv_squares = _launch_dkdv(dk, dv, *arguments, *vectors, squares)
+    rows = (do, pivot, delta)
+    q_sum, dslopes, dlog, q_squares = _launch_dq(
+        dq, *rows, inputs, token_sums=token_sums, run_grads=run_grads, squares=squares
+    )
+    k_sum, v_sum, kv_squares = _launch_dkdv(
+        dk, dv, *rows, inputs, token_sums=token_sums, squares=squares
+    )
     of_samples = None
     if q_squares is not None and kv_squares is not None:
         of_samples = q_squares + kv_squares
@@ -136,20 +125,17 @@ def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Ten
 def _launch_dq(
     dq: Tensor,
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     pivot: Tensor,
     delta: Tensor,
-    graph: TileGraph,
-    scale: float,
-    slopes: Tensor | None,
-    key_range: Tensor | None,
+    inputs: AttentionInputs,
+    *,
     token_sums: bool,
     run_grads: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Writes dq; returns its sum over tokens, dslopes, the runs' gradient, its squared norms."""
+    q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
+    slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     sizes = _config("dq", q)
     side = graph.rows
@@ -171,7 +157,7 @@ def _launch_dq(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
                 *dq.stride()[:3], _sample_stride(graph.row_variants), heads, heads // k.shape[1],
                 queries, k.shape[2], num_tiles, num_runs,
-                _distance_shift(graph, slopes), scale, scale * _LOG2E,
+                _distance_shift(inputs), scale, scale * _LOG2E,
                 **_head_dims(head_dim, is_aligned(q, k, v, do, dq)), **_options(q, sizes),
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
                 TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
@@ -188,15 +174,10 @@ def _launch_dkdv(
     dk: Tensor,
     dv: Tensor,
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     pivot: Tensor,
     delta: Tensor,
-    graph: TileGraph,
-    scale: float,
-    slopes: Tensor | None,
-    key_range: Tensor | None,
+    inputs: AttentionInputs,
+    *,
     token_sums: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -205,6 +186,8 @@ def _launch_dkdv(
     Query heads of one key head that use different variants get a program each; their results
     are added afterwards, and squares are taken of the sum.
     """
+    q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
+    slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     groups, keys = k.shape[1:3]
     sizes = _config("dkdv", q)
@@ -234,7 +217,7 @@ def _launch_dkdv(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
                 *dk.stride()[:3], *dv.stride()[:3],
                 _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
-                queries, num_tiles, _distance_shift(graph, slopes), scale, scale * _LOG2E,
+                queries, num_tiles, _distance_shift(inputs), scale, scale * _LOG2E,
                 **_head_dims(head_dim, is_aligned(q, k, v, do, dk, dv)), **_options(q, sizes),
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
                 TOKEN_SUMS=token_sums, SQUARES=partial is not None,
@@ -267,9 +250,9 @@ def _tables(side: Side, variants: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     return variants, side.groups, side.runs, side.float_log_multiplicity()
 
 
-def _distance_shift(graph: TileGraph, slopes: Tensor | None) -> int:
+def _distance_shift(inputs: AttentionInputs) -> int:
     """The graph's `distance_shift`; kernels without slopes do not read it."""
-    return 0 if slopes is None else graph.distance_shift
+    return 0 if inputs.slopes is None else inputs.graph.distance_shift
 
 
 def _sample_stride(variants: Tensor) -> int:

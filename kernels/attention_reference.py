@@ -6,12 +6,39 @@ Letters: B samples, H query heads, G key/value heads, T query tokens, S key toke
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .tile_graph import TileGraph
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The inputs of attention.
+
+    Attributes:
+        q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
+        k, v: `[B, G, S, D]`.
+        graph: whose runs give m, the multiplicity of key j for query i in head h.
+        scale: factor of q k.
+        sinks: `[B, H]`, the score of one more key whose value is 0.
+        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
+            ``|i - j + graph.distance_shift|``.
+        key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
+            including, ``key_range[b, 1]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    graph: TileGraph
+    scale: float
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    key_range: Tensor | None = None
 
 
 class AttentionGrads(NamedTuple):
@@ -42,64 +69,36 @@ class AttentionGrads(NamedTuple):
     squares: Tensor | None = None
 
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    graph: TileGraph,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
 
     Args:
-        q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
-        k: `[B, G, S, D]`.
-        v: `[B, G, S, D]`.
-        graph: whose runs give m, the multiplicity of key j for query i in head h.
-        scale: factor of q k.
-        sinks: `[B, H]`, the score of one more key whose value is 0.
-        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
-            ``|i - j + graph.distance_shift|``.
-        key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
-            including, ``key_range[b, 1]``.
+        inputs: see `AttentionInputs`.
         wide: return o in the dtype of lse, before it is rounded.
 
     Returns:
         o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
         (float64 for float64). A query without key (and sink) has o = 0 and lse = -inf.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = _scores(q, k, graph, scale, slopes, key_range, dtype)
-    if sinks is not None:
-        column = sinks.to(dtype)[:, :, None, None].expand(*scores.shape[:3], 1)
+    dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+    scores = _scores(inputs, dtype)
+    if inputs.sinks is not None:
+        column = inputs.sinks.to(dtype)[:, :, None, None].expand(*scores.shape[:3], 1)
         lse = torch.cat((scores, column), dim=3).logsumexp(3)
     else:
         lse = scores.logsumexp(3)
     p = (scores - _finite(lse).unsqueeze(3)).exp()
-    values = v.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    o = p @ values
-    return o if wide else o.to(q.dtype), lse
+    o = p @ _of_query_heads(inputs.v, inputs, dtype)
+    return o if wide else o.to(inputs.q.dtype), lse
 
 
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     o: Tensor,
     lse: Tensor,
-    graph: TileGraph,
-    scale: float,
+    inputs: AttentionInputs,
     *,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    key_range: Tensor | None = None,
     token_sums: bool = False,
     run_grads: bool = False,
     squares: bool = False,
@@ -110,9 +109,9 @@ def attention_backward(
     Args:
         do: gradient of o, shape of o; may be wider than q, as o may.
         dlse: gradient of lse, shape of lse; None means 0.
-        q, k, v, graph, scale, sinks, slopes, key_range: the arguments of `attention_forward`.
-        o, lse: its results; or results over more keys than the graph has: the gradients are then
-            the part that flows through the graph's keys.
+        o, lse: results of `attention_forward`; or results over more keys than the graph has: the
+            gradients are then the part that flows through the graph's keys.
+        inputs: of `attention_forward`.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
         squares: also return the squared norms of (dq, dk, dv).
@@ -123,23 +122,22 @@ def attention_backward(
         norms in float64 after.
     """
     dtype = lse.dtype
-    heads_per_group = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, graph, scale, slopes, key_range, dtype)
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
+    scores = _scores(inputs, dtype)
     p = (scores - _finite(lse).unsqueeze(3)).exp()
-    keys = k.to(dtype).repeat_interleave(heads_per_group, dim=1)
-    values = v.to(dtype).repeat_interleave(heads_per_group, dim=1)
+    keys, values = (_of_query_heads(x, inputs, dtype) for x in (k, v))
     delta = delta_of(do, o, lse, dlse)
     ds = p * (do.to(dtype) @ values.transpose(2, 3) - delta.unsqueeze(3))
     dq = scale * (ds @ keys)
     dk = scale * (ds.transpose(2, 3) @ q.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
     dv = (p.transpose(2, 3) @ do.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
     dsinks = dslopes = dlog = None
-    if sinks is not None:
-        dsinks = sinks_grad(sinks, lse, delta)
-    if slopes is not None:
-        dslopes = -(ds * _distances(graph, dtype, ds.device)).sum((2, 3))
+    if inputs.sinks is not None:
+        dsinks = sinks_grad(inputs.sinks, lse, delta)
+    if inputs.slopes is not None:
+        dslopes = -(ds * _distances(inputs.graph, dtype, ds.device)).sum((2, 3))
     if run_grads:
-        dlog = _run_grads(ds, graph)
+        dlog = _run_grads(ds, inputs.graph)
     sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
     if not wide:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -165,24 +163,22 @@ def squared_norms(*grads: Tensor) -> Tensor:
     return torch.stack(norms).square().sum(0)
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    graph: TileGraph,
-    scale: float,
-    slopes: Tensor | None,
-    key_range: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _of_query_heads(x: Tensor, inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
+    """`[B, H, S, D]`: keys or values, repeated for the query heads that read them."""
+    return x.to(dtype).repeat_interleave(inputs.q.shape[1] // x.shape[1], dim=1)
+
+
+def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
     """`[B, H, T, S]`: scores with the log of their multiplicity, -inf where nothing is seen."""
-    keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = scale * (q.to(dtype) @ keys.transpose(2, 3))
-    if slopes is not None:
+    q, graph, key_range = inputs.q, inputs.graph, inputs.key_range
+    keys = _of_query_heads(inputs.k, inputs, dtype)
+    scores = inputs.scale * (q.to(dtype) @ keys.transpose(2, 3))
+    if inputs.slopes is not None:
         distances = _distances(graph, dtype, q.device)
-        scores = scores - slopes.to(dtype)[:, :, None, None] * distances
+        scores = scores - inputs.slopes.to(dtype)[:, :, None, None] * distances
     scores = scores + graph.multiplicity().to(q.device).to(dtype).log()
     if key_range is not None:
-        position = torch.arange(k.shape[2], device=q.device)
+        position = torch.arange(keys.shape[2], device=q.device)
         seen = (position >= key_range[:, :1]) & (position < key_range[:, 1:])
         scores = scores.masked_fill(~seen[:, None, None, :], -math.inf)
     return scores

@@ -39,6 +39,7 @@ from dpflash.bench.attention_cases import band_error
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
 from dpflash.kernels import attention_configs, attention_reference
 from dpflash.kernels.attention_configs import HEAD_DIMS, Config, architecture, entry, table
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_graph import TileGraph
 
 TABLE = Path(attention_configs.__file__).resolve().with_name("attention_configs.json")
@@ -127,11 +128,10 @@ def build(kernel: str, graph: TileGraph, tensors: Sequence[Tensor]) -> Step:
     from dpflash.kernels import attention_launch
 
     q, k, v, do = tensors
-    scale = 1 / math.sqrt(q.shape[3])
+    given = AttentionInputs(q, k, v, graph, 1 / math.sqrt(q.shape[3]))
     if kernel == "forward":
-        return lambda: attention_launch.attention_forward(q, k, v, graph, scale)
-    o, lse = attention_launch.attention_forward(q, k, v, graph, scale)
-    arguments = (do, None, q, k, v, o, lse, graph, scale)
+        return lambda: attention_launch.attention_forward(given)
+    arguments = (do, None, *attention_launch.attention_forward(given), given)
     return lambda: attention_launch.attention_backward(*arguments)
 
 
@@ -143,12 +143,12 @@ def error_of(kernel: str, head_dim: int, bits: int) -> float:
         tensors = inputs(2, 2, tokens, head_dim, bits)
         result = build(kernel, graph, tensors)()
         q, k, v, do = (x.double() for x in tensors)
-        scale = 1 / math.sqrt(head_dim)
-        o, lse = attention_reference.attention_forward(q, k, v, graph, scale)
+        given = AttentionInputs(q, k, v, graph, 1 / math.sqrt(head_dim))
+        o, lse = attention_reference.attention_forward(given)
         if kernel == "forward":
             pairs = [(result[0], o)]
         else:
-            grads = attention_reference.attention_backward(do, None, q, k, v, o, lse, graph, scale)
+            grads = attention_reference.attention_backward(do, None, o, lse, given)
             pairs = list(zip(result[:3], grads[:3], strict=True))
         for ours, theirs in pairs:
             for x, y in zip(ours.flatten(0, 1), theirs.flatten(0, 1), strict=True):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.layout import heads_outside, new_like
 from dpflash.kernels.tile_graph import TileGraph
 
@@ -210,7 +211,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     o, lse = kernels.attention_forward(
-        q, k, v, graph, scale, sinks=sinks, slopes=slopes, key_range=key_range_of(padding)
+        AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding))
     )
     return _laid_out(o, q), lse.contiguous()
 
@@ -233,21 +234,9 @@ def _backward(
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
+    inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding))
     grads = kernels.attention_backward(
-        do,
-        dlse,
-        q,
-        k,
-        v,
-        o,
-        lse,
-        graph,
-        scale,
-        sinks=sinks,
-        slopes=slopes,
-        key_range=key_range_of(padding),
-        run_grads=gates is not None,
-        squares=squares,
+        do, dlse, o, lse, inputs, run_grads=gates is not None, squares=squares
     )
     dgates = grads.dlog_multiplicity
     if gates is not None and dgates is not None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward, merge_
-from dpflash.kernels.attention_reference import delta_of, sinks_grad
+from dpflash.kernels.attention_reference import AttentionInputs, delta_of, sinks_grad
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
@@ -124,15 +124,11 @@ class BlockwiseForward:
         """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
-            partial = attention_forward(
-                self._q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
-                piece.graph,
-                self._scale,
-                slopes=self._slopes,
-                wide=True,
+            q, k_seen, v_seen = self._q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            inputs = AttentionInputs(
+                q, k_seen, v_seen, piece.graph, self._scale, slopes=self._slopes
             )
+            partial = attention_forward(inputs, wide=True)
             if self._merged is None and self._sinks is None and _is_all(rows, self._q):
                 self._merged = partial
             else:
@@ -200,17 +196,16 @@ class BlockwiseBackward:
         dkv: list[Tensor] | None = None
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
+            q, k_seen, v_seen = self._q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            inputs = AttentionInputs(
+                q, k_seen, v_seen, piece.graph, self._scale, slopes=self._slopes
+            )
             grads = attention_backward(
                 self._do[:, :, rows],
                 None if self._dlse is None else self._dlse[:, :, rows],
-                self._q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
                 self._o[:, :, rows],
                 self._lse[:, :, rows],
-                piece.graph,
-                self._scale,
-                slopes=self._slopes,
+                inputs,
                 run_grads=self._gates is not None,
                 wide=True,
             )

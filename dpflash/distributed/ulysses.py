@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
@@ -127,7 +128,7 @@ class _OwnHeads(torch.autograd.Function):
         graph: TileGraph,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        o, lse = attention_forward(q, k, v, graph, scale, sinks=sinks, slopes=slopes)
+        o, lse = attention_forward(AttentionInputs(q, k, v, graph, scale, sinks, slopes))
         ctx.save_for_backward(q, k, v, o, lse, sinks, slopes, gates)
         ctx.graph, ctx.scale = graph, scale
         return o, lse
@@ -136,20 +137,8 @@ class _OwnHeads(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         q, k, v, o, lse, sinks, slopes, gates = ctx.saved_tensors
-        grads = attention_backward(
-            do,
-            dlse,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            ctx.graph,
-            ctx.scale,
-            sinks=sinks,
-            slopes=slopes,
-            run_grads=gates is not None,
-        )
+        inputs = AttentionInputs(q, k, v, ctx.graph, ctx.scale, sinks, slopes)
+        grads = attention_backward(do, dlse, o, lse, inputs, run_grads=gates is not None)
         dgates = grads.dlog_multiplicity
         return (
             grads.dq,

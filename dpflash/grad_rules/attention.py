@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_bias_grad
 from dpflash.kernels.attention import attention_backward
+from dpflash.kernels.attention_reference import AttentionInputs
 
 from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
@@ -117,19 +118,13 @@ class _SelfAttention(torch.autograd.Function):
         q, k, v = heads.split(qkv)
         dqkv = torch.empty_like(qkv)
         dq, dk, dv = heads.split(dqkv)
+        graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         grads = attention_backward(
             (dy @ out_weight).unflatten(2, (heads.heads, heads.head_dim)).transpose(1, 2),
             None,
-            q,
-            k,
-            v,
             o,
             lse,
-            graph_of(q, k, heads.pattern),
-            1 / math.sqrt(heads.head_dim),
-            sinks=sinks,
-            slopes=slopes,
-            key_range=key_range_of(padding),
+            AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding)),
             token_sums=needs[9] and not heads.rotary,
             out=(dq, dk, dv),
         )

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpflash.kernels import attention_cpu, attention_reference
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
 
 ALL = (-UNBOUNDED, UNBOUNDED)
@@ -181,9 +182,10 @@ def run(module, graph, tensors, dlse, extra, run_grads=False):
     """All outputs by name."""
     q, k, v, do = tensors
     scale = q.shape[3] ** -0.5
-    o, lse = module.attention_forward(q, k, v, graph, scale, **extra)
+    inputs = AttentionInputs(q, k, v, graph, scale, **extra)
+    o, lse = module.attention_forward(inputs)
     grads = module.attention_backward(
-        *(do, dlse, q, k, v, o, lse, graph, scale), **extra, token_sums=True, run_grads=run_grads
+        do, dlse, o, lse, inputs, token_sums=True, run_grads=run_grads
     )
     named = {"o": o, "lse": lse, **grads._asdict()}
     return {name: x for name, x in named.items() if x is not None}
@@ -193,9 +195,8 @@ def slope_terms(graph, tensors, dlse, extra, expected):
     """sum_ij |ds_ij| |i - j|: what cancels in the gradient of each slope."""
     q, k, v, do = tensors
     reference = attention_reference
-    scores = reference._scores(
-        q, k, graph, q.shape[3] ** -0.5, extra["slopes"], extra.get("key_range"), q.dtype
-    )
+    inputs = AttentionInputs(q, k, v, graph, q.shape[3] ** -0.5, **extra)
+    scores = reference._scores(inputs, q.dtype)
     p = (scores - reference._finite(expected["lse"]).unsqueeze(3)).exp()
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     delta = (do * expected["o"]).sum(3) - (0 if dlse is None else dlse)
@@ -282,15 +283,14 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, slopes, log_multiplicity, graph):
         side = Side(**{**fields_of(graph.rows), "log_multiplicity": log_multiplicity})
         graph = TileGraph(**{**fields_of(graph), "rows": side, "plans": {}})
-        extra = {"sinks": sinks, "slopes": slopes}
-        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.5, **extra)
-        ctx.saved = q, k, v, o, lse, graph, 0.5
-        ctx.extra = extra
+        inputs = AttentionInputs(q, k, v, graph, 0.5, sinks, slopes)
+        o, lse = attention_cpu.attention_forward(inputs)
+        ctx.saved = o, lse, inputs
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
-        grads = attention_cpu.attention_backward(do, dlse, *ctx.saved, **ctx.extra, run_grads=True)
+        grads = attention_cpu.attention_backward(do, dlse, *ctx.saved, run_grads=True)
         sides = grads.dsinks, grads.dslopes, grads.dlog_multiplicity.double()
         return grads.dq, grads.dk, grads.dv, *sides, None
 
@@ -334,7 +334,12 @@ def test_half_precision_is_at_least_as_exact_as_plain_torch(name, dtype):
     # The sums are of the gradients before rounding.
     q, k, v, do = narrow
     reference = attention_reference.attention_backward(
-        *(do, None, q, k, v, outputs["o"], outputs["lse"], graph, 32**-0.5), token_sums=True
+        do,
+        None,
+        outputs["o"],
+        outputs["lse"],
+        AttentionInputs(q, k, v, graph, 32**-0.5),
+        token_sums=True,
     )
     for key in ("q_sum", "k_sum", "v_sum"):
         error = (outputs[key] - getattr(reference, key)).abs().max()
@@ -523,9 +528,9 @@ def test_an_lse_that_is_far_too_low_overflows_and_is_seen():
     (q, k, v, do), _, _ = make_inputs(graph)
     for dtype, low in ((torch.float32, -200.0), (torch.float64, -2000.0)):
         q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
-        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.3)
+        o, lse = attention_cpu.attention_forward(AttentionInputs(q, k, v, graph, 0.3))
         grads = attention_cpu.attention_backward(
-            *(do, None, q, k, v, o, torch.full_like(lse, low), graph, 0.3)
+            do, None, o, torch.full_like(lse, low), AttentionInputs(q, k, v, graph, 0.3)
         )
         assert not grads.dv.isfinite().any()
 
@@ -562,7 +567,7 @@ def test_calls_at_the_same_time_and_in_a_forked_process():
     def forked():
         # torch's own pool of threads does not survive a fork.
         torch.set_num_threads(1)
-        o, _ = attention_cpu.attention_forward(*tensors[:3], graph, 64**-0.5)
+        o, _ = attention_cpu.attention_forward(AttentionInputs(*tensors[:3], graph, 64**-0.5))
         return torch.equal(o, expected["o"])
 
     child.start()
@@ -575,8 +580,9 @@ def test_numbers_below_the_least_normal_one_count_as_0_and_only_within():
     (q, k, v, do), _, _ = make_inputs(graph)
     q, k, v = q.float(), k.float(), v.float()
     tiny = torch.full(do.shape, 1e-39)
-    o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.3)
-    grads = attention_cpu.attention_backward(tiny, None, q, k, v, o, lse, graph, 0.3)
+    inputs = AttentionInputs(q, k, v, graph, 0.3)
+    o, lse = attention_cpu.attention_forward(inputs)
+    grads = attention_cpu.attention_backward(tiny, None, o, lse, inputs)
     assert all((x == 0).all() for x in (grads.dq, grads.dk, grads.dv))
     assert float(tiny[0, 0, 0, 0] * 0.5) > 0
 
@@ -599,12 +605,14 @@ def test_the_kernels_hold_nothing_that_grows_with_the_square_of_tokens():
 import torch
 from dpflash.bench.memory import PeakMemory
 from dpflash.kernels import attention_cpu
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dense
 graph = Dense(causal=True).graph(16384, 1)
 q = torch.randn(1, 1, 16384, 8)
 def run(q, graph):
-    o, lse = attention_cpu.attention_forward(q, q, q, graph, 0.3)
-    attention_cpu.attention_backward(q, None, q, q, q, o, lse, graph, 0.3)
+    inputs = AttentionInputs(q, q, q, graph, 0.3)
+    o, lse = attention_cpu.attention_forward(inputs)
+    attention_cpu.attention_backward(q, None, o, lse, inputs)
 run(q[:, :, :64], Dense().graph(64, 1))
 with PeakMemory() as peak:
     run(q, graph)
@@ -625,14 +633,15 @@ def test_too_little_memory_is_an_error_of_python(tmp_path):
     code = """
 import resource, torch
 from dpflash.kernels import attention_cpu
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dense
 graph = Dense().graph(1, 16)
 q = torch.randn(60_000, 16, 1, 1)
-attention_cpu.attention_forward(q[:1], q[:1], q[:1], graph, 0.1)
+attention_cpu.attention_forward(AttentionInputs(q[:1], q[:1], q[:1], graph, 0.1))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2 * q.nbytes + (8 << 20),) * 2)
 try:
-    attention_cpu.attention_forward(q, q, q, graph, 0.1)
+    attention_cpu.attention_forward(AttentionInputs(q, q, q, graph, 0.1))
 except (MemoryError, RuntimeError) as error:
     print(type(error).__name__, error)
 """

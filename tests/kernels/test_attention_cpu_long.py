@@ -9,6 +9,7 @@ import torch.utils.deterministic
 
 from dpflash.kernels import attention_cpu
 from dpflash.kernels import attention_reference as reference
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import BlockSparse, Dilated, SlidingWindow
 
@@ -54,10 +55,9 @@ def run(module, graph, tensors, key_range=None):
     """All outputs by name."""
     q, k, v, do = tensors
     dlse = do[..., 0]
-    o, lse = module.attention_forward(q, k, v, graph, 0.3, key_range=key_range)
-    grads = module.attention_backward(
-        *(do, dlse, q, k, v, o, lse, graph, 0.3), key_range=key_range
-    )
+    inputs = AttentionInputs(q, k, v, graph, 0.3, key_range=key_range)
+    o, lse = module.attention_forward(inputs)
+    grads = module.attention_backward(do, dlse, o, lse, inputs)
     return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 
@@ -168,9 +168,10 @@ def test_other_samples_change_no_bit(groups, number, options):
     def of(samples):
         q, k, v, do = (x[samples] for x in tensors)
         more = {name: x[samples] for name, x in extra.items()}
-        o, lse = attention_cpu.attention_forward(q, k, v, graph, 0.3, **more)
+        inputs = AttentionInputs(q, k, v, graph, 0.3, **more)
+        o, lse = attention_cpu.attention_forward(inputs)
         grads = attention_cpu.attention_backward(
-            *(do, do[..., 0], q, k, v, o, lse, graph, 0.3), **more, squares=True, token_sums=True
+            do, do[..., 0], o, lse, inputs, squares=True, token_sums=True
         )
         return {"o": o, "lse": lse, **grads._asdict()}
 

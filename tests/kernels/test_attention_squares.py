@@ -5,6 +5,7 @@ import torch
 
 from dpflash.kernels import attention as kernels
 from dpflash.kernels import attention_reference as reference
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dense, Dilated, SlidingWindow
 
 PATTERNS = {
@@ -25,10 +26,9 @@ def backward(module, graph, scale, dtype=torch.float32, batch=3, factor=1.0, **n
     torch.manual_seed(0)
     q, do = (torch.randn(batch, 4, 27, 16).to(dtype) for _ in range(2))
     k, v = (torch.randn(batch, 2, 27, 16).to(dtype) for _ in range(2))
-    o, lse = module.attention_forward(q, k, v, graph, scale)
-    return module.attention_backward(
-        factor * do, None, q, k, v, o, lse, graph, scale, squares=True, **named
-    )
+    inputs = AttentionInputs(q, k, v, graph, scale)
+    o, lse = module.attention_forward(inputs)
+    return module.attention_backward(factor * do, None, o, lse, inputs, squares=True, **named)
 
 
 def of_stored(grads):
@@ -61,5 +61,6 @@ def test_an_empty_batch_has_no_squares_and_nobody_gets_any_unasked():
     graph = Dense().graph(27, 4)
     assert backward(kernels, graph, 0.25, batch=0).squares.shape == (0,)
     q = torch.randn(1, 4, 27, 16)
-    o, lse = kernels.attention_forward(q, q, q, graph, 0.25)
-    assert kernels.attention_backward(o, None, q, q, q, o, lse, graph, 0.25).squares is None
+    inputs = AttentionInputs(q, q, q, graph, 0.25)
+    o, lse = kernels.attention_forward(inputs)
+    assert kernels.attention_backward(o, None, o, lse, inputs).squares is None

@@ -5,11 +5,13 @@ Without a GPU they run in Triton's interpreter, at sizes of several tiles and ch
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
 
 from dpflash.kernels import attention_reference as reference
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.layout import is_aligned
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
 from dpflash.patterns import (
@@ -55,13 +57,11 @@ def wide(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def plain(function, *args, dtype=torch.float64, **named):
-    """The reference on arguments of another dtype."""
-
-    def cast(x):
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    return function(*map(cast, args), **{name: cast(x) for name, x in named.items()})
+def in_float64(x):
+    """A tensor, or the tensors of AttentionInputs, in float64."""
+    if isinstance(x, AttentionInputs):
+        return AttentionInputs(*(in_float64(getattr(x, field.name)) for field in fields(x)))
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 def error(found, expected):
@@ -81,14 +81,13 @@ def run(graph, q, k, v, scale=None, with_dlse=True, **named):
     do = torch.randn(q.shape, generator=generator).to(q)
     dlse = torch.randn(q.shape[:3], generator=generator).to(DEVICE) if with_dlse else None
     backward = {x: named.pop(x, False) for x in ("token_sums", "run_grads", "squares")}
-    found_o, found_lse = launch.attention_forward(q, k, v, graph, scale, **named)
-    found = launch.attention_backward(
-        do, dlse, q, k, v, found_o, found_lse, graph, scale, **named, **backward
-    )
-    o, lse = plain(reference.attention_forward, q, k, v, graph, scale, **named)
-    expected = plain(
-        reference.attention_backward, do, dlse, q, k, v, o, lse, graph, scale, **named, **backward
-    )
+    inputs = AttentionInputs(q, k, v, graph, scale, **named)
+    found_o, found_lse = launch.attention_forward(inputs)
+    found = launch.attention_backward(do, dlse, found_o, found_lse, inputs, **backward)
+    inputs = in_float64(inputs)
+    o, lse = reference.attention_forward(inputs)
+    wide = in_float64(do), in_float64(dlse)
+    expected = reference.attention_backward(*wide, o, lse, inputs, **backward)
     return (
         {"o": found_o, "lse": found_lse, **found._asdict()},
         {"o": o, "lse": lse, **expected._asdict()},
@@ -261,12 +260,15 @@ def test_cross_attention_of_other_lengths_matches_the_reference():
 def test_gradients_are_written_into_one_fused_buffer():
     q, k, v = fused_qkv(1, 4, 2, 37, 16, torch.float32)
     graph = block(PATTERNS["window-globals"], 37, 4)
-    o, lse = launch.attention_forward(q, k, v, graph, 0.25)
+    inputs = AttentionInputs(q, k, v, graph, 0.25)
+    o, lse = launch.attention_forward(inputs)
     do = torch.ones_like(o)
-    apart = launch.attention_backward(do, None, q, k, v, o, lse, graph, 0.25)
+    apart = launch.attention_backward(do, None, o, lse, inputs)
     buffer = torch.full((1, 37, 8, 16), torch.nan, device=DEVICE)
     out = tuple(x.transpose(1, 2) for x in buffer.split((4, 2, 2), dim=2))
-    fused = launch.attention_backward(do, None, q, k, v, o, lse, graph, 0.25, out=out)
+    fused = launch.attention_backward(
+        do, None, o, lse, AttentionInputs(q, k, v, graph, 0.25), out=out
+    )
     assert fused.dq.data_ptr() == buffer.data_ptr()
     expected = torch.cat([x.transpose(1, 2) for x in (apart.dq, apart.dk, apart.dv)], dim=2)
     assert torch.equal(buffer, expected)
@@ -299,12 +301,12 @@ def test_multiplicities_count_as_often_as_they_say():
 def test_no_output_knows_of_later_tokens_or_other_samples(name):
     q, k, v = fused_qkv(2, 1, 1, T, 16, torch.float32)
     graph = block(PATTERNS[name], T, 1)
-    o, lse = launch.attention_forward(q, k, v, graph, 0.25)
+    o, lse = launch.attention_forward(AttentionInputs(q, k, v, graph, 0.25))
     changed = [x.clone() for x in (q, k, v)]
     for x in changed:
         x[:, :, 31:] += 1
         x[1] = -x[1]
-    again_o, again_lse = launch.attention_forward(*changed, graph, 0.25)
+    again_o, again_lse = launch.attention_forward(AttentionInputs(*changed, graph, 0.25))
     assert torch.equal(o[0, :, :31], again_o[0, :, :31])
     assert torch.equal(lse[0, :, :31], again_lse[0, :, :31])
     assert not torch.equal(o[0, :, 31:], again_o[0, :, 31:])
@@ -317,10 +319,9 @@ def backward_with_squares(graph, q, k, v, do=None, squares=True, **named):
     """Gradients of the kernels, with their squares."""
     if do is None:
         do = torch.randn(q.shape, generator=torch.Generator().manual_seed(8)).to(q)
-    o, lse = launch.attention_forward(q, k, v, graph, 0.25, **named)
-    return launch.attention_backward(
-        do, None, q, k, v, o, lse, graph, 0.25, squares=squares, **named
-    )
+    inputs = AttentionInputs(q, k, v, graph, 0.25, **named)
+    o, lse = launch.attention_forward(inputs)
+    return launch.attention_backward(do, None, o, lse, inputs, squares=squares)
 
 
 def assert_squares_are_of_what_is_stored(grads):
@@ -410,17 +411,20 @@ def test_squares_of_huge_zero_and_unusable_samples_stay_each_ones_own():
 _BEYOND_INT32 = """
 import torch
 from dpflash.kernels import attention_launch as launch
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dense
 far = torch.empty(31 * 2**27 + 16, dtype=torch.float16)  # 8 GB that are never touched
 strided = far.as_strided((1, 1, 32, 16), (0, 0, 2**27, 1))
 near = torch.randn(1, 1, 32, 16).half()
 strided.copy_(near)
 graph = Dense(causal=True).graph(32, 1)
-o, lse = launch.attention_forward(strided, strided, strided, graph, 0.25)
-expected, expected_lse = launch.attention_forward(near, near, near, graph, 0.25)
+of_strided = AttentionInputs(strided, strided, strided, graph, 0.25)
+of_near = AttentionInputs(near, near, near, graph, 0.25)
+o, lse = launch.attention_forward(of_strided)
+expected, expected_lse = launch.attention_forward(of_near)
 assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
-found = launch.attention_backward(strided, None, strided, strided, strided, o, lse, graph, 0.25)
-expected = launch.attention_backward(near, None, near, near, near, o, lse, graph, 0.25)
+found = launch.attention_backward(strided, None, o, lse, of_strided)
+expected = launch.attention_backward(near, None, o, lse, of_near)
 assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3]))
 print("exact")
 """
@@ -495,10 +499,12 @@ def test_compiled_kernels_match_the_reference_for_every_pattern(name, head_dim):
 def test_compiled_kernels_repeat_bit_for_bit():
     q, k, v = fused_qkv(2, 4, 2, 1999, 64, torch.bfloat16)
     graph = block(GPU_PATTERNS["longnet"], 1999, 4)
-    o, lse = launch.attention_forward(q, k, v, graph, 0.125)
-    first = launch.attention_backward(o, lse, q, k, v, o, lse, graph, 0.125)
+    inputs = AttentionInputs(q, k, v, graph, 0.125)
+    o, lse = launch.attention_forward(inputs)
+    first = launch.attention_backward(o, lse, o, lse, inputs)
     for _ in range(50):
-        again_o, again_lse = launch.attention_forward(q, k, v, graph, 0.125)
-        again = launch.attention_backward(o, lse, q, k, v, o, lse, graph, 0.125)
+        inputs = AttentionInputs(q, k, v, graph, 0.125)
+        again_o, again_lse = launch.attention_forward(inputs)
+        again = launch.attention_backward(o, lse, o, lse, inputs)
         assert torch.equal(o, again_o) and torch.equal(lse, again_lse)
         assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))

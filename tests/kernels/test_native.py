@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dpflash.kernels import attention_cpu, attention_reference, cpp_compiler, native
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dilated
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -122,8 +123,9 @@ def gradients(module, dtype, dim):
     graph = Dilated(segment_lengths=(48, 96), dilation_rates=(1, 3), causal=True).graph(203, 4)
     q, do = torch.randn(2, 2, 4, 203, dim, dtype=torch.float64).to(dtype)
     k, v = torch.randn(2, 2, 2, 203, dim, dtype=torch.float64).to(dtype)
-    o, lse = module.attention_forward(q, k, v, graph, 0.3)
-    grads = module.attention_backward(do, None, q, k, v, o, lse, graph, 0.3)
+    inputs = AttentionInputs(q, k, v, graph, 0.3)
+    o, lse = module.attention_forward(inputs)
+    grads = module.attention_backward(do, None, o, lse, inputs)
     return o, lse, grads.dq, grads.dk, grads.dv
 
 

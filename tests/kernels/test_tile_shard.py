@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dpflash.kernels import attention, attention_cpu, attention_reference
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph, side_matrix
 from dpflash.kernels.tile_shard import Chunk, is_empty, live_keys, restrict
 from dpflash.patterns import (
@@ -398,7 +399,9 @@ def ring(backend, graph, tensors, shards, scale=0.25, singly=False, sinks=None, 
                 steps.append((part, keys, y, z, (len(some), -1, len(others)), {**options, **own}))
         results = []
         for part, _, y, z, _, named in steps:
-            found = backend.attention_forward(x, y, z, part, scale, wide=True, **named)
+            found = backend.attention_forward(
+                AttentionInputs(x, y, z, part, scale, **named), wide=True
+            )
             assert found[0].dtype == found[1].dtype == wide
             results.append(found)
         x_o, x_lse = merge(results)
@@ -411,8 +414,10 @@ def ring(backend, graph, tensors, shards, scale=0.25, singly=False, sinks=None, 
         put(o, queries, x_o)
         put(lse, queries, x_lse.masked_fill(lost, 0.0))
         for part, keys, y, z, shape, named in steps:
-            arguments = (dx, dl, x, y, z, x_o, x_lse, part, scale)
-            grads = backend.attention_backward(*arguments, **named, run_grads=run_grads, wide=True)
+            own = AttentionInputs(x, y, z, part, scale, **named)
+            grads = backend.attention_backward(
+                dx, dl, x_o, x_lse, own, run_grads=run_grads, wide=True
+            )
             assert grads.dq.dtype == grads.dk.dtype == grads.dv.dtype == wide
             put(dq, queries, grads.dq)
             put(dk, keys, grads.dk)
@@ -433,10 +438,9 @@ def whole(graph, tensors, scale=0.25, run_grads=False, **options):
 
     q, k, v, do, dlse = map(widened, tensors)
     options = {name: widened(x) for name, x in options.items()}
-    o, lse = attention_reference.attention_forward(q, k, v, graph, scale, **options)
-    grads = attention_reference.attention_backward(
-        do, dlse, q, k, v, o, lse, graph, scale, **options, run_grads=run_grads
-    )
+    inputs = AttentionInputs(q, k, v, graph, scale, **options)
+    o, lse = attention_reference.attention_forward(inputs)
+    grads = attention_reference.attention_backward(do, dlse, o, lse, inputs, run_grads=run_grads)
     found = {"o": o, "lse": lse, **grads._asdict()}
     return {name: x for name, x in found.items() if x is not None}
 
@@ -554,10 +558,11 @@ def test_wide_results_are_those_that_are_rounded_otherwise(backend, name, dtype)
     module = BACKENDS[backend]
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
     q, k, v, do, _ = (x.to(dtype) for x in make_inputs(45, 2, 1, samples=1))
-    narrow_o, lse = module.attention_forward(q, k, v, graph, 0.25)
-    o, same_lse = module.attention_forward(q, k, v, graph, 0.25, wide=True)
+    inputs = AttentionInputs(q, k, v, graph, 0.25)
+    narrow_o, lse = module.attention_forward(inputs)
+    o, same_lse = module.attention_forward(inputs, wide=True)
     assert o.dtype == torch.float32 and narrow_o.dtype == dtype and torch.equal(lse, same_lse)
-    arguments = (do, None, q, k, v, o, lse, graph, 0.25)
+    arguments = (do, None, o, lse, inputs)
     named = {"token_sums": True, "squares": True}
     narrow = module.attention_backward(*arguments, **named)
     wide = module.attention_backward(*arguments, **named, wide=True)
@@ -583,13 +588,13 @@ def test_delta_sees_do_and_o_unrounded_and_products_see_one_dtype(narrow, monkey
     o, do = (x.half() if name == narrow else x for name, x in (("o", o), ("do", do)))
     seen = []
 
-    def launched(dq, do, q, k, v, pivot, delta, *rest):
+    def launched(dq, do, pivot, delta, inputs, **named):
         seen.append((do, delta))
         return None, None, None, None
 
     monkeypatch.setattr(importlib.import_module(launch.__name__), "_launch_dq", launched)
     graph = Dense().graph(21, 4, DEVICE)
-    launch.attention_backward(do, None, q, k, v, o, lse, graph, 0.25)
+    launch.attention_backward(do, None, o, lse, AttentionInputs(q, k, v, graph, 0.25))
     ((taken, delta),) = seen
     assert taken.dtype == q.dtype
     assert (delta.double() - (o.double() * do.double()).sum(3)).abs().max() < 1e-5
@@ -600,9 +605,10 @@ def test_wide_is_handed_on_for_every_scale(scale):
     graph = Dense(causal=True).graph(37, 4)
     q, k, v, do, dlse = (x.bfloat16() for x in make_inputs(37))
     q, k, v, do, dlse = (x.cpu() for x in (q, k, v, do, dlse))
-    o, lse = attention.attention_forward(q, k, v, graph, scale, wide=True)
+    inputs = AttentionInputs(q, k, v, graph, scale)
+    o, lse = attention.attention_forward(inputs, wide=True)
     named = {"squares": True, "wide": True}
-    grads = attention.attention_backward(do, dlse, q, k, v, o, lse, graph, scale, **named)
+    grads = attention.attention_backward(do, dlse, o, lse, inputs, **named)
     assert {o.dtype, grads.dq.dtype, grads.dk.dtype, grads.dv.dtype} == {torch.float32}
     squares = sum(x.double().square().sum((1, 2, 3)) for x in grads[:3])
     torch.testing.assert_close(grads.squares, squares, rtol=1e-12, atol=0)
@@ -611,22 +617,24 @@ def test_wide_is_handed_on_for_every_scale(scale):
 def test_wide_beside_out_is_refused():
     graph = Dense().graph(5, 4)
     q, k, v, do, _ = (x.cpu() for x in make_inputs(5))
-    o, lse = attention.attention_forward(q, k, v, graph, 0.25)
+    inputs = AttentionInputs(q, k, v, graph, 0.25)
+    o, lse = attention.attention_forward(inputs)
     out = tuple(torch.empty_like(x) for x in (q, k, v))
     with pytest.raises(ValueError, match="wide=True together with out"):
-        attention.attention_backward(do, None, q, k, v, o, lse, graph, 0.25, wide=True, out=out)
+        attention.attention_backward(do, None, o, lse, inputs, wide=True, out=out)
 
 
 def test_rows_blind_here_or_everywhere_take_no_gradient_from_nan():
     """The dispatcher: row 0 sees nothing anywhere, rows up to 15 nothing in this shard."""
     graph = BlockSparse(block_size=16, block_lists=((), (0,), (1,))).graph(48, 4)
     q, k, v, do, dlse = (x.cpu() for x in make_inputs(48))
-    o, lse = attention.attention_forward(q, k, v, graph, 0.25)
+    inputs = AttentionInputs(q, k, v, graph, 0.25)
+    o, lse = attention.attention_forward(inputs)
     do[:, :, :16], dlse[:, :, :16] = math.nan, math.nan
-    expected = attention.attention_backward(do, dlse, q, k, v, o, lse, graph, 0.25)
+    expected = attention.attention_backward(do, dlse, o, lse, inputs)
     part = restrict(graph, [Chunk(0, 48, 0)], 48, [Chunk(16, 16, 0)], 16)
     y, z = k[:, :, 16:32], v[:, :, 16:32]
-    found = attention.attention_backward(do, dlse, q, y, z, o, lse, part, 0.25)
+    found = attention.attention_backward(do, dlse, o, lse, AttentionInputs(q, y, z, part, 0.25))
     torch.testing.assert_close(found.dk, expected.dk[:, :, 16:32])
     torch.testing.assert_close(found.dq[:, :, 32:], expected.dq[:, :, 32:])
     assert (found.dq[:, :, :32] == 0).all()
@@ -665,12 +673,14 @@ def test_where_nothing_is_seen_everything_is_zero(backend, case, runtime, option
         extra["slopes"] = torch.ones(samples, 4, device=DEVICE, dtype=dtype)
         extra["key_range"] = torch.tensor([[0, 3]] * samples, dtype=torch.int32, device=DEVICE)
         extra["key_range"] = extra["key_range"].view(samples, 2)
-    o, lse = module.attention_forward(q, k, v, part, 0.25, **extra)
+    o, lse = module.attention_forward(AttentionInputs(q, k, v, part, 0.25, **extra))
     assert o.shape == q.shape and (o == 0).all()
     expected = extra["sinks"].unsqueeze(2) if extra else torch.full((), -math.inf, device=DEVICE)
     torch.testing.assert_close(lse, expected.to(dtype).expand(q.shape[:3]))
     sums = {"token_sums": True, "run_grads": True, "squares": True}
-    grads = module.attention_backward(do, dlse, q, k, v, o, lse, part, 0.25, **extra, **sums)
+    grads = module.attention_backward(
+        do, dlse, o, lse, AttentionInputs(q, k, v, part, 0.25, **extra), **sums
+    )
     for name, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape)):
         assert getattr(grads, name).shape == shape
     assert len(grads.dlog_multiplicity) == len(part.rows.runs)
@@ -690,7 +700,9 @@ def test_cross_attention_is_restricted_too(backend):
     for begin, end in ((0, 20), (20, 37)):
         part = restrict(graph, [Chunk(0, 19, 0)], 19, [Chunk(begin, end - begin, 0)], end - begin)
         tensors = q, k[:, :, begin:end], v[:, :, begin:end]
-        parts.append(BACKENDS[backend].attention_forward(*tensors, part, 0.25, wide=True))
-    expected = attention_reference.attention_forward(q, k, v, graph, 0.25)
+        parts.append(
+            BACKENDS[backend].attention_forward(AttentionInputs(*tensors, part, 0.25), wide=True)
+        )
+    expected = attention_reference.attention_forward(AttentionInputs(q, k, v, graph, 0.25))
     for found, x in zip(merge(parts), expected, strict=True):
         torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-5)
