@@ -319,7 +319,7 @@ class PrivateBackward:
         self.statistics.begin_backward()
         self.step.begin_backward()
 
-    def arrived(self, gate: Gate) -> None:
+    def check_gate(self, gate: Gate) -> None:
         """Check a gate whose backward runs, and refuse what would break the bound."""
         if not self._in_backward:
             if self.loss_reduction is None:

@@ -240,7 +240,7 @@ class Gate:
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of the gate: per-sample gradients in, clipped sums out."""
         self._enter()
-        self.owner.arrived(self)
+        self.owner.check_gate(self)
         self.owner.compare(self, grads)
         if self.group.tiled:
             return self._finish_tiles(grads[0])
