@@ -150,19 +150,19 @@ tests() {
 }
 
 right() {
-  part versions 60 "$PYTHON" benchmarks/scripts/gpu_versions.py "$DEVICE"
+  part versions 60 "$PYTHON" tests/gpu/versions.py "$DEVICE"
   tests noise 100 tests/kernels/test_noise_triton.py tests/kernels/test_grads_noise.py \
     tests/kernels/test_capture.py
   tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_block_clipped_grad.py
   tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
   tests shards 90 tests/kernels/test_tile_shard.py
-  needing cryptography steps 130 "$PYTHON" benchmarks/scripts/private_steps_on_gpu.py --jobs "$JOBS" \
+  needing cryptography steps 130 "$PYTHON" tests/gpu/private_steps.py --jobs "$JOBS" \
     --device "$DEVICE" --json "$results/gpu-private-steps.json"
   needing cryptography train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 \
     --out "$results/train"
   for tool in memcheck racecheck; do
     needing compute-sanitizer "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool $tool --error-exitcode 1 "$PYTHON" benchmarks/scripts/gpu_tiny_calls.py "$DEVICE"
+      compute-sanitizer --tool $tool --error-exitcode 1 "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"
   done
 }
 
@@ -183,7 +183,7 @@ time_parts() {
   measure 100 ceilings gradients attention flex
   measure 240 steps
   needing ncu ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
-    "$PYTHON" benchmarks/scripts/gpu_tiny_calls.py "$DEVICE"
+    "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"
 }
 
 tune() {

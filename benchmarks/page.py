@@ -124,7 +124,7 @@ def _relative(path: Path, page: Path) -> str:
 
 
 def _state(file: ResultFile) -> str:
-    # Of benchmarks/scripts/check_compare.py.
+    # Of tests/benchmarks/check_compare.py.
     if "made" in file.held:
         made, right = file.held["made"], file.held["right"]
         slower = file.environment["slowdown"]

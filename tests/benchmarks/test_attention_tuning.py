@@ -17,6 +17,7 @@ import torch
 import dpflash
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def run_gpu_script(tmp_path, stage, fails, **environment):
 @pytest.mark.parametrize(
     ("stage", "fails", "files"),
     [
-        ("right", "test_grads_triton", ["test_noise_triton", "private_steps_on_gpu", "train"]),
+        ("right", "test_grads_triton", ["test_noise_triton", "private_steps.py", "train"]),
         ("time", "gradients", ["gpu_time.py attention", "gpu_time.py steps"]),
         ("tune", "tune_attention", ["gpu_time.py long"]),
     ],
@@ -155,12 +156,13 @@ def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path):
 
 
 def test_the_scripts_pass_make_private_arguments_that_it_has(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS, TESTS / "attacks", TESTS / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
     import attacked
     import gpu_time
-    import private_steps_on_gpu
+    import private_steps
 
-    tables = [*gpu_time.WAYS.values(), *private_steps_on_gpu.CASES.values()]
+    tables = [*gpu_time.WAYS.values(), *private_steps.CASES.values()]
     tables += [view.options for view in attacked.VIEWS.values()]
     used = {name for options in tables for name in options}
     assert used <= inspect.signature(dpflash.PrivacyEngine.make_private).parameters.keys()

@@ -4,7 +4,7 @@ Every clipping and way trains the same small language model with the same seed: 
 noise are then the same bits on both devices, and parameters may differ by float32's rounding of
 the gradients alone.
 
-    python benchmarks/scripts/private_steps_on_gpu.py --json runs/private_steps.json
+    python tests/gpu/private_steps.py --json runs/private_steps.json
 
 The exit status is 0 if all cases agree.
 """

@@ -1,6 +1,6 @@
 """Whether one release tells that a sample was in the batch, beyond what its Gaussian noise allows.
 
-A slice of `benchmarks/scripts/attacks.py`; `DPFLASH_FULL=1` makes it 400 trials of each attack on
+A slice of `tests/attacks/attacks.py`; `DPFLASH_FULL=1` makes it 400 trials of each attack on
 every view at five sigmas. Seeds are fixed. With other seeds honest noise would exceed the limit,
 four standard deviations above the mean, with probability 3e-5 for each attack.
 """
@@ -17,16 +17,16 @@ import pytest
 import torch
 from scipy.special import ndtri
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
+HERE = Path(__file__).resolve().parent
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 
 
 def _load(name):
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(HERE))
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(BENCHMARKS))
+        sys.path.remove(str(HERE))
 
 
 attacked, attacks = _load("attacked"), _load("attacks")

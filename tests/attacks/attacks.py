@@ -16,8 +16,8 @@ learned   The attacker runs the mechanism with keys of its own and learns which 
 An attack that finds nothing, or fails on the attacker's own releases, falls back on the likelihood
 ratio of the Gaussian, which is the best there is against honest noise.
 
-    python benchmarks/scripts/attacks.py --json runs/attacks.json      # a quarter of an hour
-    python benchmarks/scripts/attacks.py --targets dpflash --views "p.grad, fp64" --sigmas 1
+    python tests/attacks/attacks.py --json runs/attacks.json      # a quarter of an hour
+    python tests/attacks/attacks.py --targets dpflash --views "p.grad, fp64" --sigmas 1
 
 Exit status 1 if an attack beats honest noise's limit against dpflash or the exact reference.
 """

@@ -5,7 +5,7 @@ flagged. In an A/B trial the second one is slowed: attention on the CPU, epsilon
 private step (the model's forward pass, `engine.backward`, the optimizer's step) keep the processor
 busy for another tenth of the time that they just took; every row must be flagged as slower.
 
-    python benchmarks/scripts/check_compare.py --json benchmarks/results/DEVICE/compare_check.json
+    python tests/benchmarks/check_compare.py --json benchmarks/results/DEVICE/compare_check.json
 """
 
 from __future__ import annotations
