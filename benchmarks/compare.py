@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
-# Trials in turns of one code differed by up to 2.4% (`tests/benchmarks/check_compare.py`, 60 rows).
+# Trials in turns of one code differed by up to 2.4% (tests/benchmarks/check_compare.py, 60 rows).
 SAME_CODE = 0.03
 # Load averages that differ by more than this factor and this number make times differ too.
 _LOADS_FACTOR, _LOADS_APART = 2, 1
