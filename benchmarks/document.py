@@ -64,11 +64,21 @@ def column(key: str, header: str | None = None) -> Column:
     return header or key, lambda row: row.get(key)
 
 
-def columns(*parts: str | Sequence[Column]) -> tuple[Column, ...]:
-    """Columns, where "key | key: header | ..." names keys of the rows or of their config."""
+def columns(
+    *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
+) -> tuple[Column, ...]:
+    """Columns: "key | key: header | ..." names keys of the rows or of their config.
+
+    A header in `computed` names a function of the row instead.
+    """
     found: list[Column] = []
     for part in parts:
-        found += map(_named, part.split(" | ")) if isinstance(part, str) else part
+        if isinstance(part, str):
+            for name in part.split(" | "):
+                known = (computed or {}).get(name)
+                found.append(_named(name) if known is None else (name, known))
+        else:
+            found += part
     return tuple(found)
 
 
@@ -159,6 +169,22 @@ ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | boun
 SPEEDUP = with_interval("speedup", "speed-up", ".2f")
 ratio = SPEEDUP[1]
 CORRECT = columns("correct")
+
+
+def overhead(row: Row) -> float | None:
+    """A step's time over that of the nonprivate one, its comparison's baseline."""
+    return None if row.get("speedup") is None else 1 / row["speedup"]
+
+
+def shown_overhead(row: Row) -> str | None:
+    """The same with its interval, that of the rounds in which both took turns."""
+    if row.get("speedup") is None:
+        return None
+    low, high = row["speedup_ci95"]
+    return f"{1 / row['speedup']:.2f} [{1 / high:.2f}, {1 / low:.2f}]"
+
+
+OVER_NONPRIVATE: Column = ("time over nonprivate", shown_overhead)
 
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
@@ -284,6 +310,11 @@ def _warned(rows: Sequence[Row]) -> list[str]:
         for text in row.get("warnings") or ():
             found.setdefault(" ".join(text.split()), []).append(row["name"])
     return [f"{text} ({', '.join(names)})" for text, names in found.items()]
+
+
+def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
+    """A row of section "insights": a sentence about other rows, and the numbers in it."""
+    return results.row(f"insights/{name}", {}, section=INSIGHTS, text=text, **numbers)
 
 
 def fitted_row(

@@ -11,21 +11,40 @@ from typing import Any
 import scipy.stats
 
 from . import output as results
-from . import private_scaling as private
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
-from .document import EXPONENTS, FIGURES, LEAST_SIZES, ROOFS, chart, columns, fitted_row
-from .suite import Comparison, Measurement, Part, Request, Row, Suite, of_section
+from .document import (
+    EXPONENTS,
+    FIGURES,
+    LEAST_SIZES,
+    OVER_NONPRIVATE,
+    ROOFS,
+    chart,
+    columns,
+    fitted_row,
+    insight,
+)
+from .memory import device_memory
+from .private import AUTO, NONPRIVATE, private_subject
+from .suite import Comparison, Measurement, Request, Row, Suite, compared, grouped, of_section
 from .suite_pages import page
 
-_MIB = 2**20
+BATCHES = (1, 3, 5, 10, 19, 35, 64)
+TOKENS = (128, 223, 389, 677, 1179, 2048)
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
+
+_MIB = 2**20
 # With segments that grow with T: the longest T of a backward on a CPU.
 _LONGEST_BACKWARD = 4096
 # (B, T) of a published table.
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
+# The optimal batch is the smallest one within this fraction of the most tokens/s.
+_CLOSE = 0.95
+# Memory that it may take: 8 GiB on a CPU, 80% of a GPU's.
+_CPU_LIMIT_MB = 8.0 * 1024
+_GPU_FRACTION = 0.8
 
 
-def _comparison(
+def _dilated(
     section: str,
     direction: str,
     request: Request,
@@ -49,7 +68,33 @@ def _comparison(
     return Comparison(measurements)
 
 
-def _sequences(request: Request) -> Iterator[Comparison | Part]:
+def _private(
+    section: str,
+    curves: Mapping[str, Sequence[tuple[int, int, int, int]]],
+    providers: Sequence[str],
+    request: Request,
+) -> Iterator[Comparison]:
+    """Private steps of attention: curves of (B, T, H, D)."""
+    where = request.where
+    is_gpu = where.type == "cuda"
+    limit = _GPU_FRACTION * device_memory(where) if is_gpu else _CPU_LIMIT_MB
+    for curve, shapes in curves.items():
+        for batch, tokens, heads, head_dim in shapes:
+            given = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
+            yield compared(
+                f"{section}/{curve}/B{batch}-T{tokens}",
+                private_subject,
+                "provider",
+                providers,
+                {"model": "attention", **given, "dtype": "bfloat16" if is_gpu else "float32"},
+                section=section,
+                baseline=providers[0] if providers[1:] else None,
+                columns={"curve": curve, "memory_limit_mb": limit},
+                curve=f"{section}/{curve}",
+            )
+
+
+def _sequences(request: Request) -> Iterator[Comparison]:
     small, heads = is_small(request), 2 if is_small(request) else 8
     lengths = [256, 512, 1024] if small else [2**n for n in range(9, 14)]
     long = [1024, 4096, 16384] if small else [2**n for n in range(11, 16)]
@@ -60,38 +105,47 @@ def _sequences(request: Request) -> Iterator[Comparison | Part]:
         for section, sizes in ((FIXED, once), (PROPORTIONAL, once), ("quick_table", table)):
             short = [size for size in sizes if size[1] <= _LONGEST_BACKWARD]
             tried = short if limited and section != FIXED else sizes
-            yield _comparison(section, direction, request, "B{B}-T{T}", tried)
+            yield _dilated(section, direction, request, "B{B}-T{T}", tried)
     tried = [(1, tokens, 2) for tokens in long]
-    yield _comparison(LONG, "forward+backward", request, "B{B}-T{T}", tried)
-    yield from private.sequence_plan(request)
+    yield _dilated(LONG, "forward+backward", request, "B{B}-T{T}", tried)
+    curves = {
+        f"b16_h{heads}_d{dim}": [(16, tokens, heads, dim) for tokens in TOKENS]
+        for heads, dim in ((12, 64), (16, 64), (20, 80))
+    }
+    if request.quick:
+        curves = {"b4_h4_d32": [(4, tokens, 4, 32) for tokens in (32, 64, 128)]}
+    yield from _private("private_sequence", curves, (AUTO,), request)
 
 
-def _batches(request: Request) -> Iterator[Comparison | Part]:
+def _batches(request: Request) -> Iterator[Comparison]:
     tokens, heads = (512, 2) if is_small(request) else (2048, 8)
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
-        yield _comparison("dilated_batch", direction, request, "B{B}", sizes)
-    yield from private.batch_plan(request)
+        yield _dilated("dilated_batch", direction, request, "B{B}", sizes)
+    curves = {
+        f"seq{tokens}_h{heads}_d{dim}": [(batch, tokens, heads, dim) for batch in BATCHES]
+        for tokens, heads, dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
+    }
+    if request.quick:
+        curves = {"seq128_h4_d32": [(batch, 128, 4, 32) for batch in (1, 3, 10)]}
+    yield from _private("private_batch", curves, (NONPRIVATE, AUTO), request)
 
 
-def _heads(request: Request) -> Iterator[Comparison | Part]:
+def _heads(request: Request) -> Iterator[Comparison]:
     small = is_small(request)
     batch, tokens = (1, 512) if small else (2, 2048)
     sizes = [(batch, tokens, heads) for heads in ((2, 4, 8) if small else (2, 4, 8, 16, 32))]
     for direction in DIRECTIONS:
-        yield _comparison("heads", direction, request, "H{H}", sizes)
+        yield _dilated("heads", direction, request, "H{H}", sizes)
 
 
-def _by_direction(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in of_section(rows, section):
-        found.setdefault(row["config"]["direction"], []).append(row)
-    return found
+def _directions(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
+    return grouped(of_section(rows, section), lambda row: row["config"]["direction"])
 
 
 def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
     """The exponent of time over a size in each direction; a sentence too, of enough sizes."""
-    for direction, own in _by_direction(rows, section).items():
+    for direction, own in _directions(rows, section).items():
         name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
         row = fitted_row(name, own, size, section="exponents", curve=curve)
         yield row
@@ -101,7 +155,7 @@ def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
                 f"The time of dilated attention ({curve}) grows with the {size} to the power "
                 f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
             )
-            yield private.insight(f"{section}/{direction}", text, exponent=row["exponent"])
+            yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
@@ -113,16 +167,85 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
             if row["config"]["tokens"] >= max(row["config"].get("segment_lengths", (0,)))
         ]
         yield from _exponents(whole, section, "tokens")
-    for direction, own in _by_direction(rows, FIXED).items():
+    for direction, own in _directions(rows, FIXED).items():
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _bytes_per_token(direction, measured)
-    yield from private.derive_sequence(rows)
+    exponents = []
+    for curve, own in _curves(rows, "private_sequence").items():
+        name = f"private_sequence_exponent/{curve}"
+        row = fitted_row(name, own, "tokens", section="private_sequence_exponent", curve=curve)
+        yield row
+        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
+            low, high = row["exponent_ci95"]
+            exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
+    if exponents:
+        text = "The time of a private step grows with the tokens to the power "
+        yield insight("private_sequence/exponent", f"{text}{', '.join(exponents)}.")
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
     yield from _exponents(rows, "dilated_batch", "batch")
-    yield from private.derive_batch(rows)
+    best = []
+    for curve, own in _curves(rows, "private_batch").items():
+        columns = {"section": "private_batch_exponent", "curve": curve}
+        name = f"private_batch_exponent/{curve}"
+        yield fitted_row(name, own, "batch", "tokens_per_s", **columns)
+        best.append(optimal_batch(curve, own))
+    yield from best
+    found = [row for row in best if row["batch"] is not None]
+    if found:
+        mean = sum(row["batch"] for row in found) / len(found)
+        each = ", ".join(f"{row['batch']} ({row['curve']}{_untried(row)})" for row in found)
+        text = (
+            f"The optimal batch is {mean:.1f} on average: {each}; the smallest within 5% of the "
+            f"most tokens/s in {found[0]['memory_limit_mb'] / 1024:.0f} GiB."
+        )
+        yield insight("private_batch/optimal", text, mean_optimal_batch=mean)
+    steps = of_section(rows, "private_batch")
+    ratios = [1 / row["speedup"] for row in steps if row.get("speedup") is not None]
+    if ratios:
+        text = (
+            f"A private step takes {min(ratios):.2f} to {max(ratios):.2f} times as long as a "
+            f"nonprivate one, at {len(ratios)} sizes."
+        )
+        yield insight("private_batch/overhead", text, least=min(ratios), most=max(ratios))
+
+
+def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
+    """The private rows of each curve."""
+    own = [row for row in of_section(rows, section) if row["config"]["provider"] == AUTO]
+    return grouped(own, lambda row: row["curve"])
+
+
+def optimal_batch(curve: str, rows: Sequence[Row]) -> Row:
+    """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
+    limit = rows[0]["memory_limit_mb"]
+    measured = {row["config"]["batch"]: row for row in rows if row.get("tokens_per_s") is not None}
+    speeds = {
+        batch: row["tokens_per_s"]
+        for batch, row in measured.items()
+        if row["peak_memory_mb"] is None or row["peak_memory_mb"] <= limit
+    }
+    best = [b for b, speed in speeds.items() if speed >= _CLOSE * max(speeds.values())]
+    found = {
+        "section": "private_batch_optimal",
+        "curve": curve,
+        "memory_limit_mb": limit,
+        "not_measured": [b for row in rows if (b := row["config"]["batch"]) not in measured],
+        "batch": min(best, default=None),
+        "tokens_per_s": speeds[min(best)] if best else None,
+    }
+    lacking = {} if best else {"needs": "a size that was measured and fits the limit"}
+    return results.row(f"private_batch_optimal/{curve}", {}, **found, **lacking)
+
+
+def _untried(row: Mapping[str, Any]) -> str:
+    return f"; not measured: {_not_measured(row)}" * bool(row["not_measured"])
+
+
+def _not_measured(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row["not_measured"])) or "none"
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
@@ -142,64 +265,64 @@ def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
     )
 
 
-def _peak_over_tokens(row: Mapping[str, Any]) -> float | None:
-    if row["peak_memory_mb"] is None:
-        return None
-    tokens: int = row["config"]["batch"] * row["config"]["tokens"]
-    return float(_MIB * row["peak_memory_mb"] / tokens)
-
-
-_COLUMNS = columns(
+_DILATED = columns(
     "direction | segment_lengths: segments",
     SHAPE,
     FIGURES,
     ROOFS,
     "density | checked_rows: checked rows | correct",
 )
-_WITH_BYTES = (*_COLUMNS, ("bytes/token", _peak_over_tokens))
-_TABLES = dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _WITH_BYTES) | {
+_SEQUENCE_TABLES = {
+    "private_sequence": columns("curve | tokens", FIGURES, ROOFS),
+    "private_sequence_exponent": EXPONENTS,
+    **dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _DILATED),
     "exponents": EXPONENTS,
     "bytes_per_token": columns(
         "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
     ),
 }
-_SEQUENCE = page("sequence", {**private.SEQUENCE_TABLES, **_TABLES})
-_BATCH_TABLES = {**private.BATCH_TABLES, "dilated_batch": _COLUMNS, "exponents": EXPONENTS}
-_MS = "median_ms: ms"
+BATCH_TABLES = {
+    "private_batch": columns("curve | batch | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
+    "private_batch_exponent": EXPONENTS,
+    "private_batch_optimal": columns(
+        "curve | batch: optimal batch | tokens_per_s: tokens/s",
+        "memory_limit_mb: memory limit MiB",
+        [("not measured", _not_measured)],
+    ),
+    "dilated_batch": _DILATED,
+    "exponents": EXPONENTS,
+}
+_PRIVATE, _MS, _SPEED = (
+    "Private training step of attention",
+    "median_ms: ms",
+    "tokens_per_s: tokens/s",
+)
 
 SEQUENCE = Suite(
     name="sequence",
-    **_SEQUENCE,
+    **page("sequence", _SEQUENCE_TABLES),
     plan=_sequences,
     charts=[
-        private.SEQUENCE_CHART,
-        *(
-            chart(table.section, table.title, "tokens: T", _MS, "direction")
-            for table in _SEQUENCE["tables"]
-            if table.section in (FIXED, LONG, PROPORTIONAL)
-        ),
+        chart("private_sequence", _PRIVATE, "tokens", _MS, "curve"),
+        chart(FIXED, "Dilated attention, segments stay", "tokens: T", _MS, "direction"),
+        chart(LONG, "Dilated attention, segments stay", "tokens: T", _MS, "direction"),
+        chart(PROPORTIONAL, "Dilated attention, segments grow", "tokens: T", _MS, "direction"),
     ],
     derive=_derive_sequences,
 )
 BATCH = Suite(
     name="batch",
-    **page("batch", _BATCH_TABLES),
+    **page("batch", BATCH_TABLES),
     plan=_batches,
     charts=[
-        private.BATCH_CHART,
-        chart(
-            "dilated_batch",
-            "Dilated attention by itself",
-            "batch: B",
-            "tokens_per_s: tokens/s",
-            "direction",
-        ),
+        chart("private_batch", _PRIVATE, "batch", _SPEED, "curve provider"),
+        chart("dilated_batch", "Dilated attention by itself", "batch: B", _SPEED, "direction"),
     ],
     derive=_derive_batches,
 )
 HEADS = Suite(
     name="heads",
-    **page("heads", {"heads": _COLUMNS, "exponents": EXPONENTS}),
+    **page("heads", {"heads": _DILATED, "exponents": EXPONENTS}),
     plan=_heads,
     charts=[chart("heads", "Dilated attention", "heads: H", _MS, "direction")],
     derive=lambda rows: _exponents(rows, "heads", "heads"),

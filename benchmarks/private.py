@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash.accounting import get_noise_multiplier
 from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.grad_rules.convert import make_groups
@@ -380,17 +379,3 @@ def ghost_subject(*, provider: str, **task: Any) -> Subject:
 def head_subject(*, provider: str, **task: Any) -> Subject:
     """A step of a language model's head; `task` is given to `private_tasks.head_task`."""
     return subject_of(head_task(**task), provider)
-
-
-def epsilon_subject(
-    *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, **task: Any
-) -> Subject:
-    """A step with the noise multiplier with which a run of such steps has this epsilon."""
-    run: dict[str, Any] = {
-        "target_delta": target_delta,
-        "sample_rate": sample_rate,
-        "steps": steps,
-    }
-    noise = get_noise_multiplier(target_epsilon=target_epsilon, **run)
-    subject = private_subject(model="lm", provider=AUTO, noise_multiplier=noise, **task)
-    return replace(subject, figures={"noise_multiplier": noise})

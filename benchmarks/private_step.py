@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, chart, column, columns, config, ratio
+from .document import (
+    FIGURES,
+    OVER_NONPRIVATE,
+    ROOFS,
+    SPEEDUP,
+    Chart,
+    chart,
+    column,
+    columns,
+    insight,
+    overhead,
+    ratio,
+    shown_overhead,
+)
 from .private import (
     ALONE,
     AUTO,
     DPFLASH,
     NONPRIVATE,
     OPACUS,
-    epsilon_subject,
     ghost_subject,
     head_subject,
     noise_subject,
     private_subject,
 )
-from .private_scaling import (
-    OPTIMAL,
-    OVER_NONPRIVATE,
-    insight,
-    memory_limit_mb,
-    optimal_batch,
-    overhead,
-    shown_overhead,
-)
-from .suite import Build, Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
+from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
 from .suite_pages import page
 from .timing import Ratio, speedup
 
@@ -37,7 +40,6 @@ ABSENT = {
     "fastDP": "not measured here: fastDP of github.com/awslabs/fast-differential-privacy",
     "jax_privacy": "not measured here: it takes a model written for JAX, and none of torch",
 }
-EPSILONS = (1.0, 2.0, 4.0, 8.0)
 
 _Shape = Mapping[str, Any]
 
@@ -74,12 +76,6 @@ HEAD_FAMILIES = {
         ("chunked", "dpflash-flat-two_pass"),
     ),
 }
-_THROUGHPUT = {
-    "quick": (_QUICK_LM, (1, 4)),
-    "cpu": (_lm(8, 256, 8, 32, 2), (1, 2, 4, 8, 16, 32)),
-    "cuda": (_lm(8, 2048, 16, 64, 12), (1, 2, 4, 8, 16, 32)),
-}
-_RUN = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}
 
 
 def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequence[Row]]]:
@@ -105,29 +101,17 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequenc
     batch, tokens, classes = _HEADS[size]
     shape: _Shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
     for family, members in HEAD_FAMILIES.items():
-        heads = {
-            f"{head}-{name}": {"provider": name, "head": head, **shape} for head, name in members
-        }
-        yield _comparison("head", head_subject, heads, family=family)
-    shape, batches = _THROUGHPUT[size]
-    for batch in batches:
-        yield throughput({**shape, "batch": batch, **dtype}, memory_limit_mb(request))
-    epsilons = {
-        f"{epsilon:g}": {"target_epsilon": epsilon, **_RUN, **shape, **dtype}
-        for epsilon in EPSILONS
-    }
-    yield _comparison("throughput_epsilon", epsilon_subject, epsilons)
-
-
-def _comparison(
-    section: str, build: Build, given: Mapping[str, _Shape], **columns: Any
-) -> Comparison:
-    """Rows SECTION/NAME, of which the first is the baseline."""
-    rows = [
-        Measurement(f"{section}/{name}", build, config, {"section": section, **columns})
-        for name, config in given.items()
-    ]
-    return Comparison(rows, rows[0].name if rows[1:] else None)
+        own = {"section": "head", "family": family}
+        rows = [
+            Measurement(
+                f"head/{head}-{name}",
+                head_subject,
+                {"provider": name, "head": head, **shape},
+                own,
+            )
+            for head, name in members
+        ]
+        yield Comparison(rows, rows[0].name)
 
 
 def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
@@ -153,13 +137,6 @@ def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
     return Comparison([*whole.measurements, *alone.measurements], whole.baseline)
 
 
-def throughput(shape: _Shape, limit: float) -> Comparison:
-    """A step of dpflash at one batch size."""
-    given = {"provider": AUTO, "model": "lm", **shape}
-    name = f"B{shape['batch']}-T{shape['tokens']}"
-    return _comparison("throughput_batch", private_subject, {name: given}, memory_limit_mb=limit)
-
-
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
     shapes: dict[str, dict[str, Row]] = {}
     for row in _timed(rows, "step"):
@@ -169,7 +146,6 @@ def _derive(rows: Sequence[Row]) -> Iterator[Row]:
         yield from _beside_opacus(shape, own)
     yield from _register_gain(rows)
     yield from _head_memory(rows)
-    yield from _batch_and_epsilon(rows)
 
 
 def _timed(rows: Sequence[Row], section: str) -> list[Row]:
@@ -239,28 +215,6 @@ def _head_memory(rows: Sequence[Row]) -> Iterator[Row]:
         yield insight("head", text, ratio=dense / chunked)
 
 
-def _batch_and_epsilon(rows: Sequence[Row]) -> Iterator[Row]:
-    batches = list(of_section(rows, "throughput_batch"))
-    if batches:
-        best = optimal_batch("throughput_optimal", "lm", batches)
-        yield best
-        if best["batch"] is not None:
-            text = f"{best['batch']} is the optimal batch of the lm, {AUTO}."
-            yield insight("throughput", text, batch=best["batch"])
-    by_epsilon = {
-        row["config"]["target_epsilon"]: row for row in _timed(rows, "throughput_epsilon")
-    }
-    if len(by_epsilon) > 1:
-        least, most = min(by_epsilon), max(by_epsilon)
-        times = _times(by_epsilon[most], by_epsilon[least])
-        text = (
-            f"A step for epsilon {most:g} takes {_shown(times)} times as long as one for epsilon "
-            f"{least:g}: the noise is drawn whatever its size."
-        )
-        yield insight("epsilon", text, ratio=times.median)
-
-
-_SPEED = "tokens_per_s: tokens/s"
 SUITE = Suite(
     name="private-step",
     plan=_plan,
@@ -272,14 +226,6 @@ SUITE = Suite(
             "ghost": columns("tokens | provider", FIGURES, [SPEEDUP]),
             "head": columns(
                 "family | head | provider | batch | tokens | classes", FIGURES, [SPEEDUP]
-            ),
-            "throughput_batch": columns("batch | tokens", FIGURES, ROOFS),
-            "throughput_optimal": OPTIMAL,
-            "throughput_epsilon": columns(
-                "target_epsilon: epsilon | target_delta: delta | sample_rate | steps",
-                "noise_multiplier",
-                FIGURES,
-                [SPEEDUP],
             ),
         },
     ),
@@ -293,14 +239,5 @@ SUITE = Suite(
             logarithmic=False,
         ),
         chart("ghost", "Opacus' ghost clipping", "tokens", "median_ms: ms", "provider"),
-        chart("throughput_batch", "Private tokens/s by batch", "batch", _SPEED, "provider"),
-        Chart(
-            "throughput_epsilon",
-            "Private tokens/s by epsilon",
-            config("target_epsilon", "epsilon"),
-            columns(_SPEED)[0],
-            lambda row: AUTO,
-            logarithmic=False,
-        ),
     ],
 )

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from . import output as results
-from .document import Chart, Column, column, columns, milliseconds, ratio
+from .document import Chart, Column, column, columns, insight, milliseconds, ratio
 from .environment import usable_cores
 from .isolated import run_ranks
-from .private_scaling import insight
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
 from .suite_pages import page
@@ -62,10 +61,10 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
         edges, work = row["edges_per_rank"], sum(row["edges_per_rank"])
         row["work_efficiency"] = row["efficiency"] * work / row.pop("edges_alone") / gain
         row["balance"] = max(edges) * len(edges) / work
-    row["bytes_counted"], row["bytes_predicted"] = (
-        [one[key] for one in returned] for key in ("counted", "predicted")
-    )
-    row["bytes_equal"] = row["bytes_counted"] == row["bytes_predicted"]
+    if "counted" in first:
+        row["bytes_counted"] = [one["counted"] for one in returned]
+        row["bytes_predicted"] = [one["predicted"] for one in returned]
+        row["bytes_equal"] = row["bytes_counted"] == row["bytes_predicted"]
 
 
 def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:

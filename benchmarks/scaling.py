@@ -1,11 +1,11 @@
-"""The suite "scaling": attention and private training on several ranks, and a model of more.
+"""The suite "scaling": attention, its memory and private training on several ranks.
 
 Letters: B samples, T tokens, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from dpflash import _validate
 from .document import Chart, Column, column, columns, config, milliseconds
 from .environment import usable_cores
 from .ranks import EFFICIENCY, PEAK, TIMEOUT, P, X, blank_row, on_ranks
-from .scaling_model import ASSUMPTIONS, LINKS, Link, model_rows
 from .scaling_tasks import (
     MODES,
     SCHEMES,
@@ -31,7 +30,7 @@ from .scaling_tasks import (
 from .suite import Request, Row, Suite
 from .suite_pages import page
 
-SECTIONS = ("attention", "memory", "reported", "training", "model")
+SECTIONS = ("attention", "memory", "reported", "training")
 
 _MIB = 2**20
 _MOST_RANKS_A_CORE = 8
@@ -51,14 +50,12 @@ class Sizes:
     training_divisor: int = 4
     heads: int = 8
     head_dim: int = 64
-    # Of the model: T of each rank (weak) and of all (strong), and P.
-    modelled: tuple[tuple[str, int], ...] = (("weak", 8192), ("strong", 2**20))
-    modelled_ranks: Sequence[int] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
     def case(self, pattern: str, tokens: int, **more: Any) -> AttentionCase:
         """Attention by one rank; `more` are further fields of the case."""
+        checked = min(self.checked_tokens, tokens)
         shape = (pattern, tokens, self.heads, self.head_dim)
-        return AttentionCase(*shape, checked_tokens=self.checked_tokens, **more)
+        return AttentionCase(*shape, checked_tokens=checked, **more)
 
 
 FULL_SIZES = Sizes(
@@ -92,9 +89,6 @@ class Options:
     ranks: Sequence[int] = (1, 2, 4)  # numbers of ranks
     sections: Sequence[str] = SECTIONS
     timeout: float = TIMEOUT  # of one launch of ranks, seconds
-    flops: Sequence[float] = ()  # FLOP/s of a rank, for the model, beside the measured ones
-    link_gbps: float | None = None  # GB/s of the model's link; None for LINKS
-    link_latency_us: float = 5.0  # microseconds, of that link
     sizes: Sizes | None = None  # None for the usual ones
 
     def __post_init__(self) -> None:
@@ -102,13 +96,8 @@ class Options:
             _validate.positive_int(ranks=number)
         for section in self.sections:
             _validate.one_of(sections=(section, SECTIONS))
-        link = 1.0 if self.link_gbps is None else self.link_gbps
-        given = [{"timeout": self.timeout, "link_gbps": link}, *({"flops": f} for f in self.flops)]
-        for values in given:
-            _validate.positive(**values)
-            _validate.finite(**values)
-        _validate.non_negative(link_latency_us=self.link_latency_us)
-        _validate.finite(link_latency_us=self.link_latency_us)
+        _validate.positive(timeout=self.timeout)
+        _validate.finite(timeout=self.timeout)
         most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
         if max(self.ranks) > most:
             raise ValueError(
@@ -132,8 +121,7 @@ class _Sections:
 
     def plan(self, request: Request) -> Iterator[Callable[[Request], Iterator[Row]]]:
         for section in self.options.sections:
-            if section != "model":
-                yield getattr(self, section)
+            yield getattr(self, section)
 
     def _sizes(self, request: Request) -> Sizes:
         return self.options.sizes or (QUICK_SIZES if request.quick else FULL_SIZES)
@@ -189,7 +177,6 @@ class _Sections:
         sizes = self._sizes(request)
         for pattern, sharding, modes, tokens in sizes.memory:
             case = sizes.case(pattern, tokens, sharding=sharding)
-            case = replace(case, checked_tokens=min(case.checked_tokens, tokens))
             cases = [replace(case, mode=mode) for mode in modes]
             yield from self._attention("memory", cases, request)
 
@@ -211,22 +198,13 @@ class _Sections:
                     given |= {"timeout": self.options.timeout, "effort": request.calls}
                     yield from on_ranks([row], measure_training, request, **given)
 
-    def model(self, rows: Sequence[Row]) -> Iterator[Row]:
-        """The model's rows, at the speeds that were measured on one rank and those given."""
-        options, sizes = self.options, self.options.sizes or FULL_SIZES
-        links: Sequence[Link] = LINKS
-        if options.link_gbps is not None:
-            name = f"{options.link_gbps:g} GB/s, {options.link_latency_us:g} us (given)"
-            links = [Link(name, 1e9 * options.link_gbps, options.link_latency_us / 1e6)]
-        shape = (sizes.heads, sizes.head_dim)
-        if "model" in options.sections:
-            yield from model_rows(
-                rows, options.flops, links, sizes.modelled, sizes.modelled_ranks, *shape
-            )
-
 
 def _spread(row: Mapping[str, Any]) -> str:
     return spread(row["config"]["pattern"], row["config"]["sharding"])
+
+
+def _by_mode(row: Mapping[str, Any]) -> str:
+    return f"{_spread(row)}, {row['config']['mode']}"
 
 
 def _scheme(row: Mapping[str, Any]) -> str:
@@ -244,11 +222,6 @@ def _sent_mib(row: Mapping[str, Any]) -> float | None:
     return max(float(np.sum(each)) for each in row["bytes_counted"]) / _MIB
 
 
-def _purposes(row: Mapping[str, Any]) -> str | None:
-    sent = (row.get("bytes_by_purpose") or {}).items()
-    return ", ".join(f"{purpose} {size / _MIB:.3g}" for purpose, size in sent) or None
-
-
 def _times_ranks(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda row: None if row.get(key) is None else row[key] * row["ranks"]
 
@@ -264,67 +237,45 @@ _COMPUTED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "peak x P": _times_ranks("peak_memory_mb"),
     "saved x P": _times_ranks("saved_mb"),
     "MiB sent": _sent_mib,
-    "MiB by purpose": _purposes,
-    "FLOP/s": lambda row: f"{row['config']['flops']:.3g}",
 }
 _TIMES = "ms | ms of one rank | tokens_per_s: tokens/s | efficiency"
-_BYTES = "MiB sent | bytes_equal: as predicted"
+_SENT = "MiB sent | bytes_equal: as predicted"
 _TABLES = {
     "attention": f"scaling | pattern | mode | P | tokens: T | {_TIMES} | "
-    f"work_efficiency: of work | {_BYTES} | balance | peak MiB of a rank | correct",
+    f"work_efficiency: of work | {_SENT} | balance | peak MiB of a rank | correct",
     "memory": "pattern | mode | P | tokens: T | peak MiB of a rank | peak x P | "
     "saved_mb: saved MiB | saved x P | correct",
-    "reported": f"tokens: T | batch: B | P | direction | {_TIMES} | {_BYTES} | "
+    "reported": f"tokens: T | batch: B | P | direction | {_TIMES} | {_SENT} | "
     "peak MiB of a rank | correct",
-    "training": f"scaling | ranks are | P | batch: B | tokens: T | {_TIMES} | {_BYTES} | "
-    "MiB by purpose | peak MiB of a rank | correct",
-    "model": "scaling | pattern | FLOP/s | flops_source: which are | link | P | tokens: T | "
-    "compute_ms: compute ms | exchange_ms: exchange ms | modelled_ms: modelled ms | "
-    "modelled_overlapped_ms: overlapped ms | efficiency: modelled efficiency | "
-    "efficiency_overlapped: overlapped",
+    "training": f"scaling | ranks are | P | batch: B | tokens: T | {_TIMES} | "
+    "peak MiB of a rank | correct",
 }
 
 
-def _columns(spec: str) -> Sequence[Column]:
-    parts = spec.split(" | ")
-    return columns(*([(part, _COMPUTED[part])] if part in _COMPUTED else part for part in parts))
-
-
-def _chart(
+def _scaled(
     section: str,
     title: str,
     y: Column,
     series: Callable[[Mapping[str, Any]], str],
-    scaling: str = "",
-) -> Chart:
-    """A panel over ranks, of one kind of scaling where it is given."""
+    scalings: Iterable[str] = ("strong", "weak"),
+) -> Iterator[Chart]:
+    """A panel over ranks for each kind of scaling."""
+    for scaling in scalings:
 
-    def value(row: Mapping[str, Any]) -> Any:
-        return y[1](row) if row["config"].get("scaling", "").startswith(scaling) else None
+        def value(row: Mapping[str, Any], scaling: str = scaling) -> Any:
+            return y[1](row) if row["config"]["scaling"] == scaling else None
 
-    title = f"{title}, {scaling} scaling" if scaling else title
-    return Chart(section, title, X, (y[0], value), series, logarithmic=section == "memory")
-
-
-def _by_mode(row: Mapping[str, Any]) -> str:
-    return f"{_spread(row)}, {row['config']['mode']}"
+        title_of = f"{title}, {scaling} scaling"
+        yield Chart(section, title_of, X, (y[0], value), series, logarithmic=False)
 
 
-def _by_link(row: Mapping[str, Any]) -> str:
-    link, source = row["config"]["link"], row["config"]["flops_source"]
-    return f"{_spread(row)}, {link.split(',')[0]}, {source}"
-
-
-_EFFICIENCY, _MODEL = column("efficiency"), "MODEL, no measurement"
-_OF_WORK = column("work_efficiency", "efficiency of work")
+_EFFICIENCY, _OF_WORK = column("efficiency"), column("work_efficiency", "efficiency of work")
 _CHARTS = (
-    _chart("attention", "Attention", _EFFICIENCY, _by_mode, "strong"),
-    _chart("attention", "Attention", _OF_WORK, _by_mode, "weak"),
-    _chart("training", "Private training steps", _EFFICIENCY, _scheme, "strong"),
-    _chart("training", "Private training steps", _EFFICIENCY, _scheme, "weak"),
-    _chart("memory", "Peak memory of a rank, T fixed", PEAK, _by_mode),
-    _chart("memory", "Kept by autograd, T fixed", column("saved_mb", "saved MiB"), _by_mode),
-    _chart("attention", "Sent by the busiest rank", ("MiB sent", _sent_mib), _by_mode, "strong"),
+    *_scaled("attention", "Attention", _EFFICIENCY, _by_mode, ["strong"]),
+    *_scaled("attention", "Attention", _OF_WORK, _by_mode, ["weak"]),
+    *_scaled("training", "Private training steps", _EFFICIENCY, _scheme),
+    Chart("memory", "Peak memory of a rank, T fixed", X, PEAK, _by_mode),
+    Chart("memory", "Kept by autograd, T fixed", X, column("saved_mb", "saved MiB"), _by_mode),
     Chart(
         "reported",
         "Dilated attention, forward: peak memory of a rank",
@@ -332,21 +283,18 @@ _CHARTS = (
         ("MiB", lambda row: None if row["config"]["backward"] else row["peak_memory_mb"]),
         lambda row: f"P {row['ranks']}",
     ),
-    _chart("model", _MODEL, _EFFICIENCY, _by_link, "weak"),
-    _chart("model", _MODEL, _EFFICIENCY, _by_link, "strong"),
 )
 
 
 def scaling_suite(options: Options) -> Suite:
     """The suite "scaling" with these options."""
-    sections = _Sections(options)
-    tables = {section: _columns(spec) for section, spec in _TABLES.items()}
     return Suite(
         name="scaling",
-        **page("scaling", tables, {"assumptions": "; ".join(ASSUMPTIONS)}),
-        plan=sections.plan,
+        **page(
+            "scaling", {name: columns(spec, computed=_COMPUTED) for name, spec in _TABLES.items()}
+        ),
+        plan=_Sections(options).plan,
         charts=_CHARTS,
-        derive=sections.model,
         on_ranks=True,
     )
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -42,11 +40,10 @@ from .timing import Effort, Step, Stopwatch, time_steps
 
 PATTERNS: dict[str, Pattern] = {
     "dense causal": Dense(causal=True),
-    # The configuration of the second report, see `reports_scaling`.
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }
-# Pattern and sharding of the calls that are measured and modelled.
+# Pattern and sharding of the calls that are measured.
 SPREADS = (
     ("dense causal", "contiguous"),
     ("dense causal", "zigzag"),
@@ -60,8 +57,6 @@ _DTYPE = torch.float32
 _MIB = 2**20
 _TOLERANCE = 1e-4
 _CHECKED_TOKENS = 64
-_EMBEDDING = "token_embedding.weight"
-_EXACT_SUM_BYTES = 8
 
 
 def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -179,17 +174,10 @@ def _timed(
     return time_steps(steps, effort=effort, stopwatch=stopwatch, before=place.barrier)
 
 
-def _sent(place: Place, case: AttentionCase | TrainingCase) -> tuple[int, int]:
-    """Bytes that attention sends from this rank by the formula, forward and backward."""
-    if isinstance(case, TrainingCase):
-        case = AttentionCase(
-            "dense causal",
-            case.tokens,
-            case.heads,
-            case.width // case.heads,
-            case.batch,
-            sharding="zigzag",
-        )
+def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any]:
+    """The bytes that a call sends by the formula, and the pairs that each rank computes."""
+    count = functools.partial(edges_per_rank, PATTERNS[case.pattern])
+    edges = count(case.tokens, case.heads, place.world_size, case.sharding)
     forward, backward = sent_bytes(
         PATTERNS[case.pattern],
         case.tokens,
@@ -202,17 +190,10 @@ def _sent(place: Place, case: AttentionCase | TrainingCase) -> tuple[int, int]:
         mode=case.mode,
         rank=place.rank,
     )
-    return forward, backward if case.backward else 0
-
-
-def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any]:
-    """The bytes that a call sends by the formula, and the pairs that each rank computes."""
-    count = functools.partial(edges_per_rank, PATTERNS[case.pattern])
-    edges = count(case.tokens, case.heads, place.world_size, case.sharding)
     return {
         "tokens": case.batch * case.tokens,
         "tokens_alone": case.batch * tokens_alone,
-        "predicted": [*_sent(place, case)],
+        "predicted": [forward, backward if case.backward else 0],
         "columns": {
             "edges_per_rank": [case.batch * number for number in edges],
             "edges_alone": case.batch * sum(count(tokens_alone, case.heads, 1)),
@@ -273,11 +254,11 @@ def _attention_error(place: Place, case: AttentionCase) -> float:
 def measure_training(
     place: Place, case: TrainingCase, alone: TrainingCase, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Checks, counts and times private steps, which take turns with `alone` on rank 0 by itself.
+    """Checks and times private steps, which take turns with `alone` on rank 0 by itself.
 
     Returns:
-        One item, as of `measure_attention`; "error" is that of a noiseless step against a loop
-        over single samples, "counted" are bytes handed to torch.distributed in a step.
+        One item, as of `measure_attention` without bytes; "error" is that of a noiseless step
+        against a loop over single samples.
     """
     with warnings.catch_warnings():
         # One is that of the rank that trains by itself while others exist.
@@ -288,85 +269,18 @@ def measure_training(
         trained = _Training(place, case)
         trained.step()
         place.barrier()
-        with count_traffic() as traffic, _Collectives() as collectives:
-            trained.step()
-        place.barrier()
         figures["peak_memory_mb"] = peak_growth(trained.step, place.device)
         by_itself = Place(0, 1, place.device)
         others = {"alone_seconds": lambda: _Training(by_itself, alone).step}
         figures.update(_timed(place, {"seconds": trained.step}, others, effort))
-    predicted = predicted_training_bytes(trained.plain_shapes, case, place)
-    parameters = sum(shape.numel() for shape in trained.plain_shapes.values())
-    figures.update(
-        tokens=case.batch * case.tokens,
-        tokens_alone=alone.batch * alone.tokens,
-        counted=collectives.sent + traffic.forward + traffic.backward,
-        predicted=sum(predicted.values()),
-        columns={"parameters": parameters, "bytes_by_purpose": predicted},
-    )
-    return [figures]
-
-
-def predicted_training_bytes(
-    shapes: dict[str, torch.Size], case: TrainingCase, place: Place
-) -> dict[str, int]:
-    """Bytes of numbers that a rank sends in one private step, by purpose.
-
-    The step is one microbatch, with flat clipping of stored per-sample gradients. The
-    agreement of the ranks before (some words of 8 bytes for each call) is left out.
-    """
-    size, item = place.world_size, _DTYPE.itemsize
-    others = size - 1
-    if not others:
-        return {}
-    if case.scheme == "replicated":
-        total = sum(shape.numel() for shape in shapes.values())
-        return {"sum over samples (all-reduce)": 2 * others * total * _EXACT_SUM_BYTES // size}
-    if case.scheme == "fsdp2":
-        padded = {name: -(-s[0] // size) * (s.numel() // s[0]) for name, s in shapes.items()}
-        total = sum(padded.values())
-        blocks = sum(numel for name, numel in padded.items() if "blocks." in name)
-        return {
-            "parameters (all-gather, forward)": others * total * item,
-            "parameters of blocks again (all-gather, backward)": others * blocks * item,
-            # With each parameter travels its index.
-            "sum over samples (reduce-scatter)": others * (total + len(padded)) * _EXACT_SUM_BYTES,
+    return [
+        {
+            **figures,
+            "tokens": case.batch * case.tokens,
+            "tokens_alone": alone.batch * alone.tokens,
+            "columns": {"parameters": trained.parameters},
         }
-    parts = {name: -(-shape.numel() // size) for name, shape in shapes.items()}
-    # The tied embedding is used twice: as a table of tokens and as the head's matrix.
-    numbers = case.batch * (sum(parts.values()) + parts[_EMBEDDING])
-    one_number_a_sample = 2 * others * case.batch * 8 // size
-    return {
-        # With each parameter travels its index.
-        "per-sample gradients (reduce-scatter)": others * (numbers + len(parts) + 1) * item,
-        "norms (all-reduce)": one_number_a_sample,
-        "clipped sums (all-gather)": others * sum(parts.values()) * _EXACT_SUM_BYTES,
-        "ring attention": case.layers * sum(_sent(place, case)),
-        "valid targets (all-reduce)": one_number_a_sample,
-    }
-
-
-class _Collectives(TorchDispatchMode):
-    """Counts the bytes of floating-point numbers that collectives send from this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name, args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: Any) -> None:
-        others = dist.get_world_size() - 1
-        if name == "c10d::allreduce_":
-            sent = sum(x.nbytes for x in args[0] if x.is_floating_point())
-            self.sent += 2 * others * sent // (others + 1)
-        elif name == "c10d::_allgather_base_" and args[1].is_floating_point():
-            self.sent += others * args[1].nbytes
-        elif name == "c10d::_reduce_scatter_base_" and args[0].is_floating_point():
-            self.sent += others * args[0].nbytes
+    ]
 
 
 class _Training:
@@ -381,7 +295,7 @@ class _Training:
     ) -> None:
         task = _task(case, place.device)
         model: Any = task.build()
-        self.plain_shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.parameters = sum(p.numel() for p in model.parameters())
         mesh = None
         if place.world_size > 1:
             name = "context" if case.scheme == "context" else "data"

@@ -575,3 +575,11 @@ def not_measured(measurements: Sequence[Measurement], reason: str) -> Part:
 def of_section(rows: Iterable[Row], section: str) -> Iterator[Row]:
     """The rows of a section of the suite."""
     return (row for row in rows if row.get("section") == section)
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """The rows of each value of a key, in their order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups

@@ -30,8 +30,8 @@ SUITES = {
     "accounting": "time and tightness of epsilons and noise multipliers by dpflash's accountants, "
     "Opacus' and Google's dp_accounting",
     "ranks": "throughput and efficiency of private training over numbers of ranks",
-    "scaling": "attention, its memory and private training on several ranks, the bytes that they "
-    "send, and a model of larger clusters",
+    "scaling": "attention, its memory and private training on several ranks, and the bytes that "
+    "they send",
 }
 # MODULE:ATTRIBUTE of a suite; else its name and SUITE.
 _MODULES = {

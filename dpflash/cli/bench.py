@@ -216,7 +216,7 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sections",
         metavar="S,S,...",
-        help="attention, memory, reported, training, model (default all)",
+        help="attention, memory, reported, training (default all)",
     )
     group.add_argument(
         "--timeout",
@@ -224,28 +224,6 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
         default=900.0,
         metavar="SECONDS",
         help="timeout per launch of ranks (default 900)",
-    )
-    model = parser.add_argument_group("scaling: model of larger clusters, no measurement")
-    model.add_argument(
-        "--flops",
-        type=float,
-        action="append",
-        default=[],
-        metavar="F",
-        help="FLOP/s of a rank to assume beside the measured ones (bfloat16); may be repeated",
-    )
-    model.add_argument(
-        "--link-gbps",
-        type=float,
-        metavar="GB/S",
-        help="gigabytes/s of the link (default NVLink's, and InfiniBand's)",
-    )
-    model.add_argument(
-        "--link-latency-us",
-        type=float,
-        default=5.0,
-        metavar="US",
-        help="its latency in microseconds (default 5)",
     )
 
 
@@ -260,7 +238,4 @@ def _scaling_suite(args: argparse.Namespace) -> Suite:
             f"ranks={args.ranks!r}: expected numbers between commas; pass such as 1,2,4"
         ) from None
     sections = args.sections.split(",") if args.sections else SECTIONS
-    options = Options(
-        ranks, sections, args.timeout, args.flops, args.link_gbps, args.link_latency_us
-    )
-    return scaling_suite(options)
+    return scaling_suite(Options(ranks, sections, args.timeout))

@@ -16,7 +16,6 @@ from dpflash.bench.private import (
     OPACUS,
     PROVIDERS,
     clipped_sums,
-    epsilon_subject,
     ghost_subject,
     gradient_error,
     head_subject,
@@ -204,18 +203,3 @@ def test_a_head_gets_the_right_sums_and_its_input_a_gradient(head, provider):
     measured = head_subject(head=head, provider=provider, **shape, **HERE)
     assert measured.error() <= measured.tolerance
     measured.step()
-
-
-def test_a_step_for_an_epsilon_has_the_noise_of_that_epsilon(monkeypatch):
-    given = []
-
-    def build(**arguments):
-        given.append(arguments["noise_multiplier"])
-        return private_subject(**arguments)
-
-    monkeypatch.setattr(private, "private_subject", build)
-    noise = [
-        epsilon_subject(target_epsilon=epsilon, **RUN, **LM, **HERE).figures["noise_multiplier"]
-        for epsilon in (1.0, 2.0)
-    ]
-    assert noise == given and noise[0] > noise[1] > 0.5

@@ -3,25 +3,16 @@
 import pytest
 
 from dpflash.bench.document import markdown
+from dpflash.bench.growth import BATCH, BATCH_TABLES, BATCHES, SEQUENCE, TOKENS, optimal_batch
 from dpflash.bench.output import row
-from dpflash.bench.private_scaling import (
-    BATCH_TABLES,
-    BATCHES,
-    PRIVATE,
-    TOKENS,
-    batch_plan,
-    derive_batch,
-    derive_sequence,
-    optimal_batch,
-    sequence_plan,
-)
+from dpflash.bench.private import AUTO
 from dpflash.bench.suite import Request, Suite
 from dpflash.bench.suite_pages import page
 
 LIMIT = 1000.0
 
 
-def batch_row(batch, tokens_per_s, *, peak=10.0, provider=PRIVATE, curve="seq", **columns):
+def batch_row(batch, tokens_per_s, *, peak=10.0, provider=AUTO, curve="seq", **columns):
     return row(
         f"{curve}/{batch}/{provider}",
         {"batch": batch, "provider": provider, "tokens": 8},
@@ -34,8 +25,13 @@ def batch_row(batch, tokens_per_s, *, peak=10.0, provider=PRIVATE, curve="seq", 
     )
 
 
+def steps_of(suite, section):
+    plan = suite.plan(Request(device="cpu"))
+    return [one for one in plan if one.measurements[0].columns["section"] == section]
+
+
 def test_the_plan_has_every_batch_of_every_configuration_of_the_report():
-    plan = list(batch_plan(Request(device="cpu")))
+    plan = steps_of(BATCH, "private_batch")
     shapes = [
         (c["tokens"], c["heads"], c["head_dim"], c["batch"], c["provider"])
         for item in plan
@@ -45,7 +41,7 @@ def test_the_plan_has_every_batch_of_every_configuration_of_the_report():
         (tokens, heads, head_dim, batch, provider)
         for tokens, heads, head_dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
         for batch in BATCHES
-        for provider in ("nonprivate", PRIVATE)
+        for provider in ("nonprivate", AUTO)
     ]
     assert all(item.baseline == item.measurements[0].name for item in plan)
     # Behind a size that is too slow the larger ones of its curve are not tried.
@@ -54,7 +50,7 @@ def test_the_plan_has_every_batch_of_every_configuration_of_the_report():
 
 def test_tokens_of_the_plan_are_evenly_spaced_in_their_logarithm():
     steps = [large / small for small, large in zip(TOKENS, TOKENS[1:], strict=False)]
-    plan = list(sequence_plan(Request(device="cpu")))
+    plan = steps_of(SEQUENCE, "private_sequence")
     assert [item.measurements[0].config["tokens"] for item in plan] == [*TOKENS] * 3
     assert TOKENS[0] == 128 and TOKENS[-1] == 2048
     assert steps == pytest.approx([16 ** (1 / 5)] * 5, rel=0.005)
@@ -62,20 +58,20 @@ def test_tokens_of_the_plan_are_evenly_spaced_in_their_logarithm():
 
 def test_optimal_batch_is_the_smallest_within_five_percent_of_the_best():
     rows = [batch_row(1, 50.0), batch_row(3, 94.0), batch_row(5, 96.0), batch_row(10, 100.0)]
-    found = optimal_batch("s", "seq", rows)
+    found = optimal_batch("seq", rows)
     assert (found["batch"], found["tokens_per_s"]) == (5, 96.0)
     assert found["not_measured"] == []
 
 
 def test_optimal_batch_fits_the_memory_limit():
     rows = [batch_row(1, 50.0), batch_row(3, 90.0), batch_row(5, 200.0, peak=LIMIT + 1)]
-    assert optimal_batch("s", "seq", rows)["batch"] == 3
-    assert optimal_batch("s", "seq", rows[2:])["needs"]
+    assert optimal_batch("seq", rows)["batch"] == 3
+    assert optimal_batch("seq", rows[2:])["needs"]
 
 
 def test_batches_that_were_not_measured_are_told():
     rows = [batch_row(1, 50.0), batch_row(3, None, needs="a faster device")]
-    assert optimal_batch("s", "seq", rows)["not_measured"] == [3]
+    assert optimal_batch("seq", rows)["not_measured"] == [3]
 
 
 def derived(rows, derive):
@@ -85,7 +81,7 @@ def derived(rows, derive):
 def test_exponent_and_insights_of_batches_follow_from_private_rows_alone():
     rows = [batch_row(b, 10.0 * b**0.5, speedup=0.8) for b in (1, 2, 4, 16)]
     rows += [batch_row(b, 1e9, provider="nonprivate") for b in (1, 2, 4, 16)]
-    found = derived(rows, derive_batch)
+    found = derived(rows, BATCH.derive)
     exponent = found["private_batch_exponent/seq"]
     assert exponent["exponent"] == pytest.approx(0.5)
     assert exponent["exponent_ci95"] == pytest.approx([0.5, 0.5])
@@ -96,12 +92,12 @@ def test_exponent_and_insights_of_batches_follow_from_private_rows_alone():
 def test_mean_optimal_batch_is_over_the_curves():
     rows = [batch_row(b, v, curve="a") for b, v in ((1, 10.0), (3, 10.0))]
     rows += [batch_row(b, v, curve="b") for b, v in ((1, 1.0), (3, 10.0))]
-    found = derived(rows, derive_batch)
+    found = derived(rows, BATCH.derive)
     assert found["insights/private_batch/optimal"]["mean_optimal_batch"] == 2.0
 
 
 def test_two_sizes_have_no_exponent_but_a_need():
-    found = derived([batch_row(1, 1.0), batch_row(3, 2.0)], derive_batch)
+    found = derived([batch_row(1, 1.0), batch_row(3, 2.0)], BATCH.derive)
     exponent = found["private_batch_exponent/seq"]
     assert exponent["exponent"] is None
     assert "2 of 2" in exponent["needs"]
@@ -111,21 +107,21 @@ def test_exponent_of_a_sequence_is_of_time_in_tokens():
     rows = [
         row(
             f"{tokens}",
-            {"batch": 16, "tokens": tokens, "provider": PRIVATE},
+            {"batch": 16, "tokens": tokens, "provider": AUTO},
             section="private_sequence",
             curve="b16",
             median_ms=3e-6 * tokens**1.5,
         )
         for tokens in TOKENS
     ]
-    found = derived(rows, derive_sequence)
+    found = derived(rows, SEQUENCE.derive)
     assert found["private_sequence_exponent/b16"]["exponent"] == pytest.approx(1.5)
     assert "1.50 [1.50, 1.50] (b16)" in found["insights/private_sequence/exponent"]["text"]
 
 
 def test_the_page_shows_the_insights_and_what_is_needed():
     rows = [batch_row(1, 1.0), batch_row(3, None, needs="a faster device: so slow")]
-    rows += derive_batch(rows)
+    rows += BATCH.derive(rows)
     suite = Suite(name="batch", plan=lambda request: (), **page("batch", BATCH_TABLES))
     roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
     found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
