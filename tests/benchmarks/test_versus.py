@@ -114,11 +114,6 @@ def test_one_trial_is_refused_before_anything_is_measured(tmp_path):
         run_versus(ROOT, ROOT, out=tmp_path, launches=1, rounds=1)
 
 
-def test_an_unknown_measurement_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected some of attention/dense"):
-        run_versus(ROOT, ROOT, out=tmp_path, names=("nothing",), **FEW)
-
-
 def test_checkouts_take_turns_and_swap_who_begins(tmp_path):
     asked = []
 
