@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 import dpflash
+from dpflash.bench.isolated import Failed
+from dpflash.bench.private import PROVIDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
 TESTS = Path(__file__).resolve().parents[1]
@@ -46,14 +49,12 @@ def test_the_table_is_written_as_it_lies_there(tune, tmp_path):
 
 
 def test_every_entry_of_the_table_is_tuned_with_its_old_sizes_first(tune):
-    keys = tune.entries(tune.HEAD_DIMS, [16, 32])
+    keys = list(itertools.product(tune.KERNELS, tune.HEAD_DIMS, [16, 32]))
     table = tune.table()["sm_90"]
-    assert {tune.name_of(*key) for key in keys} == set(table)
+    assert {tune.name_of(key) for key in keys} == set(table)
     for key in keys:
-        old = table[tune.name_of(*key)]
-        jobs = tune.jobs_of(key, old)
-        tried = [config for *_, configs in jobs for config in configs]
-        assert tried[0] == old
+        tried = tune.candidates(key, table[tune.name_of(key)])
+        assert tried[0] == table[tune.name_of(key)]
         assert len(tried) == len(set(tried)) > 3
 
 
@@ -64,34 +65,25 @@ def test_old_sizes_stay_unless_others_are_clearly_faster(tune):
     assert tune.choose(old, {new: [9.0, 9.0]}, 0.01) == new
 
 
-def test_candidates_survive_a_process_that_breaks_down(tune, monkeypatch):
-    outputs = iter(['{"config": [1, 1, 1, 1], "reason": null}\n', "", "Killed\n"])
-
-    def broken(command, **_):
-        return argparse.Namespace(stdout=next(outputs), returncode=-9)
-
-    monkeypatch.setattr(tune.subprocess, "run", broken)
-    configs = [tune.Config(n, n, n, n) for n in (1, 2, 3)]
-    lines = tune.try_apart(("dq", 64, 16, configs))
-    assert [line["config"][0] for line in lines] == [1, 2, 3]
-    assert lines[0]["reason"] is None
-    assert "-9" in lines[1]["reason"] and "-9" in lines[2]["reason"]
-
-
-def test_trials_begin_with_each_entry_s_old_sizes_and_end_with_the_time(tune, monkeypatch):
+def test_candidates_are_tried_alone_the_old_sizes_first_and_end_with_the_time(tune, monkeypatch):
     tried = []
 
-    def record(job):
-        tried.append(job)
-        return [{"config": list(config), "reason": None} for config in job[3]]
+    def isolated(function, *, timeout, key, config):
+        tried.append((key, config))
+        if config == tune.Config(128, 128, 4, 2):
+            raise Failed("its process ended with exit code -9")
+        return 1.0 if config == tune.Config(64, 64, 4, 2) else 0.0
 
-    monkeypatch.setattr(tune, "try_apart", record)
+    monkeypatch.setattr(tune, "run_isolated", isolated)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
-    keys = tune.entries([64], [16])
+    keys = [(kernel, 64, 16) for kernel in tune.KERNELS]
     args = argparse.Namespace(stages=[2], try_seconds=math.inf, jobs=1)
     lines = tune.try_all(keys, args)
-    assert [job[:3] for job in tried[:3]] == keys
-    assert all(len(lines[key]) >= 5 for key in keys)
+    old = [(key, tune.table()["sm_90"][tune.name_of(key)]) for key in keys]
+    assert tried[:3] == old and all(len(lines[key]) >= 5 for key in keys)
+    reasons = {tuple(line["config"]): line["reason"] for line in lines[keys[0]]}
+    assert "exit code -9" in reasons[128, 128, 4, 2] and "wrong" in reasons[64, 64, 4, 2]
+    assert reasons[128, 32, 4, 2] is None
     args.try_seconds = -1.0
     assert all("not tried" in line["reason"] for line in tune.try_all(keys, args)[keys[0]])
 
@@ -162,7 +154,8 @@ def test_the_scripts_pass_make_private_arguments_that_it_has(monkeypatch):
     import gpu_time
     import private_steps
 
-    tables = [*gpu_time.WAYS.values(), *private_steps.CASES.values()]
+    assert set(gpu_time.PROVIDERS) <= set(PROVIDERS)
+    tables = [*private_steps.CASES.values()]
     tables += [view.options for view in attacked.VIEWS.values()]
     used = {name for options in tables for name in options}
     assert used <= inspect.signature(dpflash.PrivacyEngine.make_private).parameters.keys()
