@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dpflash
 from dpflash import kernels, patterns
@@ -126,10 +126,10 @@ def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
     for shape in shapes:
         first = math.nan
         for provider in providers:
-            sizes = dict(zip("DLBT", map(size, shape), strict=True))
-            row: dict[str, Any] = {"what": provider, **sizes}
+            sizes = list(map(size, shape))
+            row: dict[str, Any] = {"what": provider, **dict(zip("DLBT", sizes, strict=True))}
             try:
-                row |= time_training(provider, *sizes.values())
+                row |= time_training(provider, *sizes)
                 first = row["ms"] if provider == providers[0] else first
                 yield {**row, "over_plain": row["ms"] / first}
             except Exception:  # the others are still timed
@@ -137,22 +137,20 @@ def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
             torch.cuda.empty_cache()
 
 
-def time_training(
-    provider: str, width: int, layers: int, batch: int, tokens: int
-) -> dict[str, float]:
+def time_training(provider: str, *shape: int) -> dict[str, float]:
     """Median time until the GPU is done and until the host has queued the step; peak memory."""
+    width, layers, batch, tokens = shape
     vocabulary, heads = size(32000), max(1, width // 128)
-    task = Task(
-        build=lambda: dpflash.nn.LongContextLM(
+    x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
+
+    def build() -> nn.Module:
+        model = dpflash.nn.LongContextLM(
             vocabulary, width, layers, heads, max_seq_len=tokens, pattern=CAUSAL
-        ).to(DEVICE),
-        x=torch.randint(0, vocabulary, (batch, tokens), device=DEVICE),
-        y=torch.randint(0, vocabulary, (batch, tokens), device=DEVICE),
-        # The model returns losses: the logits of all tokens are never in memory together.
-        loss=lambda losses, y: losses,
-        forward=lambda model, x, y: model(x, y),
-        dtype="bfloat16",
-    )
+        )
+        return model.to(DEVICE)
+
+    # The model returns losses: the logits of all tokens are never in memory together.
+    task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     step = make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
     synchronize = (lambda: None) if DRY else torch.cuda.synchronize

@@ -1,16 +1,13 @@
 """Chooses the tile sizes of the attention kernels on this GPU and writes them into the table.
 
-Candidates are the sizes of the table, and those with one of them halved or doubled; run it again
-to go further. Each is tried by a process of its own: compiled, run, and compared with the
-definition in float64, also at lengths that are no multiple of a tile. Those that work are timed in
-turns, on dense causal attention with T = 4096 and on a causal LongNet with T = 16384. The least
-geometric mean replaces the old sizes if it is faster by more than --margin. For a backward kernel
-forward and backward are timed, with the other kernels' sizes held fixed.
-
     python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
-DEVICE=cpu in the environment is a dry run: the CPU's kernels, which have no such sizes, stand in,
-and the choice means nothing.
+Candidates are the sizes of the table, and those with one of them halved or doubled; run it again
+to go further. A process of its own checks each against the definition in float64. Those that work
+are timed in turns, dense causal and LongNet; the least geometric mean replaces the old sizes if it
+is faster by more than --margin. For a backward kernel forward and backward are timed, with the
+other kernels' sizes held fixed. DEVICE=cpu in the environment is a dry run: the CPU's kernels,
+which have no such sizes, stand in, and the choice means nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +49,6 @@ LONGNET = patterns.Dilated(
     segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4), causal=True
 )
 SMALL = patterns.Dilated(segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
-TRY_SECONDS = 240
 # Kernel, head dim and bits of an entry of the table.
 Key = tuple[str, int, int]
 Line = dict[str, Any]
@@ -69,9 +65,10 @@ def entry_of(key: Key) -> tuple[dict[str, Config], str]:
     return table()[arch], entry(kernel, key[1], getattr(torch, DTYPES[key[2]]))
 
 
-def candidates(key: Key, old: Config, stages: Sequence[int] | None = None) -> list[Config]:
+def candidates(key: Key, stages: Sequence[int] | None = None) -> list[Config]:
     """The configs to try for an entry, the old one first."""
-    m, n, warps, _ = old
+    rows, name = entry_of(key)
+    m, n, warps, _ = old = rows[name]
     # Products take at least 16 rows.
     tiles = [(m, n), (2 * m, n), (max(16, m // 2), n), (m, 2 * n), (m, max(16, n // 2))]
     shapes = [*((*tile, warps) for tile in tiles), (m, n, 4 if warps == 8 else 8)]
@@ -109,10 +106,7 @@ def try_here(key: Key, config: Config) -> str | None:
 def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[Line]]:
     """A line for each candidate of each entry: the reason why it does not work, or None."""
     end = time.monotonic() + args.try_seconds
-    of_keys = []
-    for key in keys:
-        rows, name = entry_of(key)
-        of_keys.append([(key, one) for one in candidates(key, rows[name], args.stages)])
+    of_keys = [[(key, config) for config in candidates(key, args.stages)] for key in keys]
     # The first candidate of every entry before the second of any, should time run out.
     tried = [one for turn in itertools.zip_longest(*of_keys) for one in turn if one]
 
@@ -122,7 +116,7 @@ def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[Lin
         if time.monotonic() < end:
             given: dict[str, Any] = {"key": key, "config": config}
             try:
-                reason = run_isolated(try_here, timeout=TRY_SECONDS, **given)
+                reason = run_isolated(try_here, timeout=240, **given)
             except Exception as error:  # many candidates do not compile
                 reason = brief(error).splitlines()[0][:200]
         return {"config": list(config), "reason": reason}
@@ -183,8 +177,8 @@ def main() -> None:
     if not DRY and not torch.cuda.is_available():
         sys.exit("tune_attention.py measures on a GPU, and torch sees none: nothing was changed.")
     device = "cpu, a dry run" if DRY else torch.cuda.get_device_name()
-    report: dict[str, Any] = {"environment": {"device": device, "torch": torch.__version__}}
-    report["rows"] = []
+    described = {"device": device, "torch": torch.__version__}
+    report: dict[str, Any] = {"environment": described, "rows": []}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     lines = try_all(list(itertools.product(KERNELS, args.head_dims, args.bits)), args)
     for key, tried in lines.items():
