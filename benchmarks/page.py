@@ -12,21 +12,9 @@ from pathlib import Path
 from .document import bullets, legend
 from .headline import PICTURE, newest, sentences
 from .output import markdown_table
-from .published import LEGEND, Report, report_parts, reported_rows
+from .published import Report, report_parts, reported_rows
 from .result_files import Files, ResultFile, device_names, load
-
-_INTRO = (
-    "Made by `python benchmarks/scripts/make_results.py` from the JSON files named here; nothing "
-    "in it is typed by hand. Ours are medians with their 95% interval, of what was right when it "
-    "was checked in the same run. Theirs are what the reports say, of their own machines: no "
-    "ratio is taken between theirs and ours. A row that is not measured yet names the command "
-    "that does it (DIR is `benchmarks/results/DEVICE`)."
-)
-_REPORTS = (
-    "S0 to S4 are benchmark reports of attention libraries that others published, and S0.1 and so "
-    "on number what each of them reports. At this commit the document has the figures that are "
-    "repeated here."
-)
+from .suite_pages import glossary, texts
 
 
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:
@@ -41,16 +29,18 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
         ValueError: a full run of a suite has no row for what a report's row asks.
     """
     devices = {name: load(results, name) for name in device_names(results)}
-    parts = ["# Results"]
+    title, about = texts()["results"]
+    parts = [f"# {title}"]
     first = newest(devices)
     if first is not None:
-        title = "Time, memory and loss of private training beside Opacus"
-        parts += [f"!{_link(results / PICTURE, page, title)}", *sentences(*first)]
-    parts += [_INTRO, _count(reports, devices), "## What was measured"]
+        alt = "Time, memory and loss of private training beside Opacus"
+        parts += [f"!{_link(results / PICTURE, page, alt)}", *sentences(*first)]
+    parts += [about, _count(reports, devices), "## What was measured"]
     for name, files in devices.items():
         parts += [f"### {name}", _summary(files, page)]
-    terms = [*LEGEND, *legend(("ms", "peak MiB", "tokens/s", "B", "T", "H", "D"))]
-    parts += ["## The reports", _REPORTS, _contents(reports)]
+    terms = [f"*{term}*: {text}." for term, text in glossary("results/columns").items()]
+    terms += legend(("ms", "peak MiB", "tokens/s", "B", "T", "H", "D"))
+    parts += ["## {}\n\n{}".format(*texts()["results/reports"]), _contents(reports)]
     parts += ["## What the columns say", bullets(terms)]
     for report in reports:
         parts += report_parts(report, devices)

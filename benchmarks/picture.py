@@ -69,7 +69,7 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
         )
     if has_words:
         panel.tick_params(axis="x", rotation=30, labelsize=8)
-    elif min(map(x, drawn)) > 0:
+    elif min(map(x, drawn)) >= 1:
         _sizes(panel, sorted(set(map(x, drawn))))
     heights = [y(row) for row in drawn]
     if chart.logarithmic and min(heights) > 0:
@@ -109,7 +109,7 @@ def _sizes(panel: Any, sizes: Sequence[float]) -> None:
     if len(sizes) <= 9 and all(b > 1.25 * a for a, b in zip(sizes, sizes[1:], strict=False)):
         panel.set_xticks(sizes, minor=False)
         panel.set_xticks([], minor=True)
-    panel.xaxis.set_major_formatter("{x:,g}")
+    panel.xaxis.set_major_formatter(_plain)
 
 
 def _logarithmic(panel: Any, span: float) -> None:
@@ -120,4 +120,8 @@ def _logarithmic(panel: Any, span: float) -> None:
     few = MaxNLocator(6) if span < 10 else LogLocator(subs=(1, 2, 5) if span < 1e3 else (1,))
     panel.yaxis.set_major_locator(few)
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(lambda value, at: f"{value:,.10g}")
+    panel.yaxis.set_major_formatter(_plain)
+
+
+def _plain(value: float, position: int | None) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

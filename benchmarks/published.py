@@ -136,45 +136,20 @@ def reported_rows(reports: Iterable[Report]) -> Iterator[tuple[ReportTable, Repo
 
 def read_reports() -> tuple[Report, ...]:
     """The reports of the file."""
+    return tuple(json.loads(_FILE.read_text(encoding="utf-8"), object_hook=_read))
 
-    def row(held: Mapping[str, Any]) -> Reported:
-        figures = tuple(Figure(*figure) for figure in held.get("figures", ()))
-        answers = tuple(Answer(**answer) for answer in held.get("answers", ()))
-        return Reported(**{**held, "figures": figures, "answers": answers})
 
-    def table(held: Mapping[str, Any]) -> ReportTable:
-        return ReportTable(**{**held, "rows": tuple(map(row, held["rows"]))})
-
-    reports = json.loads(_FILE.read_text(encoding="utf-8"))
-    return tuple(
-        Report(**{**held, "tables": tuple(map(table, held["tables"]))}) for held in reports
-    )
+def _read(held: dict[str, Any]) -> Any:
+    """An object of the file: its class is the one that has the key."""
+    if "figures" in held:
+        held["figures"] = tuple(Figure(*figure) for figure in held["figures"])
+    classes = {"tables": Report, "rows": ReportTable, "named": Reported, "suite": Answer}
+    return next((made(**held) for key, made in classes.items() if key in held), held)
 
 
 _WRONG = "what is wrong with theirs"
-_HEADER = (
-    "theirs",
-    "their figures",
-    "ours",
-    "ms",
-    "peak MiB",
-    "tokens/s",
-    "right",
-    "more",
-    _WRONG,
-)
-LEGEND = (
-    "*theirs*, *their figures*: a row of a report and what it says; *what is wrong with theirs* "
-    "was found by reading and running their code.",
-    "*ours*: the device, the row's name in its JSON and its shape; a dash in a cell: this was not "
-    "measured in this row.",
-    "*right*: yes: the error was within the tolerance in this very run; NO: there are no figures.",
-    "*more*: what else a row has, each with its name. *efficiency*: tokens/s of P ranks over P "
-    "times those of one; *efficiency for the work done*: the same of pairs (query, key) a second. "
-    "They differ where T grows with P: a token of dense attention at twice the T has twice the "
-    "pairs, so that 0.48 by tokens can be 0.96 by work. A held-out loss *over dense* says nothing "
-    "where other seeds of dense itself differ as much: see the table of quality.",
-)
+_OURS = ("ours", "ms", "peak MiB", "tokens/s", "right", "more")
+_HEADER = ("theirs", "their figures", *_OURS, _WRONG)
 # Further figures of a row: key and form.
 _MORE = {
     "batch": "optimal batch {0}",

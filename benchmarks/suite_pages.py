@@ -33,26 +33,27 @@ def page(
         tables: the columns of each table, by its section.
         values: for the words in braces.
     """
-    texts = {
-        key: [text.format_map(values or {}) for text in _texts()[key]]
-        for key in (name, *(f"{name}/{section}" for section in tables))
-    }
-    title, about = texts[name]
+
+    def filled(key: str) -> tuple[str, str]:
+        title, text = texts()[key]
+        return title.format_map(values or {}), text.format_map(values or {})
+
+    title, about = filled(name)
     made = []
     for section, own in tables.items():
-        heading, note = texts[f"{name}/{section}"]
+        heading, note = filled(f"{name}/{section}")
         made.append(Table(section, heading, own, note))
     return {"title": title, "about": about, "tables": made}
 
 
 def glossary(name: str) -> dict[str, str]:
     """The list "- TERM: text" below a heading."""
-    items = (item.removeprefix("- ") for item in re.split(r" (?=- )", _texts()[name][1]))
+    items = (item.removeprefix("- ") for item in re.split(r" (?=- )", texts()[name][1]))
     return {term: text for term, _, text in (item.partition(": ") for item in items)}
 
 
 @functools.cache
-def _texts() -> dict[str, tuple[str, str]]:
+def texts() -> dict[str, tuple[str, str]]:
     """The title and the text of each heading, by SUITE or SUITE/SECTION."""
     source = Path(__file__).with_name("suite_pages.md").read_text(encoding="utf-8")
     found, suite = {}, ""

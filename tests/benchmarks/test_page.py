@@ -153,7 +153,7 @@ def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results:
     page = _page(results, TWO_HEADS)
     assert "[docs/a.md](https://github.com/owner/name/blob/abc1234/docs/a.md) | abc1234 |" in page
     told = page.partition("## What the columns say")[2].partition("## S9")[0]
-    assert all(f"*{header}*" in told for header in ("right", "more", "efficiency", "ms"))
+    assert all(f"*{header}*" in told for header in ("right", "more", "ms"))
 
 
 def test_the_check_of_versus_tells_how_many_trials_were_right(results: Path) -> None:
