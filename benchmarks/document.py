@@ -42,14 +42,12 @@ class Chart:
     logarithmic: bool = True  # else y is linear and begins at 0
 
 
-def config(key: str, header: str | None = None) -> Column:
-    """A column with a value of the rows' config."""
-    return header or key, lambda row: row["config"].get(key)
-
-
 def column(key: str, header: str | None = None) -> Column:
-    """A column with a value of the rows."""
-    return header or key, lambda row: row.get(key)
+    """A column with a value of the rows, or of their config."""
+    return header or key, functools.partial(_value, key)
+
+
+config = column
 
 
 def columns(
@@ -70,7 +68,7 @@ def columns(
 
 def _named(part: str) -> Column:
     key, _, header = part.partition(": ")
-    return header or key, functools.partial(_value, key)
+    return column(key, header or None)
 
 
 def _value(key: str, row: Row) -> Any:
@@ -109,7 +107,11 @@ def why_not(row: Row) -> str | None:
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
-        return wrong(row)
+        error = row.get("error")
+        # JSON has no NaN and no infinity; they come back as None.
+        is_number = error is not None and math.isfinite(error)
+        size = f"error {error:.1e}" if is_number else "no number"
+        return f"{'the peer is ' * bool(row.get('peer'))}WRONG ({size})"
     return f"needs: {row['needs']}" if row.get("needs") else None
 
 
@@ -125,16 +127,6 @@ def milliseconds(row: Row) -> str | None:
     low, high = row["ci95_ms"]
     mark = f" (high variance, CV {row['cv']:.0%})" if row.get("high_variance") else ""
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
-
-
-def wrong(row: Row) -> str:
-    """How far off a row is that has no figures for it."""
-    error = row.get("error")
-    whose = "the peer is " * bool(row.get("peer"))
-    # JSON has no NaN and no infinity; they come back as None.
-    if error is None or not math.isfinite(error):
-        return f"{whose}WRONG (no number)"
-    return f"{whose}WRONG (error {error:.1e})"
 
 
 def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
@@ -258,7 +250,7 @@ def _counts(rows: Sequence[Row]) -> str:
     peers = sum(bool(row.get("peer")) for row in wrong)
     text = f"{timed} rows were timed"
     text += f", {few} of them with few calls, since they are slow" * bool(few)
-    text += f", {lacking} need time or things that are not here" * bool(lacking)
+    text += f", {lacking} need time or things that are not here (they say what)" * bool(lacking)
     return (
         text + f", {len(wrong)} are wrong or failed, {peers} of them of peers" * bool(wrong) + "."
     )
@@ -275,31 +267,24 @@ def fitted_row(
     """A row with the exponent p of ``value = c size^p``, and its 95% interval.
 
     The size is a key of the rows' config, the value a column; rows without it do not count.
-    Further columns of the row are such as "section" and "curve".
     """
     measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
     sizes = [one for one, _ in measured]
-    columns.update(over=size, sizes=sizes, exponent=None, exponent_ci95=None)
-    if len(set(sizes)) < 3:
-        reason = f"three sizes: {len(sizes)} of {len(rows)} were measured"
-        return results.row(name, {}, needs=reason, **columns)
-    power, low, high = exponent(*zip(*measured, strict=True))
-    columns.update(exponent=power, exponent_ci95=[low, high])
-    return results.row(name, {}, **columns)
+    power = interval = needs = None
+    if len(set(sizes)) >= 3:
+        power, *interval = exponent(*zip(*measured, strict=True))
+    else:
+        needs = f"three sizes: {len(sizes)} of {len(rows)} were measured"
+    fit = {"exponent": power, "exponent_ci95": interval, "needs": needs}
+    return results.row(name, {}, over=size, sizes=sizes, **fit, **columns)
 
 
-def _exponent(row: Row) -> str:
-    if row["exponent"] is None:
-        return f"needs: {row['needs']}"
-    low, high = row["exponent_ci95"]
-    return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
-
-
+_EXPONENT = with_interval("exponent", "exponent [95%]", ".3f")
 EXPONENTS = columns(
     "curve | over",
     [
-        ("exponent [95%]", _exponent),
-        ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
+        (_EXPONENT[0], lambda row: why_not(row) or _EXPONENT[1](row)),
+        ("sizes", lambda row: ", ".join(map(str, row["sizes"])) or "none"),
     ],
 )
 

@@ -40,7 +40,7 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
         parts += [f"### {name}", _summary(files, page)]
     terms = [f"*{term}*: {text}." for term, text in glossary("results/columns").items()]
     terms += legend(("ms", "peak MiB", "tokens/s", "B", "T", "H", "D"))
-    parts += ["## {}\n\n{}".format(*texts()["results/reports"]), _contents(reports)]
+    parts += ["## {}\n\n{}".format(*texts()["results/reports"])]
     parts += ["## What the columns say", bullets(terms)]
     for report in reports:
         parts += report_parts(report, devices)
@@ -55,15 +55,6 @@ def _count(reports: Sequence[Report], devices: Mapping[str, Files]) -> str:
         f"**{found} of {len(asked)} rows of the reports that a suite can measure have figures.** "
         f"{len(rows) - len(asked)} more have no suite: they name what does it here or is lacking."
     )
-
-
-def _contents(reports: Sequence[Report]) -> str:
-    lines = []
-    for one in reports:
-        home = f"https://github.com/{one.repository}"
-        document = f"[{one.file}]({home}/blob/{one.commit}/{one.file})"
-        lines.append([one.id, one.title, f"[{one.repository}]({home})", document, one.commit])
-    return markdown_table(("", "report", "project", "document", "commit"), lines)
 
 
 def _summary(files: Files, page: Path) -> str:
@@ -84,12 +75,9 @@ def _link(path: Path, page: Path, text: str) -> str:
 def _state(file: ResultFile) -> str:
     if "made" in file.held:  # of tests/benchmarks/check_compare.py
         made, right = file.held["made"], file.held["right"]
-        return (
-            f"trials of `dpflash bench versus` on equal copies (A/A): {right['A/A']} of "
-            f"{made['A/A']} right (nothing flagged); on a copy slowed by "
-            f"{file.environment['slowdown']:.0%} (A/B): {right['A/B']} of {made['A/B']} right "
-            f"(every row slower)"
-        )
+        trials = {kind: f"{right[kind]} of {made[kind]} right" for kind in made}
+        slowed = f"on a copy slowed by {file.environment['slowdown']:.0%} (A/B): {trials['A/B']}"
+        return f"`dpflash bench versus` on equal copies (A/A): {trials['A/A']}; {slowed}"
     if file.is_quick or not file.is_complete:
         return "a quick look: no figures to quote" if file.is_quick else "broken off"
     wrong = [row for row in file.rows if row.get("correct") is False]

@@ -175,6 +175,9 @@ _MORE = {
 def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
     """The section of a report."""
     yield f"## {report.id}: {report.title}"
+    home = f"https://github.com/{report.repository}"
+    document = f"[{report.file}]({home}/blob/{report.commit}/{report.file})"
+    yield f"Source: {document} of [{report.repository}]({home}) at commit {report.commit}."
     if report.note:
         yield report.note
     for table in report.tables:

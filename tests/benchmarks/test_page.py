@@ -151,7 +151,9 @@ def test_the_page_counts_the_rows_with_figures(results: Path) -> None:
 
 def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results: Path) -> None:
     page = _page(results, TWO_HEADS)
-    assert "[docs/a.md](https://github.com/owner/name/blob/abc1234/docs/a.md) | abc1234 |" in page
+    assert (
+        "[docs/a.md](https://github.com/owner/name/blob/abc1234/docs/a.md) of [owner/name]" in page
+    )
     told = page.partition("## What the columns say")[2].partition("## S9")[0]
     assert all(f"*{header}*" in told for header in ("right", "more", "ms"))
 

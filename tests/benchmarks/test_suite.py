@@ -326,7 +326,7 @@ def test_the_command_runs_all_suites_and_names_what_broke_off(command, tmp_path,
     assert "bench two broke off: ArithmeticError: a bug" in printed.err
     assert "no figures: all of two" in printed.err
     assert "bench three measured nothing" in printed.err and "bench one" not in printed.err
-    assert "second is" in printed.out and "times as fast as first." in printed.out
+    assert "second is" in printed.out and "times as fast as first (rows: 1)." in printed.out
     assert "2 rows were timed." in printed.out and str(tmp_path / "one.json") in printed.out
     top = (tmp_path / "one.md").read_text().partition("## Products")[0]
     for line in printed.out.partition("three")[0].splitlines():
@@ -401,7 +401,7 @@ def test_insights_are_those_of_the_suite_or_follow_from_its_rows():
     lacking = needs("n", {}, "a friend")
     assert key_insights([one, own, lacking]) == [
         "All is well.",
-        "1 rows were timed, 1 need time or things that are not here.",
+        "1 rows were timed, 1 need time or things that are not here (they say what).",
     ]
 
 
