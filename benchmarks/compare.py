@@ -232,10 +232,12 @@ def _broken_off(files: tuple[Row, Row], names: tuple[str, str], force: bool) -> 
 
 def _unlike_loads(old: Row, new: Row) -> str:
     """The load averages, where they are too unlike to decide on times."""
-    loads = [environment.get("load_average") for environment in (old, new)]
-    if not all(isinstance(load, int | float) for load in loads):
+    given = [environment.get("load_average") for environment in (old, new)]
+    loads = [load for load in given if isinstance(load, int | float)]
+    if len(loads) < 2:
         return ""
-    is_unlike = max(loads) > _LOADS_FACTOR * min(loads) and np.ptp(loads) > _LOADS_APART
+    low, high = min(loads), max(loads)
+    is_unlike = high > _LOADS_FACTOR * low and high - low > _LOADS_APART
     return f"load averages {loads[0]:g} and {loads[1]:g}" if is_unlike else ""
 
 

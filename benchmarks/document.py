@@ -9,37 +9,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import output as results
-from .output import environment_table, markdown_table
-from .page_texts import glossary
+from .output import markdown_table
+from .suite_pages import Column as Column
+from .suite_pages import Row as Row
+from .suite_pages import Table as Table
+from .suite_pages import glossary
 from .timing import exponent
 
 if TYPE_CHECKING:
     from .suite import Suite
 
-Row = Mapping[str, Any]
-
 INSIGHTS = "insights"  # the section
+LEGEND = glossary("legend")
 QUICK = (
     "A quick look: small sizes and few trials, no figures to quote. At full sizes the order of "
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
 )
-BROKEN_OFF = (
-    "Broken off: only what was measured until then is here, and nothing that follows from all of "
-    "it."
-)
+BROKEN_OFF = "Broken off: only the rows that were measured until then are here."
 # Of an exponent in the insights; the interval of fewer says nothing.
 LEAST_SIZES = 4
-Column = tuple[str, Callable[[Row], Any]]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of one section."""
-
-    section: str  # which rows, by their column "section"
-    title: str  # above it
-    columns: Sequence[Column]  # header, and cell of a row
-    note: str = ""  # below it
 
 
 @dataclass(frozen=True)
@@ -51,17 +39,15 @@ class Chart:
     x: Column  # label, and value of a row
     y: Column
     series: Callable[[Row], str]  # the name of a row's line
-    logarithmic: bool = True  # both axes; else both are linear and the upright one begins at 0
-
-
-def config(key: str, header: str | None = None) -> Column:
-    """A column with a value of the rows' config."""
-    return header or key, lambda row: row["config"].get(key)
+    logarithmic: bool = True  # else y is linear and begins at 0
 
 
 def column(key: str, header: str | None = None) -> Column:
-    """A column with a value of the rows."""
-    return header or key, lambda row: row.get(key)
+    """A column with a value of the rows, or of their config."""
+    return header or key, functools.partial(_value, key)
+
+
+config = column
 
 
 def columns(
@@ -71,20 +57,18 @@ def columns(
 
     A header in `computed` names a function of the row instead.
     """
+    known = computed or {}
     found: list[Column] = []
     for part in parts:
-        if isinstance(part, str):
-            for name in part.split(" | "):
-                known = (computed or {}).get(name)
-                found.append(_named(name) if known is None else (name, known))
-        else:
-            found += part
+        names = part.split(" | ") if isinstance(part, str) else ()
+        found += [(name, known[name]) if name in known else _named(name) for name in names]
+        found += () if isinstance(part, str) else part
     return tuple(found)
 
 
 def _named(part: str) -> Column:
     key, _, header = part.partition(": ")
-    return header or key, functools.partial(_value, key)
+    return column(key, header or None)
 
 
 def _value(key: str, row: Row) -> Any:
@@ -123,7 +107,11 @@ def why_not(row: Row) -> str | None:
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
-        return wrong(row)
+        error = row.get("error")
+        # JSON has no NaN and no infinity; they come back as None.
+        is_number = error is not None and math.isfinite(error)
+        size = f"error {error:.1e}" if is_number else "no number"
+        return f"{'the peer is ' * bool(row.get('peer'))}WRONG ({size})"
     return f"needs: {row['needs']}" if row.get("needs") else None
 
 
@@ -139,16 +127,6 @@ def milliseconds(row: Row) -> str | None:
     low, high = row["ci95_ms"]
     mark = f" (high variance, CV {row['cv']:.0%})" if row.get("high_variance") else ""
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
-
-
-def wrong(row: Row) -> str:
-    """How far off a row is that has no figures for it."""
-    error = row.get("error")
-    whose = "the peer is " * bool(row.get("peer"))
-    # JSON has no NaN and no infinity; they come back as None.
-    if error is None or not math.isfinite(error):
-        return f"{whose}WRONG (no number)"
-    return f"{whose}WRONG (error {error:.1e})"
 
 
 def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
@@ -177,7 +155,7 @@ def overhead(row: Row) -> float | None:
 
 
 def shown_overhead(row: Row) -> str | None:
-    """The same with its interval, that of the rounds in which both took turns."""
+    """The same with its interval."""
     if row.get("speedup") is None:
         return None
     low, high = row["speedup_ci95"]
@@ -194,31 +172,37 @@ def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
     if roofs is not None:
         rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in roofs["flops"].items())
         environment["roofs, measured"] = f"{rates} GFLOP/s; {roofs['bandwidth'] / 1e9:,.1f} GB/s"
-    parts = [f"# {suite.title}", suite.about, environment_table(environment)]
-    if not found["complete"]:
-        parts.append(f"**{BROKEN_OFF}**")
-    if environment["quick"]:
-        parts.append(f"**{QUICK}**")
+    about = [(key, str(value)) for key, value in environment.items()]
+    parts = [f"# {suite.title}", suite.about, markdown_table(("", "value"), about)]
+    parts += [f"**{BROKEN_OFF}**"] * (not found["complete"])
+    parts += [f"**{QUICK}**"] * environment["quick"]
     parts += ["## Key insights", bullets(key_insights(rows))]
     headers: list[str] = []
     for table in suite.tables:
         own = [row for row in rows if row.get("section") == table.section]
-        # They stand above.
         if own and table.section != INSIGHTS:
-            lines = [[cell(row) for _, cell in table.columns] for row in own]
             head = [header for header, _ in table.columns]
+            cells = [[cell(row) for _, cell in table.columns] for row in own]
             headers += head
-            parts += [f"## {table.title}", markdown_table(head, lines)]
-            if table.note:
-                parts.append(table.note)
-    if explained := legend(headers):
-        parts += ["## What the columns say", bullets(explained)]
-    if warned := _warned(rows):
-        parts += ["## Warnings of what was measured", bullets(warned)]
+            parts += [
+                f"## {table.title}",
+                markdown_table(head, cells),
+                *[table.note] * bool(table.note),
+            ]
+    warned: dict[str, list[str]] = {}
+    for row in rows:
+        for text in row.get("warnings") or ():
+            warned.setdefault(" ".join(text.split()), []).append(row["name"])
     lost = [row for row in rows if row.get("failure") and not row.get("section")]
-    if lost:
-        lines = [[row["name"], row["failure"]] for row in lost]
-        parts += ["## Failed as a whole", markdown_table(("part", "failure"), lines)]
+    lists = {
+        "What the columns say": legend(headers),
+        "Warnings of what was measured": [
+            f"{text} ({', '.join(names)})" for text, names in warned.items()
+        ],
+        "Failed as a whole": [f"{row['name']}: {row['failure']}" for row in lost],
+    }
+    for title, lines in lists.items():
+        parts += [f"## {title}", bullets(lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -233,34 +217,7 @@ def key_insights(rows: Sequence[Row]) -> list[str]:
     A suite without insights gets the range of each speed-up, and the exponents.
     """
     own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
-    derived = own or [*_over_dense(rows), *_speedups(rows), *_exponents(rows)]
-    return [*derived, _counts(rows)]
-
-
-def _over_dense(rows: Sequence[Row]) -> Iterator[str]:
-    """The speed-up of each pattern over dense attention, at the longest T that has both."""
-    curves: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, float]]] = {}
-    for row in rows:
-        held = row["config"]
-        if held.get("operator") != "dpflash" or "pattern" not in held or not row["median_ms"]:
-            continue
-        curve = tuple(held[key] for key in ("direction", "causal", "head_dim", "dtype"))
-        shape = tuple(held[key] for key in ("tokens", "batch", "heads"))
-        curves.setdefault(curve, {}).setdefault(shape, {})[held["pattern"]] = row["median_ms"]
-    for (direction, causal, head_dim, dtype), shapes in curves.items():
-        both = [shape for shape, found in shapes.items() if "dense" in found and len(found) > 1]
-        if not both:
-            continue
-        longest = max(both)
-        others = dict(shapes[longest])
-        dense = others.pop("dense")
-        by_time = sorted(others.items(), key=lambda item: item[1])
-        speedups = ", ".join(f"{name} {dense / ms:.2f}" for name, ms in by_time)
-        yield (
-            f"{direction}, {'causal' if causal else 'not causal'}, D={head_dim}, {dtype}, at the "
-            f"longest T with both, {longest[0]:,}: times as fast as dense attention, which sees "
-            f"more, are {speedups}."
-        )
+    return [*(own or [*_speedups(rows), *_exponents(rows)]), _counts(rows)]
 
 
 def _speedups(rows: Sequence[Row]) -> Iterator[str]:
@@ -271,10 +228,8 @@ def _speedups(rows: Sequence[Row]) -> Iterator[str]:
             pair = row["name"].rsplit("/")[-1], row["baseline"].rsplit("/")[-1]
             found.setdefault(pair, []).append(row["speedup"])
     for (own, other), ratios in found.items():
-        low, high = f"{min(ratios):.3g}", f"{max(ratios):.3g}"
-        span = low if low == high else f"{low} to {high}"
-        places = f", in {len(ratios)} rows" * (len(ratios) > 1)
-        yield f"{own} is {span} times as fast as {other}{places}."
+        span = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios))))
+        yield f"{own} is {span} times as fast as {other} (rows: {len(ratios)})."
 
 
 def _exponents(rows: Sequence[Row]) -> Iterator[str]:
@@ -289,27 +244,16 @@ def _exponents(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    lacking = sum(bool(row.get("needs")) for row in rows)
-    short = sum(bool(row.get("range_ms")) for row in rows)
+    timed = sum(row["median_ms"] is not None for row in rows)
+    few, lacking = (sum(bool(row.get(key)) for row in rows) for key in ("range_ms", "needs"))
     wrong = [row for row in rows if row["correct"] is False]
     peers = sum(bool(row.get("peer")) for row in wrong)
-    counts = [f"{sum(row['median_ms'] is not None for row in rows)} rows were timed"]
-    if short:
-        counts.append(f"{short} of them with few calls, since they are slow")
-    if lacking:
-        counts.append(f"{lacking} need time or things that are not here (they say what)")
-    if wrong:
-        counts.append(f"{len(wrong)} are wrong or failed, {peers} of them of peers")
-    return ", ".join(counts) + "."
-
-
-def _warned(rows: Sequence[Row]) -> list[str]:
-    """Each warning once, with the rows that gave it."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for text in row.get("warnings") or ():
-            found.setdefault(" ".join(text.split()), []).append(row["name"])
-    return [f"{text} ({', '.join(names)})" for text, names in found.items()]
+    text = f"{timed} rows were timed"
+    text += f", {few} of them with few calls, since they are slow" * bool(few)
+    text += f", {lacking} need time or things that are not here (they say what)" * bool(lacking)
+    return (
+        text + f", {len(wrong)} are wrong or failed, {peers} of them of peers" * bool(wrong) + "."
+    )
 
 
 def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
@@ -323,43 +267,30 @@ def fitted_row(
     """A row with the exponent p of ``value = c size^p``, and its 95% interval.
 
     The size is a key of the rows' config, the value a column; rows without it do not count.
-    Further columns of the row are such as "section" and "curve".
     """
     measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
     sizes = [one for one, _ in measured]
-    columns.update(over=size, sizes=sizes, exponent=None, exponent_ci95=None)
-    if len(set(sizes)) < 3:
-        reason = f"three sizes: {len(sizes)} of {len(rows)} were measured"
-        return results.row(name, {}, needs=reason, **columns)
-    power, low, high = exponent(*zip(*measured, strict=True))
-    columns.update(exponent=power, exponent_ci95=[low, high])
-    return results.row(name, {}, **columns)
+    power = interval = needs = None
+    if len(set(sizes)) >= 3:
+        power, *interval = exponent(*zip(*measured, strict=True))
+    else:
+        needs = f"three sizes: {len(sizes)} of {len(rows)} were measured"
+    fit = {"exponent": power, "exponent_ci95": interval, "needs": needs}
+    return results.row(name, {}, over=size, sizes=sizes, **fit, **columns)
 
 
-def _exponent(row: Row) -> str:
-    if row["exponent"] is None:
-        return f"needs: {row['needs']}"
-    low, high = row["exponent_ci95"]
-    return f"{row['exponent']:.3f} [{low:.3f}, {high:.3f}]"
-
-
+_EXPONENT = with_interval("exponent", "exponent [95%]", ".3f")
 EXPONENTS = columns(
     "curve | over",
     [
-        ("exponent [95%]", _exponent),
-        ("sizes", lambda row: ", ".join(str(size) for size in row["sizes"]) or "none"),
+        (_EXPONENT[0], lambda row: why_not(row) or _EXPONENT[1](row)),
+        ("sizes", lambda row: ", ".join(map(str, row["sizes"])) or "none"),
     ],
 )
 
 
-LEGEND = glossary("legend")
-
-
 def legend(headers: Iterable[str]) -> list[str]:
     """A line for each of these columns that needs an explanation, in their order."""
-    wanted = dict.fromkeys(headers)
-    lines = [f"*{header}*: {LEGEND[header]}." for header in wanted if header in LEGEND]
-    # Variants of the header name the baseline.
-    if "speed-up" not in wanted and any(header.startswith("speed-up ") for header in wanted):
-        lines.append(f"*speed-up*: {LEGEND['speed-up']}.")
-    return lines
+    # Variants of a speed-up's header name the baseline.
+    terms = ("speed-up" if header.startswith("speed-up ") else header for header in headers)
+    return [f"*{term}*: {LEGEND[term]}." for term in dict.fromkeys(terms) if term in LEGEND]

@@ -84,6 +84,7 @@ fi
 export PYTHONPATH=$work/site PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 export XDG_CACHE_HOME=$work/cache
+export DEVICE
 [ "$DEVICE" = cuda ] && export TRITON_INTERPRET=0
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TRITON_CACHE_DIR=$work/triton
 if [ -n "${CACHE:-}" ]; then
@@ -174,7 +175,7 @@ measure() {
     run=part
     # Private steps make noise.
     [[ $name == steps || $name == long ]] && run="needing cryptography"
-    $run "$name" "$limit" "$PYTHON" benchmarks/scripts/gpu_time.py "$name" --device "$DEVICE" \
+    $run "$name" "$limit" "$PYTHON" benchmarks/scripts/gpu_time.py "$name" \
       --json "$results/gpu-time.json"
   done
 }
@@ -187,7 +188,7 @@ time_parts() {
 }
 
 tune() {
-  part tune 300 env DEVICE="$DEVICE" "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$JOBS" \
+  part tune 300 "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$JOBS" \
     --head-dims 64 128 --bits 16 --stages 2 3 --rounds 10 --try-seconds 180 \
     --json "$results/tune-attention.json" --write "$results/attention_configs.json"
   measure 240 long

@@ -19,22 +19,22 @@ _LABELS = {
     "dpflash-per_block": "dpflash, per_block",
     "opacus-hooks": "Opacus (hooks)",
     "opacus-ghost": "Opacus (ghost)",
+    NONPRIVATE: "no privacy",
 }
 _LOSS_LABELS = {"dpflash": "dpflash", "opacus": "Opacus", NONPRIVATE: "no privacy"}
 _OURS, _PEERS = "dpflash-flat-auto", ("opacus-hooks", "opacus-ghost")
 
+Ends = tuple[float, float, float]  # a figure and the ends of its interval
+
 
 def newest(devices: Mapping[str, Files]) -> tuple[ResultFile, ResultFile] | None:
     """The newest full private-step.json with the shapes shown, and private-loss.json beside it."""
-    both = [
+    full = [
         (files["private-step"], files["private-loss"])
         for files in devices.values()
         if {"private-step", "private-loss"} <= files.keys()
-    ]
-    full = [
-        (steps, losses)
-        for steps, losses in both
-        if not steps.is_quick and any(_ratios(steps, shape) for shape in _SHAPES)
+        and not files["private-step"].is_quick
+        and any(_ratios(files["private-step"], shape) for shape in _SHAPES)
     ]
     return max(full, key=lambda files: str(files[0].environment["date"]), default=None)
 
@@ -55,16 +55,16 @@ def sentences(steps: ResultFile, losses: ResultFile) -> Iterator[str]:
             f"times as long: dpflash is {peers[fastest] / ours:.2f} times as fast as the faster "
             f"mode of Opacus that ran, at sample rate 1 and without padding rows ({where})."
         )
-    config, found = losses.held["config"], _losses(losses)
+    config = losses.held["config"]
     shown = ", ".join(
-        f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f}) for {_LOSS_LABELS[name]}"
-        for name, values in found.items()
+        f"{mean:.3f} ({low:.3f} to {high:.3f}) for {_LOSS_LABELS[name]}"
+        for name, (mean, low, high) in _losses(losses).items()
     )
     epsilons = {run["provider"]: run["epsilon"] for run in losses.held["runs"]}
     yield (
         f"Trained from the same weights for {config['steps']} steps with noise multiplier "
         f"{config['noise_multiplier']:.3f}, a small language model has a held-out loss, in nats a "
-        f"byte, of {shown}; these are means and ranges of {len(found['dpflash'])} seeds. By "
+        f"byte, of {shown}; these are means and ranges of {_seeds(losses)} seeds. By "
         f"its own accountant dpflash spends epsilon {epsilons['dpflash']:.2f} and Opacus "
         f"{epsilons['opacus']:.2f} at delta {config['delta']:g}."
     )
@@ -77,68 +77,55 @@ def draw(steps: ResultFile, losses: ResultFile) -> Any:
     figure = Figure(figsize=(9, 6), layout="constrained")
     *times, memory, loss = figure.subplots(2, 2).flat
     for axis, (shape, named) in zip(times, _SHAPES.items(), strict=True):
-        ratios = {name: found for name, found in _ratios(steps, shape).items() if name in _LABELS}
-        ends = [(x - low, high - x) for x, low, high in ratios.values()]
-        _bars(axis, {name: found[0] for name, found in ratios.items()}, _LABELS, ends)
+        _bars(axis, _ratios(steps, shape), _LABELS, "%.2f")
         axis.axvline(1, color="#666666", linewidth=1)
         axis.set(title=f"Time, {named}", xlabel="time of a step over a non-private one")
     shape, named = next(iter(_SHAPES.items()))
     peaks = {
-        name: row["peak_memory_mb"]
-        for name in (*_LABELS, NONPRIVATE)
-        for row in steps.rows
-        if row["name"] == f"step/{shape}/{name}" and row["peak_memory_mb"] is not None
+        row["name"].removeprefix(f"step/{shape}/"): row["peak_memory_mb"] for row in steps.rows
     }
-    _bars(memory, peaks, {**_LABELS, NONPRIVATE: "no privacy"}, None, "%.0f")
+    known = {name: (peaks[name],) * 3 for name in _LABELS if peaks.get(name) is not None}
+    _bars(memory, known, _LABELS, "%.0f")
     memory.set(title=f"Memory, {named}", xlabel="peak memory of a step, MiB")
-    found = _losses(losses)
-    means = {name: float(np.mean(values)) for name, values in found.items()}
-    ends = [
-        (means[name] - min(values), max(values) - means[name]) for name, values in found.items()
-    ]
-    _bars(loss, means, _LOSS_LABELS, ends, "%.3f")
-    config = losses.held["config"]
-    loss.set(
-        title=f"Loss at epsilon {config['target_epsilon']:g}, {len(found['dpflash'])} seeds",
-        xlabel="held-out loss, nats a byte",
-    )
-    environment = steps.environment
-    figure.suptitle(
-        f"{environment['device']}, {environment['date']}, torch {environment['torch']}"
-    )
+    _bars(loss, _losses(losses), _LOSS_LABELS, "%.3f")
+    epsilon = losses.held["config"]["target_epsilon"]
+    title = f"Loss at epsilon {epsilon:g}, {_seeds(losses)} seeds"
+    loss.set(title=title, xlabel="held-out loss, nats a byte")
+    about = steps.environment
+    figure.suptitle(f"{about['device']}, {about['date']}, torch {about['torch']}")
     return figure
 
 
-def _bars(
-    axis: Any,
-    lengths: Mapping[str, float],
-    labels: Mapping[str, str],
-    ends: Sequence[tuple[float, float]] | None,
-    fmt: str = "%.2f",
-) -> None:
-    """Horizontal bars, Opacus' in another color; `ends` is how far each error bar reaches."""
-    colors = [
-        "#999999" if name == NONPRIVATE else "#d1601a" if "opacus" in name else "#1f5fa8"
-        for name in lengths
-    ]
-    reach = None if ends is None else list(zip(*ends, strict=True))
+def _bars(axis: Any, found: Mapping[str, Ends], labels: Mapping[str, str], form: str) -> None:
+    """Horizontal bars with error bars, Opacus' in another color."""
+    colors = {NONPRIVATE: "#999999"} | {name: "#d1601a" for name in found if "opacus" in name}
+    lengths = [value for value, _, _ in found.values()]
     bars = axis.barh(
-        [labels[name] for name in lengths], lengths.values(), xerr=reach, color=colors
+        [labels[name] for name in found],
+        lengths,
+        xerr=np.array([(value - low, high - value) for value, low, high in found.values()]).T,
+        color=[colors.get(name, "#1f5fa8") for name in found],
     )
-    axis.bar_label(bars, fmt=fmt, padding=6)
-    axis.set_xlim(0, 1.25 * max(lengths.values(), default=1))
+    axis.bar_label(bars, fmt=form, padding=6)
+    axis.set_xlim(0, 1.25 * max(lengths, default=1))
     axis.invert_yaxis()
 
 
-def _losses(file: ResultFile) -> dict[str, list[float]]:
-    """Held-out losses by provider, one for each seed."""
-    found: dict[str, list[float]] = {name: [] for name in _LOSS_LABELS}
-    for run in file.held["runs"]:
-        found[run["provider"]].append(run["held_out_loss"])
-    return found
+def _losses(file: ResultFile) -> dict[str, Ends]:
+    """Held-out losses by provider: mean and range over the seeds."""
+    runs: Sequence[Mapping[str, Any]] = file.held["runs"]
+    found = {
+        name: [run["held_out_loss"] for run in runs if run["provider"] == name]
+        for name in _LOSS_LABELS
+    }
+    return {name: (float(np.mean(x)), min(x), max(x)) for name, x in found.items()}
 
 
-def _ratios(file: ResultFile, shape: str) -> dict[str, tuple[float, float, float]]:
+def _seeds(file: ResultFile) -> int:
+    return sum(run["provider"] == "dpflash" for run in file.held["runs"])
+
+
+def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:
     """Time over a non-private step, with its 95% interval, by provider."""
     found = {}
     for row in file.rows:

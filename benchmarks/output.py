@@ -9,7 +9,6 @@ bytes). Scripts outside rely on the names; `schema` upgrades older files.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,16 +16,7 @@ from typing import Any
 
 from .schema import SCHEMA
 
-COLUMNS = (
-    "name",
-    "config",
-    "median_ms",
-    "ci95_ms",
-    "cv",
-    "trials",
-    "peak_memory_mb",
-    "correct",
-)
+COLUMNS = ("name", "config", "median_ms", "ci95_ms", "cv", "trials", "peak_memory_mb", "correct")
 
 
 def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
@@ -46,11 +36,7 @@ def require_drawing() -> None:
 
 
 def make_folder(out: str | os.PathLike[str]) -> Path:
-    """The folder of the results, made where it is missing.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
+    """The folder of the results, made where it is missing; ValueError where it cannot be made."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,8 +53,8 @@ def write_json(path: Path, found: Mapping[str, Any]) -> None:
         missing = [column for column in COLUMNS if column not in entry]
         if missing:
             raise ValueError(f"row {entry.get('name')!r} lacks {missing}; make it with row()")
-    text = json.dumps(_finite({"schema": SCHEMA, **found}), indent=1, allow_nan=False) + "\n"
-    write_text(path, text)
+    finite = json.loads(json.dumps({"schema": SCHEMA, **found}), parse_constant=lambda name: None)
+    write_text(path, json.dumps(finite, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -103,18 +89,3 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def environment_table(environment: Mapping[str, Any]) -> str:
-    """The table of the environment, which stands above the others."""
-    return markdown_table(("", "value"), [(key, str(value)) for key, value in environment.items()])
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

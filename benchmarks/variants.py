@@ -26,7 +26,6 @@ from .attention import (
     sparse_pattern,
 )
 from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
-from .page_texts import glossary
 from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
@@ -38,7 +37,7 @@ from .suite import (
     compared,
     not_measured,
 )
-from .suite_pages import page
+from .suite_pages import glossary, page
 
 
 @dataclass(frozen=True)

@@ -2,190 +2,98 @@
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
-Each figure is the median of calls which take turns with what they are compared with; the JSON is
-written again after each. With --device cpu everything is tiny: a dry run whose figures mean
-nothing.
+Calls that are compared take turns, and each figure is a median; the JSON is written again after
+each row. DEVICE=cpu in the environment is a dry run: sizes are tiny and the figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, nn
 
 import dpflash
 from dpflash import kernels, patterns
-from dpflash.bench.environment import environment
-from dpflash.bench.private import AUTO, NONPRIVATE, make_training
-from dpflash.bench.private_tasks import bytes_task
-from dpflash.bench.timing import Effort, Stopwatch, time_steps
+from dpflash.bench.attention import DIRECTIONS, case_subject
+from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
+from dpflash.bench.private_tasks import Task
+from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
 
-Call = Callable[[], Any]
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-BACKENDS = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+Rows = Iterator[dict[str, Any]]
+DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
+DRY = DEVICE.type == "cpu"
+DTYPE = "float32" if DRY else "bfloat16"
 CAUSAL = patterns.Dense(causal=True)
+WINDOW = patterns.SlidingWindow(window=1023, causal=True)
 # Tokens are 16,384 in all and heads 2048 / D, as in FlashAttention's figures.
 TOKENS = 16384
-PROVIDERS = (
-    NONPRIVATE,
-    AUTO,
-    "dpflash-per_layer",
-    "dpflash-per_block",
-    "dpflash-flat-book_keeping",
-)
-# Width, layers, batch and tokens of a step.
-SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))
-LONG_SHAPES = ((1024, 12, 4, 4096), (1024, 12, 1, 16384), (1024, 12, 1, 32768))
 
 
-class Bench:
-    """Runs calls on one device and writes the figures to a file of all parts."""
-
-    def __init__(self, path: Path, part: str, device: torch.device):
-        self.path, self.device = path, device
-        self.is_dry, self.has_failed = device.type != "cuda", False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = json.loads(path.read_text()) if path.exists() else {"parts": {}}
-        about = {**environment(device.type, 1), "dry_run": self.is_dry}
-        self.held = {"environment": about, "parts": {**held["parts"], part: []}}
-        self.rows: list[dict[str, Any]] = self.held["parts"][part]
-        self.stopwatch = Stopwatch(device)
-
-    def size(self, size: int) -> int:
-        """A length or a width, which is small in a dry run."""
-        return min(size, 64) if self.is_dry else size
-
-    def randn(self, *shape: int) -> Tensor:
-        """bf16; in a dry run fp32, since kernels of the CPU stand in."""
-        x = torch.randn(shape, device=self.device)
-        return x if self.is_dry else x.bfloat16()
-
-    def add(self, **row: Any) -> None:
-        self.rows.append(row)
-        self.path.write_text(json.dumps(self.held, indent=1) + "\n")
-        print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-
-    def in_turns(self, calls: dict[str, Call], trials: int = 20) -> dict[str, float]:
-        """Median milliseconds of each call, the calls taking turns."""
-        effort = Effort(1, 1) if self.is_dry else Effort(3, trials)
-        seconds = time_steps(calls, effort=effort, stopwatch=self.stopwatch)
-        return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+def size(size: int) -> int:
+    return min(size, 64) if DRY else size
 
 
-def ceilings(bench: Bench) -> None:
-    """Bytes/s of a copy, FLOP/s of a product."""
-    source = torch.randn(bench.size(1 << 29), device=bench.device)
-    target = torch.empty_like(source)
-    side = bench.size(8192)
-    a, b = bench.randn(side, side), bench.randn(side, side)
-    found = bench.in_turns({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b})
-    bench.add(what="copy, TB/s", value=2 * source.nbytes / found["copy"] / 1e9)
-    bench.add(what=f"matmul {side}, TFLOP/s", value=2 * side**3 / found["matmul"] / 1e9)
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE))
 
 
-def attention(bench: Bench) -> None:
-    """Every pattern; torch's attention beside the dense ones."""
-    lengths = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-    documents = tuple(range(0, bench.size(TOKENS) + 1, bench.size(2048)))
-    blocks = {"block_size": 128, "local_blocks": 4, "stride_blocks": 8}
-    sparse: dict[str, Any] = {
-        "full": patterns.Dense(),
-        "window 1024": patterns.SlidingWindow(window=1023, causal=True),
-        "longnet": patterns.Dilated(**lengths, causal=True),
-        "documents": patterns.Documents(cu_seqlens=documents, causal=True),
-        "block-sparse": patterns.BlockSparse(**blocks, causal=True),
-    }
-    cases = [("causal", CAUSAL, dim, tokens) for dim in (64, 128) for tokens in (4096, TOKENS)]
-    cases += [(name, pattern, 128, TOKENS) for name, pattern in sparse.items()]
-    for name, pattern, head_dim, tokens in cases:
-        forwards: dict[str, Forward] = {"dpflash": partial(dpflash.attention, pattern=pattern)}
-        if name in ("causal", "full") and not bench.is_dry:
-            for provider, backend in BACKENDS.items():
-                forwards[provider] = partial(sdpa, backend=backend, causal=name == "causal")
-        compare_attention(bench, name, pattern, head_dim, tokens, forwards)
+def medians(calls: dict[str, Step]) -> dict[str, float]:
+    """Median milliseconds of each call, the calls taking turns."""
+    effort = Effort(1, 1) if DRY else Effort(3, 20)
+    found = time_steps(calls, effort=effort, stopwatch=Stopwatch(DEVICE))
+    return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: SDPBackend, causal: bool) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+def ceilings() -> Rows:
+    source, side = torch.randn(size(1 << 29), device=DEVICE), size(8192)
+    copy = partial(torch.empty_like(source).copy_, source)
+    ms = medians({"copy": copy, "matmul": partial(torch.mm, randn(side, side), randn(side, side))})
+    yield {"what": "copy, TB/s", "value": 2 * source.nbytes / ms["copy"] / 1e9}
+    yield {"what": f"matmul {side}, TFLOP/s", "value": 2 * side**3 / ms["matmul"] / 1e9}
 
 
-def flex(bench: Bench) -> None:
-    """FlexAttention, in a part of its own because compiling it takes long."""
-    compiled: Any = flex_attention if bench.is_dry else torch.compile(flex_attention)
-    tokens = bench.size(TOKENS)
-    local = patterns.SlidingWindow(window=1023, causal=True)
-    for name, pattern, window in (("causal", CAUSAL, tokens), ("window 1024", local, 1024)):
-
-        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, window: int = window) -> Tensor:
-            return (i >= j) & (i - j < window)
-
-        mask = create_block_mask(seen, None, None, tokens, tokens, device=bench.device.type)
-        forwards: dict[str, Forward] = {
-            "flex": partial(compiled, block_mask=mask),
-            "dpflash": partial(dpflash.attention, pattern=pattern),
-        }
-        compare_attention(bench, name, pattern, 128, TOKENS, forwards)
-
-
-def compare_attention(
-    bench: Bench,
-    name: str,
-    pattern: Any,
-    head_dim: int,
-    tokens: int,
-    forwards: dict[str, Forward],
-) -> None:
-    """Forward, and forward and backward, of several providers in turns."""
-    batch, heads = TOKENS // tokens, 2048 // head_dim
-    tokens = bench.size(tokens)
-    q, k, v, do = (bench.randn(batch, heads, tokens, head_dim) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    flops = 4 * batch * head_dim * pattern.graph(tokens, heads).edges()
-    for direction, factor in (("forward", 1.0), ("forward and backward", 3.5)):
-        calls: dict[str, Call] = {}
-        for provider, forward in forwards.items():
-
-            def call(forward: Forward = forward, backward: bool = factor > 1) -> object:
-                with torch.set_grad_enabled(backward):
-                    o = forward(q, k, v)
-                return torch.autograd.grad(o, leaves, do) if backward else o
-
-            try:
-                call()
-                calls[provider] = call
-            except Exception as error:  # a provider that cannot is no reason to stop
-                bench.has_failed |= provider == "dpflash"
-                print(f"{provider}: {str(error)[:200]}", flush=True)
-        of = {"what": name, "D": head_dim, "T": tokens, "direction": direction}
-        for provider, ms in bench.in_turns(calls).items():
-            bench.add(**of, provider=provider, ms=ms, tflops=factor * flops / ms / 1e9)
+def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
+    """This library and others in turns, each after a check of its result."""
+    for name, pattern, head_dim, tokens, others in cases:
+        given: dict[str, Any] = {"batch": TOKENS // tokens, "heads": 2048 // head_dim, "seed": 0}
+        given.update(tokens=size(tokens), head_dim=head_dim, device=DEVICE.type, dtype=DTYPE)
+        for direction in DIRECTIONS:
+            row = {"what": name, "D": head_dim, "T": size(tokens), "direction": direction}
+            calls: dict[str, Step] = {}
+            for operator in ("dpflash", *others):
+                try:
+                    subject = case_subject(pattern, operator, direction=direction, **given)
+                    if not (error := subject.error()) <= subject.tolerance:
+                        raise ArithmeticError(f"wrong result: error {error:.1e}")
+                    assert subject.work is not None
+                    calls[operator], flops = subject.step, subject.work().flops
+                except Exception as error:  # the others are still timed
+                    problem = "error" if operator == "dpflash" else "error of a peer"
+                    yield {**row, "provider": operator, problem: str(error)[:200]}
+            for operator, ms in medians(calls).items():
+                yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
-def gradients(bench: Bench) -> None:
+def gradients() -> Rows:
     """Products, norms, clipped sums and noise, beside torch's batched product."""
-    batch, grid = 8, kernels.grid_of(1.0)
-    for inputs, outputs in ((1024, 1024), (1024, 4096)):
-        tokens, inputs, outputs = (bench.size(n) for n in (4096, inputs, outputs))
-        x, dy = bench.randn(batch, tokens, inputs), bench.randn(batch, tokens, outputs)
-        factors = torch.rand(batch, device=bench.device)
-        products: dict[str, Call] = {
+    batch, tokens, grid = 8, size(4096), kernels.grid_of(1.0)
+    for inputs, outputs in ((size(1024), size(1024)), (size(1024), size(4096))):
+        x, dy = randn(batch, tokens, inputs), randn(batch, tokens, outputs)
+        factors = torch.rand(batch, device=DEVICE)
+        row, flops = {"I": inputs, "O": outputs}, 2 * batch * tokens * inputs * outputs
+        products: dict[str, Step] = {
             "torch.bmm": partial(torch.bmm, dy.mT, x),
             "per_sample_grad": partial(kernels.per_sample_grad, x, dy),
             "with squares": partial(kernels.per_sample_grad, x, dy, return_squares=True),
@@ -193,111 +101,117 @@ def gradients(bench: Bench) -> None:
             "clipped_grad": partial(kernels.clipped_grad, x, dy, factors),
             "block_clipped_grad": partial(kernels.block_clipped_grad, x, dy, 1.0),
         }
-        flops = 2 * batch * tokens * inputs * outputs
-        for name, ms in bench.in_turns(products).items():
-            bench.add(what=name, I=inputs, O=outputs, ms=ms, tflops=flops / ms / 1e9)
-        short = x[:, :512], dy[:, :512]
-        forms = {form: partial(kernels.grad_norm, *short, form=form) for form in ("gram", "tile")}
-        for form, ms in bench.in_turns(forms).items():
-            bench.add(what=f"grad_norm {form}, T=512", I=inputs, O=outputs, ms=ms)
+        for name, ms in medians(products).items():
+            yield {"what": name, **row, "ms": ms, "tflops": flops / ms / 1e9}
+        norm = partial(kernels.grad_norm, x[:, :512], dy[:, :512])
+        for form, ms in medians({f: partial(norm, form=f) for f in ("gram", "tile")}).items():
+            yield {"what": f"grad_norm {form}, T=512", **row, "ms": ms}
         grads: Any = kernels.per_sample_grad(x, dy)
-        sums = torch.zeros(outputs, inputs, dtype=torch.float64, device=bench.device)
+        sums = torch.zeros(outputs, inputs, dtype=torch.float64, device=DEVICE)
         noise = kernels.NoiseStream(std=1.0, grid=grid, key=bytes(32), step=1, parameter_id=1)
         reduce = partial(kernels.clip_reduce, grads, factors)
-        reduces: dict[str, Call] = {
+        reduces: dict[str, Step] = {
             "clip_reduce": reduce,
             "exact": partial(reduce, grid=grid),
             "exact into": partial(reduce, grid=grid, into=sums),
             "exact with noise": partial(reduce, grid=grid, noise=noise),
             "noise alone": partial(noise.add_to_, sums),
         }
-        for name, ms in bench.in_turns(reduces).items():
-            bench.add(what=name, I=inputs, O=outputs, ms=ms, gb_per_s=grads.nbytes / ms / 1e6)
+        for name, ms in medians(reduces).items():
+            yield {"what": name, **row, "ms": ms, "gb_per_s": grads.nbytes / ms / 1e6}
 
 
-def steps(bench: Bench) -> None:
-    """Steps of each clipping, and a profile of each."""
-    time_training(bench, SHAPES, PROVIDERS)
-
-
-def long(bench: Bench) -> None:
-    """Private over non-private as sequences grow."""
-    time_training(bench, LONG_SHAPES, PROVIDERS[:2])
-
-
-def time_training(bench: Bench, shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> None:
-    """Host and device time of whole steps in bf16 autocast."""
+def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
+    """Training steps in bf16 autocast, the first provider's to be compared with."""
     for shape in shapes:
-        plain = float("nan")
-        width, layers, batch, tokens = map(bench.size, shape)
+        first = math.nan
         for provider in providers:
-            row = {"what": provider, "D": width, "L": layers, "B": batch, "T": tokens}
+            sizes = list(map(size, shape))
+            row: dict[str, Any] = {"what": provider, **dict(zip("DLBT", sizes, strict=True))}
             try:
-                step = training_step(bench, width, layers, batch, tokens, provider)
-                host, device = [], []
-                if not bench.is_dry:
-                    torch.cuda.reset_peak_memory_stats()
-                for _ in range(2 if bench.is_dry else 13):
-                    start = time.perf_counter()
-                    step()
-                    host.append((time.perf_counter() - start) * 1e3)
-                    if not bench.is_dry:
-                        torch.cuda.synchronize()
-                    device.append((time.perf_counter() - start) * 1e3)
-                ms, host_ms = (statistics.median(each[-8:]) for each in (device, host))
-                plain = ms if provider == NONPRIVATE else plain
-                peak = 0.0 if bench.is_dry else torch.cuda.max_memory_allocated() / 2**30
-                bench.add(**row, ms=ms, over_plain=ms / plain, host_ms=host_ms, peak_gib=peak)
-                print_profile(step, bench.is_dry)
-            except Exception:  # the other providers are still worth their time
-                bench.has_failed = True
-                bench.add(**row, error=traceback.format_exc()[-400:])
-            step = None
-            if not bench.is_dry:
-                torch.cuda.empty_cache()
+                row |= time_training(provider, *sizes)
+                first = row["ms"] if provider == providers[0] else first
+                yield {**row, "over_plain": row["ms"] / first}
+            except Exception:  # the others are still timed
+                yield {**row, "error": traceback.format_exc()[-400:]}
+            torch.cuda.empty_cache()
 
 
-def training_step(
-    bench: Bench, width: int, layers: int, batch: int, tokens: int, provider: str
-) -> Call | None:
-    vocabulary, heads = bench.size(32000), max(1, width // 128)
-    task = bytes_task(
-        lambda: dpflash.nn.LongContextLM(
+def time_training(provider: str, *shape: int) -> dict[str, float]:
+    """Median time until the GPU is done and until the host has queued the step; peak memory."""
+    width, layers, batch, tokens = shape
+    vocabulary, heads = size(32000), max(1, width // 128)
+    x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
+
+    def build() -> nn.Module:
+        model = dpflash.nn.LongContextLM(
             vocabulary, width, layers, heads, max_seq_len=tokens, pattern=CAUSAL
-        ),
-        batch=batch,
-        tokens=tokens,
-        device=bench.device.type,
-        seed=0,
-        dtype="bfloat16",
-        vocab=vocabulary,
-    )
+        )
+        return model.to(DEVICE)
+
+    # The model returns losses: the logits of all tokens are never in memory together.
+    task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    return make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
-
-
-def print_profile(step: Call, is_dry: bool) -> None:
-    """Prints what took longest in a step, on the GPU and on the host."""
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (not is_dry)]
-    with profile(activities=activities) as profiled:
+    step = make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
+    synchronize = (lambda: None) if DRY else torch.cuda.synchronize
+    times, host_times = [], []
+    for number in range(2 if DRY else 13):
+        if number == 5:  # those before it are warm-ups
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
         step()
-    for order in ("self_cuda_time_total", "self_cpu_time_total")[is_dry:]:
-        print(profiled.key_averages().table(sort_by=order, row_limit=14))
+        host_times.append(1e3 * (time.perf_counter() - start))
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    ms, host_ms = (statistics.median(each[-8:]) for each in (times, host_times))
+    return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-PARTS = (ceilings, attention, flex, gradients, steps, long)
+SDPA, FLEX = ("sdpa-flash", "sdpa-cudnn"), ("flex",)
+SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
+BLOCKS: Any = {"block_size": 128, "local_blocks": 4, "stride_blocks": 8}
+BORDERS = tuple(range(0, size(TOKENS) + 1, size(2048)))
+# Name, pattern, head dim, tokens and the other operators of a case.
+PATTERNS = (
+    *(("causal", CAUSAL, dim, tokens, SDPA) for dim in (64, 128) for tokens in (4096, TOKENS)),
+    ("full", patterns.Dense(), 128, TOKENS, SDPA),
+    ("window 1024", WINDOW, 128, TOKENS, ()),
+    ("longnet", patterns.Dilated(**SEGMENTS, causal=True), 128, TOKENS, ()),
+    ("documents", patterns.Documents(cu_seqlens=BORDERS, causal=True), 128, TOKENS, ()),
+    ("block-sparse", patterns.BlockSparse(**BLOCKS, causal=True), 128, TOKENS, ()),
+)
+# FlexAttention is a part of its own because compiling it takes long.
+WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
+# Width, layers, batch and tokens of a step.
+SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))
+LONG_SHAPES = ((1024, 12, 4, 4096), (1024, 12, 1, 16384), (1024, 12, 1, 32768))
+PARTS: dict[str, Callable[[], Rows]] = {
+    "ceilings": ceilings,
+    "attention": partial(attention, PATTERNS),
+    "flex": partial(attention, WITH_FLEX),
+    "gradients": gradients,
+    "steps": partial(training, SHAPES, (NONPRIVATE, *DPFLASH)),
+    "long": partial(training, LONG_SHAPES, (NONPRIVATE, AUTO)),
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=[part.__name__ for part in PARTS])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--json", type=Path, required=True, help="the file of all parts")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
     torch.manual_seed(0)
-    bench = Bench(args.json, args.part, torch.device(args.device))
-    next(part for part in PARTS if part.__name__ == args.part)(bench)
-    return int(bench.has_failed)
+    result = json.loads(args.json.read_text()) if args.json.exists() else {"parts": {}}
+    name = "none: a dry run" if DRY else torch.cuda.get_device_name()
+    versions = {library: version(library) for library in ("torch", "triton")}
+    result["environment"] = {"device": name, "date": time.strftime("%Y-%m-%d"), **versions}
+    rows = result["parts"][args.part] = []
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    for row in PARTS[args.part]():
+        rows.append(row)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), flush=True)
+    return int(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

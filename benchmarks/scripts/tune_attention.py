@@ -1,16 +1,13 @@
 """Chooses the tile sizes of the attention kernels on this GPU and writes them into the table.
 
-Each candidate for a kernel, head dim and width of dtype is tried by a process of its own:
-compiled, run, and compared with the reference in float64, also at lengths that are no multiple of
-a tile. Those that work are timed in turns, with the sizes that the table has, on dense causal
-attention with T = 4096 and on a causal LongNet with T = 16384. The least geometric mean replaces
-the old sizes if it is faster by more than --margin. Of a backward kernel the whole backward is
-timed, the other kernel held fixed.
-
     python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
-DEVICE=cpu in the environment is a dry run of the script itself: Triton interprets the kernels,
-sizes are tiny, and what it chooses means nothing.
+Candidates are the sizes of the table, and those with one of them halved or doubled; run it again
+to go further. A process of its own checks each against the definition in float64. Those that work
+are timed in turns, dense causal and LongNet; the least geometric mean replaces the old sizes if it
+is faster by more than --margin. For a backward kernel forward and backward are timed, with the
+other kernels' sizes held fixed. DEVICE=cpu in the environment is a dry run: the CPU's kernels,
+which have no such sizes, stand in, and the choice means nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +17,13 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,160 +31,97 @@ import torch
 from tqdm import tqdm
 
 from dpflash import patterns
-from dpflash.bench.attention_cases import band_error
+from dpflash.bench.attention import DIRECTIONS, case_subject
 from dpflash.bench.isolated import brief, run_isolated
+from dpflash.bench.suite import Subject
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
-from dpflash.kernels import attention_configs, attention_reference
+from dpflash.kernels import attention_configs
 from dpflash.kernels.attention_configs import HEAD_DIMS, Config, architecture, entry, table
-from dpflash.kernels.attention_reference import AttentionInputs
 
 TABLE = Path(attention_configs.__file__).resolve().with_name("attention_configs.json")
 DEVICE = os.environ.get("DEVICE", "cuda")
 DRY = DEVICE == "cpu"
 KERNELS = ("forward", "dq", "dkdv")
-DTYPES = {16: torch.bfloat16, 32: torch.float32}
-TOLERANCES = {16: 2e-2, 32: 1e-4}
-# (block_m, block_n, num_warps) by kernel, head dim and bits; each with the stages behind them.
-SHAPES = {
-    ("forward", 64, 16): ((128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 64, 4), (128, 32, 4)),
-    ("forward", 128, 16): ((128, 64, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (128, 32, 8)),
-    ("forward", 256, 16): ((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8), (64, 64, 8)),
-    ("dq", 64, 16): ((128, 64, 4), (128, 64, 8), (128, 32, 4), (64, 64, 4), (128, 128, 8)),
-    ("dq", 128, 16): ((128, 32, 8), (128, 64, 8), (64, 64, 4), (64, 32, 4), (64, 64, 8)),
-    ("dq", 256, 16): ((64, 32, 8), (64, 64, 8), (64, 32, 4), (128, 32, 8)),
-    ("dkdv", 64, 16): ((128, 32, 4), (128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 32, 8)),
-    ("dkdv", 128, 16): ((128, 32, 8), (128, 64, 8), (64, 64, 4), (64, 32, 4), (64, 64, 8)),
-    ("dkdv", 256, 16): ((64, 32, 8), (64, 64, 8), (64, 16, 4), (128, 32, 8)),
-    ("forward", 64, 32): ((64, 32, 4), (128, 32, 8), (64, 64, 4), (128, 32, 4)),
-    ("forward", 128, 32): ((64, 32, 8), (64, 32, 4), (32, 32, 4), (128, 32, 8)),
-    ("forward", 256, 32): ((32, 16, 8), (32, 32, 8), (64, 16, 8)),
-    ("dq", 64, 32): ((32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 64, 8)),
-    ("dq", 128, 32): ((32, 32, 8), (32, 32, 4), (64, 32, 8), (64, 16, 8)),
-    ("dq", 256, 32): ((16, 16, 8), (32, 16, 8), (32, 32, 8)),
-    ("dkdv", 64, 32): ((32, 32, 4), (64, 32, 4), (64, 32, 8), (64, 16, 4)),
-    ("dkdv", 128, 32): ((32, 32, 8), (32, 32, 4), (64, 32, 8), (64, 16, 8)),
-    ("dkdv", 256, 32): ((16, 16, 8), (32, 16, 8), (32, 32, 8)),
-}
+DTYPES = {16: "bfloat16", 32: "float32"}
 STAGES = {16: (1, 2, 3, 4), 32: (1, 2)}
-LONGNET = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4), "causal": True}
-SMALL = {"segment_lengths": (64, 256), "dilation_rates": (1, 4), "causal": True}
-TIMED = (
-    ("dense", patterns.Dense(causal=True), 4, 4096),
-    ("longnet", patterns.Dilated(**LONGNET), 1, 16384),
+CAUSAL = patterns.Dense(causal=True)
+LONGNET = patterns.Dilated(
+    segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4), causal=True
 )
-CHECKED = (
-    (patterns.Dense(causal=True), 499),
-    (patterns.Dense(causal=False), 512),
-    (patterns.Dilated(**SMALL), 641),
-)
-if DRY:
-    TIMED = (("dense", patterns.Dense(causal=True), 1, 16),)
-    CHECKED = ((patterns.Dense(causal=True), 17),)
-TRY_SECONDS = 240
-# Kernel, head dim and bits: an entry of the table.
+SMALL = patterns.Dilated(segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
+# Kernel, head dim and bits of an entry of the table.
 Key = tuple[str, int, int]
+Line = dict[str, Any]
+# Pattern, tokens and samples.
+Cases = Sequence[tuple[Any, int, int]]
+CHECKED: Cases = [(CAUSAL, 499, 2), (patterns.Dense(), 512, 2), (SMALL, 641, 2)]
+TIMED: Cases = [(CAUSAL, 65, 1)] if DRY else [(CAUSAL, 4096, 4), (LONGNET, 16384, 1)]
 
 
-def arch() -> str:
-    """The column of the table."""
-    return "sm_90" if DRY else architecture(torch.device(DEVICE))
+def entry_of(key: Key) -> tuple[dict[str, Config], str]:
+    """The column of the table for this GPU, and the entry's name in it."""
+    arch = "sm_90" if DRY else architecture(torch.device(DEVICE))
+    kernel: Any = key[0]
+    return table()[arch], entry(kernel, key[1], getattr(torch, DTYPES[key[2]]))
 
 
-def name_of(key: Key) -> str:
-    kernel, head_dim, bits = key
-    return entry(kernel, head_dim, DTYPES[bits])
-
-
-def candidates(key: Key, old: Config, stages: Sequence[int] | None = None) -> list[Config]:
+def candidates(key: Key, stages: Sequence[int] | None = None) -> list[Config]:
     """The configs to try for an entry, the old one first."""
+    rows, name = entry_of(key)
+    m, n, warps, _ = old = rows[name]
+    # Products take at least 16 rows.
+    tiles = [(m, n), (2 * m, n), (max(16, m // 2), n), (m, 2 * n), (m, max(16, n // 2))]
+    shapes = [*((*tile, warps) for tile in tiles), (m, n, 4 if warps == 8 else 8)]
     # Deep pipelines of wide heads exceed any shared memory.
     depths = [n for n in stages or STAGES[key[2]] if n * key[1] <= 512 or n == 1]
-    tried = [Config(*shape, depth) for shape, depth in itertools.product(SHAPES[key], depths)]
+    tried = [Config(*shape, depth) for shape, depth in itertools.product(shapes, depths)]
     return list(dict.fromkeys([old, *tried]))[: 2 if DRY else None]
 
 
-def run(module: Any, key: Key, inputs: AttentionInputs, do: torch.Tensor) -> Step:
-    """A call in which the kernel takes part; it returns the kernel's results."""
-    if key[0] == "forward":
-        return lambda: module.attention_forward(inputs)[:1]
-    o, lse = module.attention_forward(inputs)
-    return lambda: module.attention_backward(do, None, o, lse, inputs)[:3]
+def subjects(key: Key, cases: Cases) -> list[Subject]:
+    """Calls in which the kernel takes part, with their checks."""
+    kernel, head_dim, bits = key
+    given: dict[str, Any] = {"direction": DIRECTIONS[kernel != "forward"], "seed": 0}
+    given.update(heads=2048 // head_dim, head_dim=head_dim, dtype=DTYPES[bits], device=DEVICE)
+    return [
+        case_subject(pattern, "dpflash", tokens=tokens, batch=batch, **given)
+        for pattern, tokens, batch in cases
+    ]
 
 
-def problem(
-    key: Key, pattern: Any, batch: int, heads: int, tokens: int
-) -> tuple[AttentionInputs, torch.Tensor]:
-    """Random inputs of attention, and the gradient of its output."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    shape = (4, batch, heads, tokens, key[1])
-    drawn = torch.randn(shape, device=DEVICE, generator=generator).to(DTYPES[key[2]])
-    q, k, v, do = drawn.unbind()
-    graph = pattern.graph(tokens, heads, DEVICE)
-    return AttentionInputs(q, k, v, graph, 1 / math.sqrt(key[1])), do
-
-
-def error_of(key: Key) -> float:
-    """The greatest error against the reference in float64, with the table's sizes."""
-    from dpflash.kernels import attention_launch
-
-    worst = 0.0
-    for pattern, tokens in CHECKED:
-        inputs, do = problem(key, pattern, 2, 2, tokens)
-        wide = replace(inputs, q=inputs.q.double(), k=inputs.k.double(), v=inputs.v.double())
-        found = run(attention_launch, key, inputs, do)()
-        expected = run(attention_reference, key, wide, do.double())()
-        for ours, theirs in zip(found, expected, strict=True):
-            for x, y in zip(ours.flatten(0, 1), theirs.flatten(0, 1), strict=True):
-                worst = max(worst, band_error(x, y))
-    return worst
-
-
-def timed_steps(key: Key) -> dict[str, Step]:
-    from dpflash.kernels import attention_launch
-
-    heads = 2048 // key[1]
-    return {
-        name: run(attention_launch, key, *problem(key, pattern, batch, heads, tokens))
-        for name, pattern, batch, tokens in TIMED
-    }
-
-
-def try_here(key: Key, config: Config) -> float:
-    """The error of a candidate; compiles what will be timed, into the cache on disk."""
-    table()[arch()][name_of(key)] = config
-    error = error_of(key)
-    for step in timed_steps(key).values():
-        step()
+def try_here(key: Key, config: Config) -> str | None:
+    """Why a candidate does not work; compiles the calls to be timed, into the cache on disk."""
+    rows, name = entry_of(key)
+    rows[name] = config
+    for subject in subjects(key, CHECKED):
+        if not (error := subject.error()) <= subject.tolerance:
+            return f"wrong: error {error:.1e}"
+    for subject in subjects(key, TIMED):
+        subject.step()
     if not DRY:
         torch.cuda.synchronize()
-    return error
+    return None
 
 
-def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[dict[str, Any]]]:
-    """A line for each candidate of each entry: whether it works, and its error."""
-    rows, end = table()[arch()], time.monotonic() + args.try_seconds
-    of_keys = [
-        [(key, config) for config in candidates(key, rows[name_of(key)], args.stages)]
-        for key in keys
-    ]
+def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[Line]]:
+    """A line for each candidate of each entry: the reason why it does not work, or None."""
+    end = time.monotonic() + args.try_seconds
+    of_keys = [[(key, config) for config in candidates(key, args.stages)] for key in keys]
     # The first candidate of every entry before the second of any, should time run out.
     tried = [one for turn in itertools.zip_longest(*of_keys) for one in turn if one]
 
-    def attempt(one: tuple[Key, Config]) -> dict[str, Any]:
+    def attempt(one: tuple[Key, Config]) -> Line:
         key, config = one
-        line: dict[str, Any] = {"config": list(config), "reason": None}
-        if time.monotonic() >= end:
-            return {**line, "reason": f"not tried: --try-seconds {args.try_seconds:g} are spent"}
-        try:
-            given = {"key": key, "config": config}
-            line["error"] = run_isolated(try_here, timeout=TRY_SECONDS, **given)
-            if not line["error"] <= TOLERANCES[key[2]]:
-                line["reason"] = f"wrong: error {line['error']:.1e}"
-        except Exception as error:  # many candidates do not compile
-            line["reason"] = brief(error).splitlines()[0][:200]
-        return line
+        reason: str | None = f"not tried: --try-seconds {args.try_seconds:g} are spent"
+        if time.monotonic() < end:
+            given: dict[str, Any] = {"key": key, "config": config}
+            try:
+                reason = run_isolated(try_here, timeout=240, **given)
+            except Exception as error:  # many candidates do not compile
+                reason = brief(error).splitlines()[0][:200]
+        return {"config": list(config), "reason": reason}
 
-    lines: dict[Key, list[dict[str, Any]]] = {key: [] for key in keys}
+    lines: dict[Key, list[Line]] = {key: [] for key in keys}
     with ThreadPoolExecutor(args.jobs) as pool:
         found = tqdm(pool.map(attempt, tried), total=len(tried), desc="tried", file=sys.stderr)
         for (key, _), line in zip(tried, found, strict=True):
@@ -196,65 +131,37 @@ def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[dic
 
 def times(key: Key, tried: Sequence[Config], rounds: int) -> dict[Config, list[float]]:
     """Median milliseconds of each config on each of `TIMED`."""
-    rows, name = table()[arch()], name_of(key)
-    old, stopwatch = rows[name], Stopwatch(torch.device(DEVICE))
+    rows, name = entry_of(key)
+
+    def call(config: Config, step: Step) -> None:
+        rows[name] = config
+        step()
+
     found: dict[Config, list[float]] = {config: [] for config in tried}
-    for step in timed_steps(key).values():
-
-        def with_sizes(config: Config, step: Step = step) -> Step:
-            def call() -> object:
-                rows[name] = config
-                return step()
-
-            return call
-
-        steps = {str(tuple(config)): with_sizes(config) for config in tried}
+    for subject in subjects(key, TIMED):
+        steps = {str(config): partial(call, config, subject.step) for config in tried}
+        stopwatch = Stopwatch(torch.device(DEVICE))
         seconds = time_steps(steps, effort=Effort(trials=rounds), stopwatch=stopwatch)
         for config in tried:
-            found[config].append(1e3 * statistics.median(seconds[str(tuple(config))]))
-    rows[name] = old
+            found[config].append(1e3 * statistics.median(seconds[str(config)]))
     return found
 
 
 def choose(old: Config, measured: dict[Config, list[float]], margin: float) -> Config:
     """The config with the least geometric mean, the old one unless that is clearly slower."""
     cost = {config: statistics.geometric_mean(each) for config, each in measured.items()}
-    best = min(cost, key=lambda config: cost[config])
-    return old if old in cost and cost[old] <= (1 + margin) * cost[best] else best
+    best = min(cost, key=lambda config: cost[config], default=old)
+    return old if not cost or cost.get(old, math.inf) <= (1 + margin) * cost[best] else best
 
 
-def tune(key: Key, lines: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Chooses one entry, puts it into the table in memory and returns its row of the report."""
-    rows, name = table()[arch()], name_of(key)
-    old = rows[name]
-    working = [Config(*line["config"]) for line in lines if line["reason"] is None]
-    measured = times(key, working, args.rounds) if working else {}
-    if measured:
-        rows[name] = choose(old, measured, args.margin)
-    tried = [{**line, "ms": measured.get(Config(*line["config"]))} for line in lines]
-    new = rows[name]
-    found = {"entry": name, "old": list(old), "new": list(new), "tried": tried}
-    return {**found, "old_ms": measured.get(old), "new_ms": measured.get(new)}
-
-
-def format_table(configs: dict[str, dict[str, Sequence[int]]]) -> str:
-    """The table as its file has it: one entry a line."""
-    columns = []
-    for arch, rows in configs.items():
-        lines = [f"    {json.dumps(name)}: {json.dumps(list(c))}" for name, c in rows.items()]
-        columns.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
-    return "{\n" + ",\n".join(columns) + "\n}\n"
-
-
-def write_table(path: Path, arch: str, chosen: dict[str, Sequence[int]]) -> None:
-    """Replaces entries of one architecture, and nothing else."""
-    configs = json.loads(TABLE.read_text(encoding="utf-8"))
-    configs[arch] |= {name: list(config) for name, config in chosen.items()}
+def write_table(path: Path, configs: dict[str, dict[str, Config]]) -> None:
+    """The whole table, one entry a line."""
+    text = re.sub(r",\s+(?=\d)", ", ", json.dumps(configs, indent=2))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(format_table(configs), encoding="utf-8")
+    path.write_text(re.sub(r"(?<=\[)\s+|\s+(?=\])", "", text) + "\n", encoding="utf-8")
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--json", type=Path, default=Path("runs/tune_attention.json"), help="all that was tried")
@@ -266,31 +173,28 @@ def parse() -> argparse.Namespace:
     add("--jobs", type=int, default=8, help="processes that compile and check at a time")
     add("--stages", type=int, nargs="+", help="pipeline depths to try instead of the list's")
     add("--try-seconds", type=float, default=math.inf, help="no trial begins after so many")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         sys.exit("tune_attention.py measures on a GPU, and torch sees none: nothing was changed.")
-    keys = list(itertools.product(KERNELS, args.head_dims, args.bits))
-    lines = try_all(keys, args)
     device = "cpu, a dry run" if DRY else torch.cuda.get_device_name()
-    report: dict[str, Any] = {
-        "environment": {"device": device, "arch": arch(), "torch": torch.__version__},
-        "rows": [],
-    }
+    described = {"device": device, "torch": torch.__version__}
+    report: dict[str, Any] = {"environment": described, "rows": []}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    for key in keys:
-        row = tune(key, lines[key], args)
-        works = f"{sum(one['reason'] is None for one in row['tried'])}/{len(row['tried'])} work"
-        print(
-            row["entry"], row["old"], row["old_ms"], row["new"], row["new_ms"], works, flush=True
-        )
+    lines = try_all(list(itertools.product(KERNELS, args.head_dims, args.bits)), args)
+    for key, tried in lines.items():
+        rows, name = entry_of(key)
+        old = rows[name]
+        working = [Config(*line["config"]) for line in tried if line["reason"] is None]
+        measured = times(key, working, args.rounds)
+        rows[name] = new = choose(old, measured, args.margin)
+        row: dict[str, Any] = {"entry": name, "old": list(old), "old_ms": measured.get(old)}
+        row |= {"new": list(new), "new_ms": measured.get(new)}
+        print(*row.values(), f"{len(working)}/{len(tried)} work", flush=True)
+        row["tried"] = [{**line, "ms": measured.get(Config(*line["config"]))} for line in tried]
         report["rows"].append(row)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-        write_table(args.write, arch(), {one["entry"]: one["new"] for one in report["rows"]})
-    print(f"written to {args.json} and, column {arch()}, to {args.write}")
+        write_table(args.write, table())
+    print(f"written to {args.json} and {args.write}")
 
 
 if __name__ == "__main__":

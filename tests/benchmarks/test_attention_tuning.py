@@ -1,6 +1,7 @@
 """Tuning the attention kernels, and the script that does it on a GPU."""
 
 import argparse
+import dataclasses
 import inspect
 import itertools
 import json
@@ -17,7 +18,6 @@ import torch
 
 import dpflash
 from dpflash.bench.isolated import Failed
-from dpflash.bench.private import PROVIDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "scripts"
 TESTS = Path(__file__).resolve().parents[1]
@@ -38,24 +38,23 @@ def run_script(name, *arguments, cwd):
 
 
 def test_the_table_is_written_as_it_lies_there(tune, tmp_path):
-    text = tune.TABLE.read_text()
-    assert tune.format_table(json.loads(text)) == text
-    path = tmp_path / "configs.json"
-    tune.write_table(path, "sm_90", {"dq/64/16": tune.Config(1, 2, 3, 4)})
-    before, after = json.loads(text), json.loads(path.read_text())
-    assert after["sm_90"]["dq/64/16"] == [1, 2, 3, 4]
-    before["sm_90"]["dq/64/16"] = [1, 2, 3, 4]
-    assert after == before
+    text, path = tune.TABLE.read_text(), tmp_path / "configs.json"
+    tune.write_table(path, tune.table())
+    assert path.read_text() == text
+    tune.write_table(path, {"sm_90": {"dq/64/16": tune.Config(1, 2, 3, 4)}})
+    assert json.loads(path.read_text()) == {"sm_90": {"dq/64/16": [1, 2, 3, 4]}}
 
 
-def test_every_entry_of_the_table_is_tuned_with_its_old_sizes_first(tune):
+def test_every_entry_of_the_table_is_tuned_with_its_old_sizes_first(tune, monkeypatch):
     keys = list(itertools.product(tune.KERNELS, tune.HEAD_DIMS, [16, 32]))
-    table = tune.table()["sm_90"]
-    assert {tune.name_of(key) for key in keys} == set(table)
-    for key in keys:
-        tried = tune.candidates(key, table[tune.name_of(key)])
-        assert tried[0] == table[tune.name_of(key)]
-        assert len(tried) == len(set(tried)) > 3
+    for arch, rows in tune.table().items():
+        monkeypatch.setattr(tune, "architecture", lambda device, arch=arch: arch)
+        assert {tune.entry_of(key)[1] for key in keys} == set(rows)
+        for key in keys:
+            tried = tune.candidates(key)
+            assert tried[0] == rows[tune.entry_of(key)[1]]
+            assert len(tried) == len(set(tried)) > 3
+            assert min(min(config[:2]) for config in tried) >= 16
 
 
 def test_old_sizes_stay_unless_others_are_clearly_faster(tune):
@@ -70,22 +69,39 @@ def test_candidates_are_tried_alone_the_old_sizes_first_and_end_with_the_time(tu
 
     def isolated(function, *, timeout, key, config):
         tried.append((key, config))
-        if config == tune.Config(128, 128, 4, 2):
+        if config == tune.Config(128, 128, 8, 2):
             raise Failed("its process ended with exit code -9")
-        return 1.0 if config == tune.Config(64, 64, 4, 2) else 0.0
+        return "wrong" if config == tune.Config(64, 64, 8, 2) else None
 
     monkeypatch.setattr(tune, "run_isolated", isolated)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     keys = [(kernel, 64, 16) for kernel in tune.KERNELS]
     args = argparse.Namespace(stages=[2], try_seconds=math.inf, jobs=1)
     lines = tune.try_all(keys, args)
-    old = [(key, tune.table()["sm_90"][tune.name_of(key)]) for key in keys]
+    old = [(key, rows[name]) for key in keys for rows, name in [tune.entry_of(key)]]
     assert tried[:3] == old and all(len(lines[key]) >= 5 for key in keys)
     reasons = {tuple(line["config"]): line["reason"] for line in lines[keys[0]]}
-    assert "exit code -9" in reasons[128, 128, 4, 2] and "wrong" in reasons[64, 64, 4, 2]
-    assert reasons[128, 32, 4, 2] is None
+    assert "exit code -9" in reasons[128, 128, 8, 2] and reasons[64, 64, 8, 2] == "wrong"
+    assert reasons[128, 32, 8, 2] is None
     args.try_seconds = -1.0
     assert all("not tried" in line["reason"] for line in tune.try_all(keys, args)[keys[0]])
+
+
+def test_a_wrong_result_is_a_reason_against_a_candidate(tune, monkeypatch):
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "CHECKED", ((tune.CAUSAL, 17, 1),))
+    monkeypatch.setattr(tune, "TIMED", ())
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    monkeypatch.setattr(tune, "DRY", True)
+    key = ("dq", 64, 32)
+    rows, name = tune.entry_of(key)
+    monkeypatch.setitem(rows, name, rows[name])
+    assert tune.try_here(key, rows[name]) is None
+    make = tune.case_subject
+    monkeypatch.setattr(
+        tune, "case_subject", lambda *a, **k: dataclasses.replace(make(*a, **k), tolerance=-1.0)
+    )
+    assert "wrong" in tune.try_here(key, rows[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -133,16 +149,16 @@ def test_a_part_of_the_gpu_script_fails_alone(tmp_path, stage, fails, files):
     assert f"{stage}/logs/{broken.split()[0]}.txt" in names
 
 
-def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path):
+def test_the_gpu_script_ends_with_its_time_and_runs_parts_that_exist(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     done = run_gpu_script(tmp_path, "time", "nothing", LIMIT_S="0")
     assert done.returncode == 1 and "no time" in done.stdout
     assert run_gpu_script(tmp_path, "fast", "nothing").returncode == 2
     text = (BENCHMARKS.parent / "gpu.sh").read_text()
     measured = [name for line in re.findall(r"measure \d+ (.*)", text) for name in line.split()]
-    parts = re.search(
-        r"^PARTS = \((.*)\)$", (BENCHMARKS / "gpu_time.py").read_text(), re.MULTILINE
-    )
-    assert sorted(measured) == sorted(parts.group(1).split(", "))
+    import gpu_time
+
+    assert sorted(measured) == sorted(gpu_time.PARTS)
     for path in re.findall(r"(?:tests|benchmarks)/\w+/?\w*\.py", text):
         assert (BENCHMARKS.parents[1] / path).exists(), path
 
@@ -151,10 +167,8 @@ def test_the_scripts_pass_make_private_arguments_that_it_has(monkeypatch):
     for folder in (BENCHMARKS, TESTS / "attacks", TESTS / "gpu"):
         monkeypatch.syspath_prepend(str(folder))
     import attacked
-    import gpu_time
     import private_steps
 
-    assert set(gpu_time.PROVIDERS) <= set(PROVIDERS)
     tables = [*private_steps.CASES.values()]
     tables += [view.options for view in attacked.VIEWS.values()]
     used = {name for options in tables for name in options}

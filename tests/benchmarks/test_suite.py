@@ -326,7 +326,7 @@ def test_the_command_runs_all_suites_and_names_what_broke_off(command, tmp_path,
     assert "bench two broke off: ArithmeticError: a bug" in printed.err
     assert "no figures: all of two" in printed.err
     assert "bench three measured nothing" in printed.err and "bench one" not in printed.err
-    assert "second is" in printed.out and "times as fast as first." in printed.out
+    assert "second is" in printed.out and "times as fast as first (rows: 1)." in printed.out
     assert "2 rows were timed." in printed.out and str(tmp_path / "one.json") in printed.out
     top = (tmp_path / "one.md").read_text().partition("## Products")[0]
     for line in printed.out.partition("three")[0].splitlines():
@@ -392,7 +392,7 @@ def test_insights_are_those_of_the_suite_or_follow_from_its_rows():
     bent = row("e", {}, curve="c", sizes=[1, 2, 4, 8], **fitted)
     few = row("f", {}, curve="few", sizes=[1, 2, 4], **fitted)
     assert key_insights([one, other, bent, few]) == [
-        "b is 0.5 to 2 times as fast as c, in 2 rows.",
+        "b is 0.5 to 2 times as fast as c (rows: 2).",
         "c: the exponent is 1.25 [1.00, 1.50].",
         "few: too few sizes for an exponent (3).",
         "2 rows were timed.",
@@ -403,27 +403,6 @@ def test_insights_are_those_of_the_suite_or_follow_from_its_rows():
         "All is well.",
         "1 rows were timed, 1 need time or things that are not here (they say what).",
     ]
-
-
-def timed(pattern, tokens, ms, **given):
-    shape = {"tokens": tokens, "batch": 1, "heads": 4, "head_dim": 64, "dtype": "float32"}
-    held = {"pattern": pattern, "operator": "dpflash", "direction": "forward", "causal": True}
-    return row(f"{pattern}/{tokens}", {**shape, **held, **given}, median_ms=ms)
-
-
-def test_patterns_are_placed_beside_dense_attention_at_the_longest_length_that_has_both():
-    rows = [
-        *(timed("dense", tokens, 1.0 * tokens) for tokens in (8, 16)),
-        timed("dense", 32, None),
-        *(timed("window", tokens, 8.0) for tokens in (8, 16, 32)),
-        timed("blocks", 16, 4.0),
-        timed("blocks", 16, 1.0, operator="flex"),
-        timed("window", 16, 4.0, direction="forward+backward"),
-    ]
-    first, count = key_insights(rows)
-    assert "forward, causal, D=64, float32, at the longest T with both, 16: " in first
-    assert first.endswith(" are blocks 4.00, window 2.00.")
-    assert count == "8 rows were timed."
 
 
 def test_milliseconds_mark_high_variance():
