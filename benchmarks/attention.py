@@ -13,29 +13,23 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpflash import _validate, patterns
-from dpflash.nn import MultiheadAttention
 from dpflash.patterns import BlockSparse, Dense, Dilated
 
 from .attention_cases import (
     TOLERANCES,
     Case,
-    attend_rows,
-    band_error,
     check,
     document_borders,
-    not_finite,
-    score_bias,
 )
 from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
-from .peers import FORWARD_ONLY, PEERS, build_run
+from .peers import PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
 from .suite_pages import page
 from .timing import Step
-from .work import Work, attention_flops, count_work
+from .work import Work, attention_flops
 
 DIRECTIONS = ("forward", "forward+backward")
 # q, k, v and o; then do, q, k, v, o and the gradients of q, k and v.
@@ -48,7 +42,7 @@ LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6,
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
     """One of `peers.OPERATORS`, with inputs drawn from the seed."""
-    backward, is_detached = goes_backward(direction), operator in FORWARD_ONLY
+    backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
 
@@ -60,77 +54,17 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
         return torch.autograd.grad(run(q, k, v), (q, k, v), inputs[3])
 
     def error() -> float:
-        with_grads = backward and not is_detached
-        return worst(check(case, run, inputs, with_grads=with_grads, seed=seed).values())
+        return worst(check(case, run, inputs, with_grads=backward, seed=seed).values())
 
     def work() -> Work:
         tensors = _FORWARD_TENSORS + _BACKWARD_TENSORS * backward
         flops = attention_flops(case.pairs, case.head_dim, forward=True, backward=backward)
         return Work(flops, float(tensors * case.bytes_of_a_tensor))
 
-    figures = {
-        **case.figures(len(case.checked_pairs())),
-        "gradient": "detached" if is_detached and backward else None,
-        "operator": operator,
-    }
+    figures = {**case.figures(len(case.checked_pairs())), "operator": operator}
     step: Step = both if backward else forward
     tolerance, tokens = TOLERANCES[case.dtype], case.batch * case.tokens
     return Subject(step, error, tolerance, tokens, work, case.dtype, figures)
-
-
-def module_subject(case: Case, direction: str, seed: int) -> Subject:
-    """`dpflash.nn.MultiheadAttention` with its projections and the gradients of its parameters."""
-    backward, width = goes_backward(direction), case.heads * case.head_dim
-    where: Any = {"device": case.device, "dtype": getattr(torch, case.dtype)}
-    generator = torch.Generator(case.device).manual_seed(seed)
-    module = MultiheadAttention(width, case.heads, pattern=case.pattern, **where)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=width**-0.5, generator=generator)
-    x, do = (
-        torch.randn(case.batch, case.tokens, width, generator=generator, **where) for _ in range(2)
-    )
-    leaves = {"x": x.requires_grad_(), **dict(module.named_parameters())}
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            output: Tensor = module(x, x, x)[0]
-            return output
-
-    def both() -> None:
-        for leaf in leaves.values():
-            leaf.grad = None
-        module(x, x, x)[0].backward(do)
-
-    def error() -> float:
-        rows = case.checked_rows(seed).to(case.device)
-        masked = torch.zeros_like(do)
-        masked[:, rows] = do[:, rows]
-        exact = {name: x.detach().double().requires_grad_(backward) for name, x in leaves.items()}
-        with torch.set_grad_enabled(backward):
-            output = module(x, x, x)[0]
-        expected = torch.stack([_module_rows(case, exact, n, rows) for n in range(case.batch)])
-        pairs = list(zip(output.detach()[:, rows], expected.detach(), strict=True))
-        if backward:
-            found = torch.autograd.grad(output, list(leaves.values()), masked)
-            right = torch.autograd.grad(expected, list(exact.values()), masked[:, rows].double())
-            # The gradient of x by sample.
-            pairs += zip((*found[0], *found[1:]), (*right[0], *right[1:]), strict=True)
-        return worst([not_finite(output.detach()), *(band_error(*pair) for pair in pairs)])
-
-    step: Step = both if backward else forward
-    figures = {**case.figures(case.batch * case.heads), "operator": "multihead"}
-    work, tolerance = partial(count_work, step), TOLERANCES[case.dtype]
-    return Subject(step, error, tolerance, case.batch * case.tokens, work, case.dtype, figures)
-
-
-def _module_rows(case: Case, exact: Mapping[str, Tensor], sample: int, rows: Tensor) -> Tensor:
-    """`[R, E]`: these rows of the module's output for one sample, in float64."""
-    projected = F.linear(exact["x"][sample], exact["qkv_proj.weight"], exact["qkv_proj.bias"])
-    q, k, v = projected.unflatten(1, (3, case.heads, case.head_dim)).permute(1, 2, 0, 3)
-    # This sample is a batch of one.
-    bias = score_bias(case, q.unsqueeze(0), k.unsqueeze(0))
-    seen = [attend_rows(case, bias, 0, h, rows, q[h], k[h], v[h]) for h in range(case.heads)]
-    return F.linear(torch.cat(seen, 1), exact["out_proj.weight"], exact["out_proj.bias"])
 
 
 def goes_backward(direction: str) -> bool:
@@ -157,11 +91,8 @@ def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """An operator, or the module "multihead", with a pattern; `shape` is the rest of a `Case`."""
-    case = Case(pattern, **shape)
-    if operator == "multihead":
-        return module_subject(case, direction, seed)
-    return operator_subject(case, operator, direction, seed)
+    """An operator with a pattern; `shape` is the rest of a `Case`."""
+    return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:

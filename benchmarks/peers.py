@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dpflash
-from dpflash.distributed import ring_attention
 from dpflash.patterns import Dense, Dilated, Documents, SlidingWindow
 
 from .attention_cases import Case, Run, multiplicity
@@ -23,16 +22,12 @@ from .suite import Unsupported
 
 OPERATORS = (
     "dpflash",
-    "ring",
     "sdpa-flash",
     "sdpa-cudnn",
     "flex",
     "flash-attn",
     "branch-by-branch",
-    "branch-by-branch-detached",
 )
-# Its gradient is not the gradient of its output.
-FORWARD_ONLY = ("branch-by-branch-detached",)
 # Other projects' code: a wrong result of it is a finding, not a failure of dpflash.
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn")
 
@@ -52,17 +47,15 @@ def build_run(operator: str, case: Case) -> Run:
     """
     if case.device == "cpu" and operator in _NEEDS_CUDA:
         raise Unsupported(_NEEDS_CUDA[operator])
-    if operator in ("dpflash", "ring"):
-        attend = dpflash.attention if operator == "dpflash" else ring_attention
-        return lambda q, k, v: attend(q, k, v, pattern=case.pattern)
+    if operator == "dpflash":
+        return lambda q, k, v: dpflash.attention(q, k, v, pattern=case.pattern)
     if operator == "flex":
         return flex(case)
     if operator == "flash-attn":
         return _flash_attn(case)
-    if operator.startswith("branch-by-branch"):
+    if operator == "branch-by-branch":
         branches = _branches(case)
-        run = _detached if operator in FORWARD_ONLY else _BranchByBranch.apply
-        return lambda q, k, v: run(q, k, v, branches, case.pattern.causal)
+        return lambda q, k, v: _BranchByBranch.apply(q, k, v, branches, case.pattern.causal)
     if operator.startswith("sdpa-"):
         return _sdpa(operator, case)
     raise ValueError(f"operator={operator!r}: expected one of {', '.join(OPERATORS)}")
@@ -231,22 +224,6 @@ def _aten(direction: str, x: Tensor) -> Callable[..., Any]:
     name = "_scaled_dot_product_flash_attention" + "_for_cpu" * (x.device.type == "cpu")
     found: Callable[..., Any] = getattr(torch.ops.aten, name + direction)
     return found
-
-
-def _detached(q: Tensor, k: Tensor, v: Tensor, branches: _Branches, causal: bool) -> Tensor:
-    """The form of torchscale: no gradient flows through the weights that mix the branches."""
-    outputs, sums = [], []
-    for pieces in branches:
-        o = torch.zeros_like(q)
-        lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
-        for piece in pieces:
-            live, own = _attended(piece, q, k, v, causal=causal)
-            piece.scatter(o, live, add=False)
-            piece.scatter(lse, own, add=False)
-        outputs.append(o)
-        sums.append(lse)
-    weights = torch.stack(sums).softmax(0).to(q.dtype)
-    return torch.stack([w * o for w, o in zip(weights, outputs, strict=True)]).sum(0)
 
 
 class _BranchByBranch(torch.autograd.Function):

@@ -15,10 +15,8 @@ import numpy as np
 import scipy.stats
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import dpflash
-from dpflash.accounting import get_noise_multiplier
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Adaptive, Dense, Dilated, Hierarchical, Pattern, SlidingWindow
 from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
@@ -31,7 +29,6 @@ from .peers import build_run
 from .suite import Request, worst
 
 DENSE = "dense"
-_DELTA = 1e-5
 _DTYPE = "float32"
 # Of each held-out window: nats a byte, and the part of its bytes that was guessed right.
 _Scores = dict[str, np.ndarray]
@@ -45,20 +42,13 @@ class Size:
     width: int = 64
     layers: int = 2
     heads: int = 4
-    batch: int = 2  # windows of a step; the expected number, where training is private
+    batch: int = 2  # windows of a step
     steps: int = 400
     learning_rate: float = 3e-3  # after a warm-up of five steps
     held_out: int = 96  # windows, each of another document
-    epsilon: float = 8.0  # of private models, at delta 1e-5
 
 
-# Of plain models; of private ones and their baseline. Noise drowns small batches, so private
-# models take fewer steps of larger ones.
-FULL = (Size(), Size(batch=32, steps=20, learning_rate=1e-2))
-QUICK = (
-    Size(steps=25, held_out=24),
-    Size(batch=8, steps=5, learning_rate=1e-2, held_out=24),
-)
+FULL, QUICK = Size(), Size(steps=25, held_out=24)
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,6 @@ class Contestant:
     name: str
     pattern: Pattern
     baseline: str | None = DENSE  # the model whose loss is subtracted
-    large_batches: bool = False  # trained with the second size
-    private: bool = False
     seeds_on: int = 0  # added to the seed of weights and batches
 
 
@@ -86,9 +74,7 @@ def contestants(tokens: int) -> list[Contestant]:
     )
     block = tokens // 128
     levels = ((block, tokens // 16), (tokens // 16, tokens // 2), (tokens // 2, -1))
-    large = "dense, large batches"
     sparse = {p: sparse_pattern(tokens, True, p, False, tokens // 64) for p in (50, 75, 90)}
-    of_large = {"large_batches": True, "private": True}
     return [
         Contestant(DENSE, dense, baseline=None),
         Contestant("dense, another seed", dense, seeds_on=1),
@@ -99,25 +85,20 @@ def contestants(tokens: int) -> list[Contestant]:
         *(Contestant(f"sparse {percent}%", pattern) for percent, pattern in sparse.items()),
         Contestant("hierarchical", Hierarchical(levels=levels, block_size=block, causal=True)),
         Contestant("adaptive", Adaptive(block_size=32, keep=4, causal=True)),
-        Contestant(large, dense, baseline=None, large_batches=True),
-        Contestant("dense, private", dense, large, **of_large),
-        Contestant("dilated, private", dilated, "dense, private", **of_large),
     ]
 
 
-def quality_rows(
-    request: Request, sizes: tuple[Size, Size] | None = None
-) -> Iterator[dict[str, Any]]:
+def quality_rows(request: Request, size: Size | None = None) -> Iterator[dict[str, Any]]:
     """Trains a model with each pattern and compares them on held-out documents.
 
     A row has "held_out_loss" (nats a byte), the part of bytes guessed right, and differences to
     the baseline on the same windows with 95% intervals. It is correct where the attention passes
     its check at this T and training lowered the held-out loss; other rows have no figures.
     """
-    plain, large = sizes or (QUICK if request.quick else FULL)
+    size = size or (QUICK if request.quick else FULL)
     scores: dict[str, _Scores] = {}
-    for contestant in contestants(plain.tokens):
-        row, found = _trained(contestant, large if contestant.large_batches else plain, request)
+    for contestant in contestants(size.tokens):
+        row, found = _trained(contestant, size, request)
         if row["correct"]:
             scores[contestant.name] = found
             row.update(_figures(found, scores.get(contestant.baseline or "")))
@@ -134,19 +115,12 @@ def _trained(
     error = worst(check(case, run, inputs, with_grads=True).values())
     model = _initial_model(pattern, size, seed).to(request.where)
     before = _evaluate(model, size, request)["held_out_loss"].mean()
-    privacy = _train_privately(model, size, seed) if contestant.private else {}
-    if not contestant.private:
-        _train(model, size, seed)
+    _train(model, size, seed)
     after = _evaluate(model, size, request)
     pairs, of_dense = (p.edges(size.tokens, size.heads) for p in (pattern, Dense(causal=True)))
     row = results.row(
         f"quality/{contestant.name}",
-        {
-            "pattern": repr(pattern),
-            **asdict(size),
-            "epsilon": privacy.get("epsilon"),
-            "seed": seed,
-        },
+        {"pattern": repr(pattern), **asdict(size), "seed": seed},
         section="quality",
         what=contestant.name,
         pattern_key=pattern.key,
@@ -157,7 +131,6 @@ def _trained(
         parameters=sum(p.numel() for p in model.parameters()),
         baseline=contestant.baseline,
         loss_before=float(before),
-        **privacy,
     )
     return row, after
 
@@ -229,40 +202,6 @@ def _train(model: LongContextLM, size: Size, seed: int) -> None:
         schedule.step()
 
 
-def _train_privately(model: LongContextLM, size: Size, seed: int) -> dict[str, Any]:
-    """Trains with Poisson sampling, flat clipping and noise; returns the privacy columns."""
-    windows, _ = _windows(size.tokens, seed)
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=size.epsilon,
-        target_delta=_DELTA,
-        sample_rate=size.batch / len(windows),
-        steps=size.steps,
-    )
-    adam, schedule = _optimizer(model, size)
-    device = next(model.parameters()).device
-    engine = dpflash.PrivacyEngine(seed=seed)
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=adam,
-        data_loader=DataLoader(windows, batch_size=size.batch),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=1.0,
-    )
-    while optimizer.releases < size.steps:
-        windows.set_step(optimizer.releases)
-        for inputs, targets in loader:
-            engine.backward(private(inputs.to(device), targets.to(device)))
-            optimizer.step()
-            optimizer.zero_grad()
-            if loader.is_last:
-                schedule.step()
-            windows.set_step(optimizer.releases)
-            if optimizer.releases == size.steps:
-                break
-    epsilon = engine.get_epsilon(_DELTA)
-    return {"epsilon": epsilon, "delta": _DELTA, "noise_multiplier": noise_multiplier}
-
-
 def _evaluate(model: LongContextLM, size: Size, request: Request) -> _Scores:
     """Scores on one window of each held-out document, the same for all models."""
     _, windows = _windows(size.tokens, request.seed)
@@ -292,7 +231,6 @@ def _relative(row: Row) -> str | None:
 QUALITY = columns(
     "what: attention",
     [("sparsity", lambda row: f"{max(0.0, row['sparsity']):.1%}")],
-    "epsilon",
     [("held-out loss, nats a byte", _loss)],
     "baseline",
     [with_interval("difference", "difference", "+.4f"), ("relative", _relative)],

@@ -5,13 +5,10 @@ Letters: B samples, H heads, T tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from dpflash.patterns import Adaptive, BlockSparse, Dense, Dilated, Hierarchical, Pattern
 
@@ -46,8 +43,7 @@ class Variant:
 
     about: str  # the computation of that name elsewhere, and the one that is measured here
     pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
-    operator: str = "dpflash"  # of `peers.OPERATORS`, or "multihead" for a module
-    same_as: str | None = None  # measured under this name: the same operator on one rank
+    operator: str = "dpflash"  # of `peers.OPERATORS`
 
 
 def fixed(kind: Callable[..., Pattern], **arguments: Any) -> Callable[[int, bool], Pattern]:
@@ -67,24 +63,16 @@ _GROUPED = fixed(Dilated, **_SEGMENTS, heads="grouped")
 _LOCAL = fixed(BlockSparse, block_size=64, local_blocks=2)
 _LOCAL_GLOBAL = fixed(BlockSparse, block_size=64, local_blocks=2, global_blocks=1)
 _LEVELS = fixed(Hierarchical, levels=((64, 256), (256, 1024), (1024, -1)), block_size=64)
-_MEASURED: Mapping[str, tuple[Any, ...]] = {  # pattern, operator, same_as
+_MEASURED: Mapping[str, tuple[Any, ...]] = {  # pattern, operator
     "SDPA": (_DENSE, "sdpa-flash"),
     "Dense": (_DENSE,),
     "DilatedAttention": (_DILATED,),
     "BranchByBranch": (_DILATED, "branch-by-branch"),
-    "BranchByBranchDetached": (_DILATED, "branch-by-branch-detached"),
     "GroupedDilatedAttention": (_GROUPED,),
-    "ImprovedDilatedAttention": (_DILATED, "dpflash", "DilatedAttention"),
-    "MultiheadDilatedAttention": (_DILATED, "multihead"),
-    "RingDilatedAttention": (_DILATED, "ring", "DilatedAttention"),
-    "RingDilatedAttentionV2": (_DILATED, "ring", "DilatedAttention"),
-    "HybridRingDilated": (_DILATED, "ring", "DilatedAttention"),
     "BlockSparse": (_LOCAL_GLOBAL,),
     "BlockSparseOptimized": (_LOCAL,),
-    "BlockSparseRing": (_LOCAL, "ring", "BlockSparseOptimized"),
     "BlockSparseHierarchical": (_LEVELS,),
     "BlockSparseAdaptive": (_adaptive,),
-    "Ring": (_DENSE, "ring", "Dense"),
 }
 _ABOUT = glossary("glossary")
 _SPARSE = {
@@ -113,27 +101,10 @@ SEGMENTS = {
 }
 
 
-def segments_subject(*, segments: str, tokens: int, heads: int, **given: Any) -> Subject:
+def segments_subject(*, segments: str, **given: Any) -> Subject:
     """Dilated attention with one of SEGMENTS."""
     lengths, rates = SEGMENTS[segments]
-    subject = dilated_subject(
-        segment_lengths=lengths, dilation_rates=rates, tokens=tokens, heads=heads, **given
-    )
-    figures = {
-        **subject.figures,
-        "coverage": subject.figures["density"],
-        "live_tokens": live_fractions(lengths, rates, tokens, heads),
-    }
-    return dataclasses.replace(subject, figures=figures)
-
-
-def live_fractions(
-    lengths: Sequence[int], rates: Sequence[int], tokens: int, heads: int
-) -> list[float]:
-    """The part of all tokens, over all heads, that is live in each branch."""
-    t, h = torch.arange(tokens), torch.arange(heads)[:, None]
-    live = [t % min(w, tokens) % r == h % r for w, r in zip(lengths, rates, strict=True)]
-    return [one.double().mean().item() for one in live]
+    return dilated_subject(segment_lengths=lengths, dilation_rates=rates, **given)
 
 
 FORMULA, OURS = "BranchByBranch", "DilatedAttention"
@@ -141,9 +112,7 @@ _BLOCKS = ("BlockSparse", "BlockSparseOptimized")
 _REPORTED = (
     OURS,
     FORMULA,
-    "BranchByBranchDetached",
     "GroupedDilatedAttention",
-    "MultiheadDilatedAttention",
     *_BLOCKS,
     "BlockSparseHierarchical",
     "BlockSparseAdaptive",
@@ -153,13 +122,8 @@ _REPORTED = (
 _SIZES = {"small": (2048, 2, 8), "medium": (8192, 1, 8), "large": (16384, 1, 12)}
 # Long enough for each pattern to differ from dense attention, and one head for each segment.
 _QUICK_SIZES = {"quick": (3072, 1, 3)}
-# The variants that a CPU has the time for; every variant of a size that is not listed.
-_ON_CPU: Mapping[tuple[str, str], Sequence[str]] = {
-    ("medium", "forward"): [name for name in _REPORTED[:-1] if not name.endswith("Detached")],
-    ("medium", "forward+backward"): (OURS, FORMULA, *_BLOCKS),
-    ("large", "forward"): (OURS, FORMULA, *_BLOCKS),
-    ("large", "forward+backward"): (OURS, FORMULA, "BranchByBranchDetached"),
-}
+# Those that a CPU has the time for where T is large; forward alone, it has more up to "medium".
+_ON_CPU = (OURS, FORMULA, *_BLOCKS)
 _PATIENT = 150.0  # seconds for a row, above which a CPU measures the others too
 _NO_TIME = f"a GPU, or --max-seconds above {_PATIENT:g}: not tried on a CPU, to keep the run short"
 
@@ -187,8 +151,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 def _names(request: Request) -> Iterator[dict[str, Any]]:
     """The meaning of each name."""
     for name, variant in VARIANTS.items():
-        figures = {"section": "names", "about": variant.about, "same_as": variant.same_as}
-        yield results.row(f"names/{name}", {"variant": name}, **figures)
+        yield results.row(f"names/{name}", {"variant": name}, section="names", about=variant.about)
 
 
 def _rows(
@@ -220,10 +183,9 @@ def _reports(request: Request) -> Iterator[Comparison | Part]:
     for size, sizes in (_QUICK_SIZES if small else _SIZES).items():
         for direction in DIRECTIONS:
             place, given = f"reports/{size}/{direction}", shape(request, direction, *sizes)
-            # The forward of BranchByBranchDetached is that of BranchByBranch.
-            names = [n for n in _REPORTED if direction != "forward" or not n.endswith("Detached")]
-            tried = names if has_time else _ON_CPU.get((size, direction), names)
-            rows = _rows(place, names, given, section="reports", size=size)
+            is_short = size == "small" or (size, direction) == ("medium", "forward")
+            tried = _REPORTED if has_time or is_short else _ON_CPU
+            rows = _rows(place, _REPORTED, given, section="reports", size=size)
             measured = [one for one in rows if one.config["variant"] in tried]
             yield Comparison(measured, f"{place}/{FORMULA}")
             if left := [one for one in rows if one not in measured]:
@@ -238,11 +200,6 @@ def _pairs_left_out(row: Row) -> str | None:
     return f"{1 - row['density'] / ((tokens + 1) / (2 * tokens)):.1%}"
 
 
-def _live(row: Row) -> str | None:
-    parts = row.get("live_tokens")
-    return None if parts is None else " / ".join(f"{part:.1%}" for part in parts)
-
-
 def _segment_rule(row: Row) -> str:
     lengths, rates = SEGMENTS[row["config"]["segments"]]
     return f"{list(lengths)} / {list(rates)}"
@@ -251,14 +208,14 @@ def _segment_rule(row: Row) -> str:
 _CHECKED = "checked_rows: checked rows | correct"
 _WHO = columns("variant | direction", SHAPE, FIGURES)
 _TABLES = {
-    "names": columns("variant | about: what is run | same_as: measured as"),
+    "names": columns("variant | about: what is run"),
     "reports": columns(
         "size | direction | variant",
         SHAPE,
         FIGURES,
         [("speed-up over BranchByBranch", ratio)],
         ROOFS,
-        "density | gradient",
+        "density",
         _CHECKED,
     ),
     "sparse": columns(
@@ -273,8 +230,7 @@ _TABLES = {
         SHAPE,
         FIGURES,
         [SPEEDUP],
-        "coverage: pairs seen of all",
-        [("live tokens, by branch", _live)],
+        "density: pairs seen of all",
         _CHECKED,
     ),
     "dense": columns(_WHO, [("speed-up over SDPA", ratio)], _CHECKED),
