@@ -83,14 +83,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The changes of each level, and the range of its gains over the workloads."""
-    ran = [one for one in rows if one.get("changes") is not None]
-    seen = {one["config"]["level"]: one["changes"] for one in reversed(ran)}
-    first: list[str] = next(iter(seen.values()), [])
-    shared = [c for c in first if len(seen) > 1 and all(c in own for own in seen.values())]
-    yield from _changes("every level", shared)
-    for level in LEVELS:
-        yield from _changes(level, [c for c in seen.get(level, ()) if c not in shared])
+    """The range of each level's gains over the workloads."""
     gains: dict[str, list[float]] = {}
     for one in rows:
         if one.get("speedup") is not None and one.get("fell_back") is None:
@@ -98,17 +91,6 @@ def _derive(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for level, found in gains.items():
         figures = {"least": min(found), "most": max(found), "workloads": len(found)}
         yield row(f"gain/{level}", {"level": level}, section="gains", **figures)
-
-
-def _changes(level: str, changes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each subject of the changes, such as numerics."""
-    texts: dict[str, list[str]] = {}
-    for change in changes:
-        subject, _, text = change.partition(": ")
-        texts.setdefault(subject, []).append(text)
-    for subject, own in texts.items():
-        text = f"{subject}: {'. '.join(own)}"
-        yield row(f"changes/{level}/{subject}", {"level": level}, section="changes", text=text)
 
 
 def _compiled(row: Row) -> str | None:
@@ -132,7 +114,6 @@ _STEPS = columns(
 _TABLES = {
     "levels": _STEPS,
     "gains": columns("level | least | most | workloads"),
-    "changes": columns("level | text: change"),
 }
 SUITE = Suite(
     name="optimize",

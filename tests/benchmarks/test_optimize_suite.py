@@ -111,24 +111,6 @@ def test_gains_are_the_range_over_the_workloads_that_ran_as_the_level_has_it():
     assert (gain["least"], gain["most"], gain["workloads"]) == (1.5, 2.0, 2)
 
 
-def test_a_change_of_all_levels_is_listed_once_and_each_subject_in_one_line():
-    rows = [
-        level_row("none", ["privacy: the same", "numerics: its own"]),
-        level_row("balanced", ["privacy: the same", "numerics: 16 bit", "numerics: fused"]),
-        level_row("balanced", ["of another workload"]),
-    ]
-    listed = [
-        (one["config"]["level"], one["text"])
-        for one in optimize.SUITE.derive(rows)
-        if one["section"] == "changes"
-    ]
-    assert listed == [
-        ("every level", "privacy: the same"),
-        ("none", "numerics: its own"),
-        ("balanced", "numerics: 16 bit. fused"),
-    ]
-
-
 def test_a_level_without_a_compiler_does_not_look_wrong_and_every_column_is_explained():
     cells = dict(optimize.SUITE.tables[0].columns)
     shown = [cells["compiled"]({"compiled": compiled}) for compiled in (True, False)]
