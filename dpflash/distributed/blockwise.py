@@ -123,11 +123,8 @@ class BlockwiseForward:
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> None:
         """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
         for piece in pieces:
-            rows, columns = piece.queries, piece.keys
-            q, k_seen, v_seen = self._q[:, :, rows], k[:, :, columns], v[:, :, columns]
-            inputs = AttentionInputs(
-                q, k_seen, v_seen, piece.graph, self._scale, slopes=self._slopes
-            )
+            rows = piece.queries
+            inputs = _inputs_of(piece, self._q, k, v, self._scale, self._slopes)
             partial = attention_forward(inputs, wide=True)
             if self._merged is None and self._sinks is None and _is_all(rows, self._q):
                 self._merged = partial
@@ -196,10 +193,7 @@ class BlockwiseBackward:
         dkv: list[Tensor] | None = None
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
-            q, k_seen, v_seen = self._q[:, :, rows], k[:, :, columns], v[:, :, columns]
-            inputs = AttentionInputs(
-                q, k_seen, v_seen, piece.graph, self._scale, slopes=self._slopes
-            )
+            inputs = _inputs_of(piece, self._q, k, v, self._scale, self._slopes)
             grads = attention_backward(
                 self._do[:, :, rows],
                 None if self._dlse is None else self._dlse[:, :, rows],
@@ -253,6 +247,15 @@ class BlockwiseBackward:
     def _sinks_grad(self, sinks: Tensor) -> Tensor:
         grad = sinks_grad(sinks, self._lse, delta_of(self._do, self._o, self._lse, self._dlse))
         return grad.to(sinks.dtype)
+
+
+def _inputs_of(
+    piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None
+) -> AttentionInputs:
+    """The queries and keys of a piece, of this rank's q and a shard's k and v."""
+    rows, columns = piece.queries, piece.keys
+    parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+    return AttentionInputs(*parts, piece.graph, scale, slopes=slopes)
 
 
 def _is_all(tokens: slice, x: Tensor) -> bool:
