@@ -33,7 +33,6 @@ from .isolated import (
     OutOfTime,
     brief,
     is_out_of_memory,
-    report_phase,
     run_isolated,
 )
 from .memory import device_memory, peak_growth
@@ -515,11 +514,8 @@ def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _
         seconds = stopwatch(subject.step)
 
     with recorded_warnings(warned):
-        report_phase("building it")
         subject = build(device=device, seed=seed, **config)
-        report_phase("building it and its first call (compiling included)")
         subject.step()
-        report_phase("two calls")
         peak = peak_growth(step, where)
     return _Probed(peak, seconds, warned)
 

@@ -10,7 +10,6 @@ import torch
 from tqdm import tqdm
 
 from dpflash.bench import work
-from dpflash.bench.isolated import report_phase
 from dpflash.bench.suite import Subject, Unsupported
 
 
@@ -77,8 +76,3 @@ def registered_with_a_bar():
     for _ in tqdm(range(1), file=io.StringIO()):
         pass
     return names
-
-
-def reported_and_done():
-    report_phase("something")
-    return "done"

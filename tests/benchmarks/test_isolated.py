@@ -1,14 +1,13 @@
-"""Functions in processes of their own: results, limits, and which phase was too slow."""
+"""Functions in processes of their own: results and limits."""
 
 import sys
-from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 
 from dpflash.bench import isolated, suite
-from dpflash.bench.isolated import OutOfTime, report_phase, run_isolated
+from dpflash.bench.isolated import OutOfTime, run_isolated
 from dpflash.bench.suite import Bench, Comparison, Measurement, Progress, Request, Subject
 from dpflash.bench.timing import Stopwatch
 from dpflash.clipping.device_speed import Ceilings
@@ -18,7 +17,6 @@ from suite_cases import (  # noqa: E402
     grow,
     leave,
     registered_with_a_bar,
-    reported_and_done,
     stand_still,
 )
 
@@ -36,24 +34,11 @@ def test_an_isolated_call_returns_or_says_how_it_failed():
         run_isolated(grow)
     # A semaphore would stay behind where a process with a bar is killed.
     assert run_isolated(registered_with_a_bar) == []
-    assert run_isolated(reported_and_done, timeout=60) == "done"
-    report_phase("no process waits for this one")
 
 
-def test_a_process_that_is_out_of_time_says_in_which_phase(monkeypatch):
-    ours, theirs = Pipe(duplex=False)
-    with pytest.raises(OutOfTime, match=r"^it took longer than 0\.01 seconds$"):
-        isolated._result(ours, timeout=0.01)
-    monkeypatch.setattr(isolated, "_pipe", theirs)
-    report_phase("building")
-    report_phase("compiling")
-    with pytest.raises(OutOfTime, match=r"^compiling took longer than 0\.01 seconds$"):
-        isolated._result(ours, timeout=0.01)
-
-
-def test_a_row_that_is_out_of_time_names_its_phase_and_its_limit(monkeypatch):
+def test_a_row_that_is_out_of_time_names_its_limits(monkeypatch):
     def late(*arguments, timeout, **others):
-        raise OutOfTime(f"its first call took longer than {timeout:g} seconds")
+        raise OutOfTime(f"it took longer than {timeout:g} seconds")
 
     monkeypatch.setattr(suite, "run_isolated", late)
     bench = Bench(
@@ -65,22 +50,6 @@ def test_a_row_that_is_out_of_time_names_its_phase_and_its_limit(monkeypatch):
     )
     (found,) = bench.rows(Comparison([Measurement("a", Subject, {})]))
     assert found["needs"] == (
-        "a faster device: its first call took longer than 70 seconds (limit of the row: 10 s, "
+        "a faster device: it took longer than 70 seconds (limit of the row: 10 s, "
         "--max-seconds, and 60 s to get ready)"
     )
-
-
-def test_a_probe_reports_before_it_builds_before_the_first_call_and_before_the_others(monkeypatch):
-    did = []
-    monkeypatch.setattr(suite, "report_phase", did.append)
-
-    def build(*, device, seed):
-        did.append("built")
-        return Subject(lambda: did.append("called"), lambda: 0.0, 1.0)
-
-    suite._probe(build, "cpu", 0, {})
-    assert did[:4] == [
-        *("building it", "built"),
-        *("building it and its first call (compiling included)", "called"),
-    ]
-    assert did[4:6] == ["two calls", "called"]
