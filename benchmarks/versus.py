@@ -14,6 +14,7 @@ The threshold is what covers it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from dpflash import _validate
@@ -33,6 +35,7 @@ from dpflash import _validate
 from . import output as results
 from .compare_files import run_compare
 from .environment import commit, environment
+from .suite import worst
 from .timing import summarize
 from .versus_worker import JOBS, SMALL
 
@@ -75,7 +78,7 @@ def run_versus(
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
     What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
-    have in `dpflash.bench`.
+    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's.
 
     Args:
         old_checkout: folder of a checkout, the baseline.
@@ -133,7 +136,7 @@ def _measure(
         for launch in tqdm(
             range(launches), unit="launch", disable=not has_progress, file=sys.stderr
         ):
-            _launch(workers, names, rounds, launch, rows)
+            _launch(workers, names, rounds, launch, rows, scratch)
         versions = {side: worker.version for side, worker in workers.items()}
     run = {"run": uuid.uuid4().hex, "launches": launches, "rounds": rounds}
     return {
@@ -185,6 +188,7 @@ def _launch(
     rounds: int,
     launch: int,
     rows: dict[str, dict[str, Row]],
+    scratch: Path,
 ) -> None:
     """Adds the trials of a launch to the rows; what fails in one launch has no more turns."""
     cpu = _cpu(launch)
@@ -192,15 +196,18 @@ def _launch(
         worker.ask(do="launch", cpu=cpu)
     for name in names:
         for side in _order(workers, launch):
-            row = rows[side].setdefault(name, _empty_row(name))
+            row = rows[side].setdefault(name, results.row(name, JOBS[name][1], needs=None))
             if row["needs"] is None and row["correct"] is not False:
-                _take(row, workers[side].ask(do="build", name=name, check=launch == 0))
+                result = os.fspath(scratch / f"{side}.pt") if launch == 0 else None
+                _take(row, workers[side].ask(do="build", name=name, result=result))
+        if launch == 0:
+            _compare_results(rows["OLD"][name], rows["NEW"][name], scratch)
     for number in range(rounds):
         for name in names:
             for side in _order(workers, number):
                 if _runs(rows[side][name]):
                     seconds = workers[side].ask(do="time", name=name)["seconds"]
-                    rows[side][name]["samples_ms"].append(1e3 * seconds)
+                    rows[side][name].setdefault("samples_ms", []).append(1e3 * seconds)
     for worker in workers.values():
         worker.ask(do="end")
 
@@ -220,33 +227,34 @@ def _order(workers: dict[str, _Worker], number: int) -> Iterable[str]:
     return reversed(workers) if number % 2 else workers
 
 
-def _empty_row(name: str) -> Row:
-    return results.row(name, JOBS[name][1], needs=None, error=None, samples_ms=[])
-
-
 def _runs(row: Row) -> bool:
     return row["needs"] is None and row["correct"] is True
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
     """Notes what a build says; the peak is the least of all launches."""
-    if "needs" in built:
-        row["needs"] = built["needs"]
+    row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
+    peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
+    row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)
+
+
+def _compare_results(old: Row, new: Row, scratch: Path) -> None:
+    """A row of the new checkout is right where its result is that of the old one."""
+    old["correct"] = True if old["needs"] is None else None
+    if old["needs"] or new["needs"]:
+        new["needs"] = new["needs"] or "a result of the old checkout"
         return
-    if built["error"] is not None:
-        row["error"], row["correct"] = built["error"], built["error"] <= built["tolerance"]
-    peaks = [peak for peak in (row["peak_memory_mb"], built["peak_memory_mb"]) if peak is not None]
-    row["peak_memory_mb"] = min(peaks, default=None)
+    a, b = (torch.load(scratch / f"{side}.pt") for side in ("OLD", "NEW"))
+    new["error"] = math.inf
+    if [x.shape for x in a] == [y.shape for y in b]:
+        pairs = zip(a, b, strict=True)
+        new["error"] = worst(float((y - x).norm() / x.norm().clamp(min=1e-30)) for x, y in pairs)
+    new["correct"] = new["error"] <= new["tolerance"]
 
 
 def _finished(row: Row) -> Row:
     if not _runs(row):
-        return {
-            **row,
-            "peak_memory_mb": None,
-            "samples_ms": [],
-            "correct": row["correct"] and None,
-        }
+        return {**row, "peak_memory_mb": None, "samples_ms": []}
     return {**row, **summarize([ms / 1e3 for ms in row["samples_ms"]]).as_row()}
 
 

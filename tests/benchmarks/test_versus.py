@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpflash.bench import versus, versus_worker
 from dpflash.bench.versus import WorkerError, run_versus
@@ -21,6 +22,11 @@ def copy_checkout(folder):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / house, folder / house, ignore=ignored)
     return folder
+
+
+def save_results(folder, old, new):
+    for side, values in (("OLD", old), ("NEW", new)):
+        torch.save([torch.tensor(values)], folder / f"{side}.pt")
 
 
 def read(folder):
@@ -49,30 +55,36 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
 
 
 def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
-    # The old one has no benchmarks and no dilated pattern, the new one a wrong accountant.
+    # The old one has no benchmarks and no dilated pattern; the new one has a wrong accountant and
+    # no block-sparse pattern.
     old = copy_checkout(tmp_path / "old")
     with (old / "dpflash/patterns/__init__.py").open("a") as source:
         source.write("\ndel Dilated\n")
     for user in (old / "dpflash").rglob("*.py"):
         assert "patterns import Dilated" not in user.read_text()
     new = copy_checkout(tmp_path / "new")
+    with (new / "dpflash/patterns/__init__.py").open("a") as source:
+        source.write("\ndel BlockSparse\n")
     with (new / "accounting/accountant.py").open("a") as source:
         source.write(
             "\n\n_right = Accountant.get_epsilon\n"
             "Accountant.get_epsilon = lambda self, delta, interval=False: (\n"
             "    _right(self, delta, interval) if self.mechanism() == 'pld' else 1.0\n)\n"
         )
-    names = ("attention/dilated/T2048", *QUICK_ONES)
+    names = ("attention/dilated/T2048", "attention/block sparse/T2048", *QUICK_ONES)
     code = run_versus(old, new, out=tmp_path / "out", names=names, **FEW)
     found_old, found_new, comparison = read(tmp_path / "out")
     rows_old, rows_new = ({r["name"]: r for r in f["rows"]} for f in (found_old, found_new))
     assert "Dilated" in rows_old["attention/dilated/T2048"]["needs"]
-    assert rows_new["attention/dilated/T2048"]["correct"] is True
+    assert rows_new["attention/dilated/T2048"]["needs"] == "a result of the old checkout"
+    assert "BlockSparse" in rows_new["attention/block sparse/T2048"]["needs"]
+    assert rows_old["attention/block sparse/T2048"]["median_ms"] > 0
     assert rows_old["accounting/contour"]["median_ms"] > 0
     assert rows_new["accounting/contour"]["correct"] is False
     assert rows_new["accounting/contour"]["median_ms"] is None
     verdicts = {line["name"]: line["verdict"] for line in comparison["lines"]}
     assert verdicts["attention/dilated/T2048"] == "not comparable"
+    assert verdicts["attention/block sparse/T2048"] == "lost"
     assert verdicts["accounting/contour"] == "fails" and code == 1
 
 
@@ -123,34 +135,36 @@ def test_checkouts_take_turns_and_swap_who_begins(tmp_path):
 
         def ask(self, **command):
             asked.append((self.side, command["do"]))
-            built = {"error": 0.0, "tolerance": 1.0, "peak_memory_mb": 1.0}
+            built = {"tolerance": 1.0, "peak_memory_mb": 1.0}
             return {"build": built, "time": {"seconds": 0.01}}.get(command["do"], {})
 
     workers = {side: Recorder(side) for side in ("OLD", "NEW")}
     rows = {side: {} for side in workers}
-    versus._launch(workers, QUICK_ONES[:1], 3, 0, rows)
+    save_results(tmp_path, [0.0], [0.0])
+    versus._launch(workers, QUICK_ONES[:1], 3, 0, rows, tmp_path)
     timed = [side for side, do in asked if do == "time"]
     assert timed == ["OLD", "NEW", "NEW", "OLD", "OLD", "NEW"]
     assert rows["OLD"][QUICK_ONES[0]]["samples_ms"] == [10.0] * 3
 
 
-def test_both_run_on_one_cpu_and_on_the_next_in_the_next_launch(monkeypatch):
+def test_both_run_on_one_cpu_and_on_the_next_in_the_next_launch(monkeypatch, tmp_path):
     asked = []
 
     class Recorder:
         def ask(self, **command):
             asked.append(command)
-            return {"error": 0.0, "tolerance": 1.0, "peak_memory_mb": 1.0, "seconds": 0.01}
+            return {"tolerance": 1.0, "peak_memory_mb": 1.0, "seconds": 0.01}
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {7, 2}, raising=False)
     workers = {side: Recorder() for side in ("OLD", "NEW")}
+    save_results(tmp_path, [1.0], [1.0])
     for launch in range(3):
-        versus._launch(workers, QUICK_ONES[:1], 1, launch, {side: {} for side in workers})
+        rows = {side: {} for side in workers}
+        versus._launch(workers, QUICK_ONES[:1], 1, launch, rows, tmp_path)
     cpus = [command["cpu"] for command in asked if command["do"] == "launch"]
     assert cpus == [2, 2, 7, 7, 2, 2]
 
 
-@pytest.mark.skipif(versus._cpu(0) == versus._cpu(1), reason="one CPU, or the system places")
 def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     tree = versus._copy_sources(ROOT, tmp_path / "tree")
     harness = versus._copy_harness(tmp_path / "harness")
@@ -177,22 +191,21 @@ def test_large_steps_are_measured_only_where_they_are_asked_for():
         versus.names_that_begin(["private", "privat e"])
 
 
-def test_what_is_measured_is_checked_against_its_definition():
-    names = ["attention/dense/T1024", "accounting/contour", "private step/per_layer"]
-    for name in [*names, "private step/B4-T2048/flat-stored", "private step/B4-T2048/per_block"]:
-        function, config = versus_worker.JOBS[name]
-        smaller = {
-            key: min(value, 96) if key == "tokens" else value for key, value in config.items()
-        }
-        job = function(**smaller)
-        assert job.error() <= job.tolerance
-
-
-def test_a_wrong_result_is_no_row_of_figures(monkeypatch):
-    wrong = versus_worker.Job(lambda: None, lambda: 1.0, 1e-5)
-    monkeypatch.setattr(versus_worker, "JOBS", {"wrong": (lambda: wrong, {})})
-    step, said = versus_worker.build("wrong", check=True)
-    assert step is not None and said["error"] > said["tolerance"]
-    built = {"name": "wrong", "needs": None, "correct": None, "peak_memory_mb": None}
-    versus._take(built, said)
-    assert built["correct"] is False and not versus._runs(built)
+@pytest.mark.parametrize(
+    ("old", "new", "is_right"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-4], True),
+        ([1.0, 2.0], [1.0, 2.1], False),
+        ([1.0, 2.0], [1.0, float("nan")], False),
+        ([1.0, 2.0], [1.0], False),
+        ([0.0], [0.0], True),
+    ],
+)
+def test_a_result_unlike_that_of_the_old_checkout_is_no_row_of_figures(
+    old, new, is_right, tmp_path
+):
+    save_results(tmp_path, old, new)
+    rows = [{"needs": None, "correct": None, "tolerance": 1e-3} for _ in range(2)]
+    versus._compare_results(*rows, tmp_path)
+    assert [row["correct"] for row in rows] == [True, is_right]
+    assert [versus._runs(row) for row in rows] == [True, is_right]
