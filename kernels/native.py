@@ -8,24 +8,25 @@ have written it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import datetime
 import functools
 import hashlib
 import itertools
-import json
 import os
 import platform
 import shlex
+import shutil
+import stat
+import subprocess
 import sys
 import sysconfig
-import threading
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from . import cpp_compiler
-from .owned_folder import OwnedFolder, UnsafePathError, temporary_bases, temporary_folder
+import filelock
 
 _FOLDER = Path(__file__).resolve().parent
 # Headers and .cpp files; one call of the compiler makes one library of all .cpp files.
@@ -36,39 +37,25 @@ _SOURCES = (
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 # The last resort is the compiler's default for this kind of machine.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 600
 _loads = itertools.count()
-_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    """Another thread of the parent may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, after one warning, if they cannot be compiled or loaded."""
-    return _found()[0]
+    return _load_once()[0]
 
 
 def describe() -> str:
     """Names the implementation of attention, exact sums and noise on this machine's CPU."""
-    found, missing = _found()
+    found, missing = _load_once()
     if found is None:
         return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
     return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
 
 
-def _found() -> tuple[ctypes.CDLL | None, str]:
-    with _lock:
-        return _load_once()
-
-
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _load_once() -> tuple[ctypes.CDLL | None, str]:
     """The library, or the reason why there is none."""
     try:
@@ -102,230 +89,212 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
         for options in (_PROCESSORS if processor is None else (processor,))
     }
     try:
-        folder = OwnedFolder(_cache(), make=True)
+        cache = _cache()
     except OSError as error:
-        reason = f"the cache folder is not used: {error}"
-        _warn_not_cached(reason)
-        library = _compiled(names, None, "")
-        library._name = f"compiled for this process: {reason}"
-        return library
-    found = _cached(folder, names.values(), warn=False)
+        return _compiled(names, None, f"the cache folder is not used: {error}")
+    found = _cached(cache, names.values())
     if found is not None:
         return found
-    job = hashlib.sha256("".join(names.values()).encode()).hexdigest()[:32]
-    with folder.locked(f"kernels-{job}.lock", "another process that compiles CPU kernels"):
-        found = _cached(folder, names.values(), warn=True)  # compiled since by another process?
-        if found is not None:
-            return found
-        return _compiled(names, folder, f"kernels-{job}.failed")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # without a lock each process compiles
+            stack.enter_context(_locked(cache / "kernels.lock"))
+        # Another process may have compiled since.
+        return _cached(cache, names.values()) or _compiled(names, cache, "")
 
 
-def _warn_not_cached(reason: str) -> None:
-    warnings.warn(
-        f"CPU kernels are compiled again in each process, since {reason}; to keep them, repair "
-        "that or let XDG_CACHE_HOME name a folder that only you can write",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+def _cache() -> Path:
+    """The user's cache folder, made if it is missing.
+
+    Raises:
+        OSError: there is no home folder, or others could change its files.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else Path(os.path.expanduser("~"), ".cache")
+    if not base.is_absolute():
+        raise OSError("this user has no home folder")
+    folder = base / "dpflash"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_owner(folder)
+    return folder
 
 
-def _cached(folder: OwnedFolder, names: Iterable[str], *, warn: bool) -> ctypes.CDLL | None:
-    """The first cached library that is safe, undamaged and loads."""
-    for name in names:
-        try:
-            return _load_cached(folder, name)
-        except UnsafePathError as error:
-            if warn:
-                message = f"CPU kernels are compiled again and replaced, since {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=4)
-        except OSError:  # missing, damaged, or made for other system libraries
-            continue
+def _require_owner(path: Path) -> None:
+    """Raises OSError unless the user or root owns the path and nobody else can write it."""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(f"{path} is a symbolic link")
+    if not hasattr(os, "geteuid"):  # Windows has no owners of files
+        return
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError(
+            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()} or root"
+        )
+    if status.st_mode & 0o022:
+        raise OSError(
+            f"{path} can be written by its group or others (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; `chmod go-w {path}` changes that)"
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the system releases the lock of a crashed process."""
+    lock = filelock.FileLock(path, mode=0o600)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        print("dpflash: waiting for another process that compiles CPU kernels", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
+    """The first cached library that only the user can have written, undamaged, and that loads."""
+    for path in (folder / name for name in names):
+        # Missing, not the user's, damaged, or made for other system libraries.
+        with contextlib.suppress(OSError):
+            _require_owner(path)
+            content = path.read_bytes()
+            # The loader of a damaged library may crash.
+            if content[-32:] == hashlib.sha256(content[:-32]).digest():
+                return _dlopen(content, str(path))
     return None
 
 
-def _load_cached(folder: OwnedFolder, name: str) -> ctypes.CDLL:
-    """Loads a cached library from the checked file descriptor, or else a copy of it."""
-    path = folder.path / name
-    with open(folder.open(name), "rb") as file:
-        content = file.read()
-        if content[-32:] != hashlib.sha256(content[:-32]).digest():
-            # The loader of a damaged library may crash.
-            raise OSError(f"{path} is damaged")
-        try:
-            library = _dlopen(file.fileno(), path)
-        except OSError as error:  # the file system may be mounted noexec
-            library = _load_elsewhere(content, [str(error)])
-    library._name = str(path)
-    return library
+def _dlopen(content: bytes, name: str) -> ctypes.CDLL:
+    """Loads a library from memory, or from a temporary file where the system has no such memory.
 
-
-def _load_elsewhere(content: bytes, reasons: list[str]) -> ctypes.CDLL:
-    """Loads a library from the first place that allows it: temporary folders, then memory.
-
-    Raises:
-        OSError: none does; the message lists the reason of every place.
+    Thus the file that was read is the one that runs, and its file system may forbid programs.
     """
-    for base in temporary_bases():
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            file = stack.enter_context(open(os.memfd_create("dpflash-kernels"), "wb"))
+            # A unique path: for a known one the loader returns the library that it loaded before.
+            path = f"/proc/self/{'./' * next(_loads)}fd/{file.fileno()}"
+        else:
+            folder = tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True)
+            path = os.path.join(stack.enter_context(folder), "kernels.so")
+            file = stack.enter_context(open(path, "wb"))
+        file.write(content)
+        file.flush()
         try:
-            with temporary_folder(base) as folder:
-                folder.write("kernels.so", content)
-                with open(folder.open("kernels.so"), "rb") as file:
-                    return _dlopen(file.fileno(), folder.path / "kernels.so")
-        except OSError as error:
-            reasons.append(str(error))
-    if hasattr(os, "memfd_create"):
-        try:
-            with open(os.memfd_create("dpflash-kernels"), "wb") as file:
-                file.write(content)
-                file.flush()
-                return _dlopen(file.fileno(), Path("memory"))
-        except OSError as error:
-            reasons.append(str(error))
-    raise OSError("; ".join(dict.fromkeys(reasons)))
-
-
-def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Loads the file that is open; by its path where the system has no /proc/self/fd.
-
-    Its path is safe too: nobody else can replace a file of an `OwnedFolder`.
-    """
-    open_files = "/proc/self/fd"
-    folder, file = path.parent, path.name
-    if os.path.exists(open_files):
-        folder, file = Path(open_files), str(descriptor)
-    # A unique name: for a known name the loader returns the library that it loaded before.
-    name = f"{folder}/{'./' * next(_loads)}{file}"
-    try:
-        library = ctypes.CDLL(name)
-        for function in ("problem_bytes", "vector_bytes"):
-            getattr(library, function).restype = ctypes.c_int64
-    except (OSError, AttributeError) as error:
-        reason = str(error).replace(name, "").strip(": ")
-        raise OSError(f"{path} does not load: {reason}") from None
+            library = ctypes.CDLL(path)
+            for function in ("problem_bytes", "vector_bytes"):
+                getattr(library, function).restype = ctypes.c_int64
+        except (OSError, AttributeError) as error:
+            raise OSError(str(error).replace(path, "").strip(": ")) from None
+    library._name = name
     return library
 
 
 def _compiled(
-    names: dict[tuple[str, ...], str], folder: OwnedFolder | None, record: str
+    names: Mapping[tuple[str, ...], str], cache: Path | None, reason: str
 ) -> ctypes.CDLL:
-    """Compiles for the first processor that the compiler supports, caches the library, loads it.
+    """Compiles for the first processor that the compiler supports, loads and caches the library.
 
     Args:
         names: the library's file name by the compiler's options for a processor.
-        folder: where to cache it; None for no cache.
-        record: the file in `folder` that records a failure.
+        cache: the folder to cache it in, or None.
+        reason: of no cache.
 
     Raises:
-        OSError: no compiler, or it failed now, or it failed before and was not changed since.
+        OSError: there is no compiler, or it failed.
     """
-    compiler = cpp_compiler.find()
-    identity = cpp_compiler.identity(compiler)
-    if folder is not None:
-        _raise_if_failed_before(folder, record, identity)
+    compiler = _compiler()
     print(
         f"dpflash: compiling CPU kernels ({shlex.join(compiler)}; once, some seconds)",
         file=sys.stderr,
     )
     complaint = ""
     for options, name in names.items():
-        content, complaint = _compile([*compiler, *_FLAGS, *options], folder)
-        if complaint:
+        try:
+            content = _compile([*compiler, *_FLAGS, *options])
+        except OSError as error:
+            complaint = str(error)
             continue
         try:
-            library = _keep(content, folder, name)
+            library = _dlopen(content, name)
         except OSError as error:
-            complaint = (
-                f"its library does not load (is it a compiler of C alone, like gcc?): {error}"
-            )
+            complaint = f"its library does not load (does it compile C only, like gcc?): {error}"
             continue
-        if folder is not None:
-            folder.remove(record)
-        return library
-    reason = f"{shlex.join(compiler)}: {complaint}; let CXX name a C++ compiler that works"
-    if folder is not None:
-        reason = _remember_failure(folder, record, identity, reason)
-    raise OSError(reason)
-
-
-def _compile(command: list[str], folder: OwnedFolder | None) -> tuple[bytes, str]:
-    """The library's content, or the compiler's error.
-
-    Raises:
-        OSError: there is no folder to compile in.
-    """
-    sources = [_FOLDER / name for name in _SOURCES if name.endswith(".cpp")]
-    reasons = []
-    for base in [*temporary_bases(), *([] if folder is None else [folder.path])]:
         try:
-            with temporary_folder(base) as build:
-                made = build.path / "kernels.so"
-                complaint = cpp_compiler.compile_library(command, sources, made)
-                return (b"", complaint) if complaint else (build.read(made.name), "")
+            if cache is not None:
+                _write(cache / name, content + hashlib.sha256(content).digest())
+                library._name = str(cache / name)
+                return library
         except OSError as error:
-            reasons.append(str(error))
-    raise OSError(f"no temporary folder to compile in, set TMPDIR: {'; '.join(reasons)}")
-
-
-def _keep(content: bytes, folder: OwnedFolder | None, name: str) -> ctypes.CDLL:
-    """Load the compiled library, from the cache if it can be kept there."""
-    if folder is None:
-        return _load_elsewhere(content, [])
-    try:
-        folder.write(name, content + hashlib.sha256(content).digest())
-    except OSError as error:
-        reason = f"{folder.path} cannot be written: {error}"
-        _warn_not_cached(reason)
-        library = _load_elsewhere(content, [])
+            reason = f"{cache} cannot be written: {error}"
+        warnings.warn(
+            f"CPU kernels are compiled again in each process, since {reason}; to keep them, "
+            "repair that or let XDG_CACHE_HOME name a folder that only you can write",
+            RuntimeWarning,
+            stacklevel=3,
+        )
         library._name = f"compiled for this process: {reason}"
         return library
-    try:
-        return _load_cached(folder, name)
-    except OSError:
-        folder.remove(name)
-        raise
+    raise OSError(f"{shlex.join(compiler)}: {complaint}; let CXX name a C++ compiler that works")
 
 
-def _raise_if_failed_before(
-    folder: OwnedFolder, record: str, identity: dict[str, str | int]
-) -> None:
-    try:
-        failure = json.loads(folder.read(record))
-        same = failure["compiler"] == identity
-        reason = f"{failure['reason']} (on {failure['date']})"
-    except (OSError, ValueError, TypeError, KeyError):
-        return
-    if same:
-        raise OSError(_how_to_retry(reason, folder.path / record))
-
-
-def _remember_failure(
-    folder: OwnedFolder, record: str, identity: dict[str, str | int], reason: str
-) -> str:
-    """Records a failure, so that later processes skip the attempt; returns a message."""
-    date = datetime.date.today().isoformat()
-    failure = {"reason": reason, "date": date, "compiler": identity}
-    try:
-        folder.write(record, json.dumps(failure, indent=2).encode())
-    except OSError:
-        return reason
-    return _how_to_retry(reason, folder.path / record)
-
-
-def _how_to_retry(reason: str, record: Path) -> str:
-    return f"{reason}; dpflash tries again when the compiler changes, or when you delete {record}"
-
-
-def _cache() -> Path:
-    """The user's cache folder.
+def _compiler() -> list[str]:
+    """The command of the C++ compiler: the environment's CXX, or the first that is installed.
 
     Raises:
-        OSError: the system names none, or a relative path.
+        OSError: there is none; the message names the way out.
     """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = named if named.is_absolute() else Path(os.path.expanduser("~"), ".cache")
-    if not base.is_absolute():
-        raise OSError("this user has no home folder")
-    return base / "dpflash"
+    named = os.environ.get("CXX")
+    try:
+        commands = [shlex.split(named)] if named else [[name] for name in _COMPILERS]
+    except ValueError:
+        commands = []
+    for command in commands:
+        if command and shutil.which(command[0]):
+            return command
+    if named:
+        missing = f": {commands[0][0]!r} is not installed" if commands and commands[0] else ""
+        raise OSError(
+            f"CXX={named!r} is not a command{missing}; unset CXX or let it name a C++ compiler"
+        )
+    raise OSError(
+        f"no C++ compiler found (looked for {', '.join(_COMPILERS)}); install one, for instance "
+        "g++, or set CXX to its command"
+    )
+
+
+def _compile(command: list[str]) -> bytes:
+    """The library that a compiler with these options makes; OSError with its complaint."""
+    sources = [str(_FOLDER / name) for name in _SOURCES if name.endswith(".cpp")]
+    with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as folder:
+        made = Path(folder, "kernels.so")
+        try:
+            done = subprocess.run(
+                [*command, *sources, "-o", str(made)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_SECONDS,
+                env={**os.environ, "TMPDIR": folder},
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError(f"it took more than {_SECONDS} s") from None
+        if done.returncode != 0 or not made.exists():
+            raise OSError(done.stderr.strip()[-2000:] or f"exit status {done.returncode}")
+        return made.read_bytes()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces a file in one step, with mode 0600; on an OSError the old one stays."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as copy:
+        try:
+            copy.write(content)
+            copy.flush()
+            os.replace(copy.name, path)
+        except OSError:
+            Path(copy.name).unlink(missing_ok=True)
+            raise
 
 
 def _origin() -> bytes:

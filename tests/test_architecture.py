@@ -33,7 +33,7 @@ DISTRIBUTED_CORE = {"__init__", "collectives", "fsdp", "mesh"}
 
 # House -> what it may import besides the standard library and itself.
 MAY_IMPORT = {
-    "kernels": {"torch", "triton", "cryptography", "mpmath"},
+    "kernels": {"torch", "triton", "cryptography", "filelock", "mpmath"},
     "accounting": {"numpy", "scipy"},
 }
 ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION = {"opacus", "dp_accounting"}

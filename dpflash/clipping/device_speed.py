@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from dpflash.kernels.owned_folder import OwnedFolder
-
 FORMAT = 1
 
 
@@ -143,9 +141,9 @@ def save_measured(entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """
     path = cache_path()
     held = {"format": FORMAT, "devices": {**_read(path), **entries}}
-    # The kernels that native.py compiles are kept in the same folder.
-    folder = OwnedFolder(path.parent, make=True)
-    folder.write(path.name, (json.dumps(held, indent=2) + "\n").encode())
+    # The compiled kernels lie in the same folder, which nobody else may be able to write.
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
     forget()
     return path
 
@@ -160,8 +158,7 @@ def forget() -> None:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of the file by device name; none where it is missing or unusable."""
     try:
-        os.lstat(path)  # without a file there is nothing to say about its folder
-        held = json.loads(OwnedFolder(path.parent).read(path.name))
+        held = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
         devices = held.get("devices")
