@@ -22,8 +22,8 @@ from typing import Any
 
 from dpflash.accounting import create_accountant, get_noise_multiplier
 
-from . import output as results
-from .document import SPEEDUP, TIME, Row, chart, column, columns
+from . import output
+from .document import SPEEDUP, TIME, Row, chart, column, columns, page
 from .isolated import Failed, run_isolated
 from .suite import (
     Build,
@@ -37,7 +37,6 @@ from .suite import (
     needs,
     recorded_warnings,
 )
-from .suite_pages import page
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -286,7 +285,7 @@ def truth_rows(request: Request) -> Iterator[dict[str, Any]]:
         if warned:
             figures["warnings"] = warned
         judged = summary(answers, [truth for _, _, truth in settings])
-        yield results.row(name, given, **figures, **judged)
+        yield output.row(name, given, **figures, **judged)
 
 
 def answers_of(

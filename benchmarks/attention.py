@@ -24,10 +24,9 @@ from .attention_cases import (
     check,
     document_borders,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, chart, columns
+from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
 from .peers import PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
-from .suite_pages import page
 from .timing import Step
 from .work import Work, attention_flops
 

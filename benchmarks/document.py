@@ -1,26 +1,23 @@
-"""A suite's page and its key insights, made from its JSON."""
+"""A suite's page, made from its JSON and the texts of suite_pages.md."""
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import output as results
+from . import output
 from .output import markdown_table
-from .suite_pages import Column as Column
-from .suite_pages import Row as Row
-from .suite_pages import Table as Table
-from .suite_pages import glossary
 from .timing import exponent
 
 if TYPE_CHECKING:
     from .suite import Suite
 
 INSIGHTS = "insights"  # the section
-LEGEND = glossary("legend")
 QUICK = (
     "A quick look: small sizes and few trials, no figures to quote. At full sizes the order of "
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
@@ -28,6 +25,19 @@ QUICK = (
 BROKEN_OFF = "Broken off: only the rows that were measured until then are here."
 # Of an exponent in the insights; the interval of fewer says nothing.
 LEAST_SIZES = 4
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], Any]]  # header, and cell of a row
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one section."""
+
+    section: str  # which rows, by their column "section"
+    title: str  # above it
+    columns: Sequence[Column]
+    note: str = ""  # below it
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,57 @@ class Chart:
     logarithmic: bool = True  # else y is linear and begins at 0
 
 
+def page(
+    name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields title, about and tables of a suite.
+
+    Args:
+        name: of the suite.
+        tables: the columns of each table, by its section.
+        values: for the words in braces.
+    """
+
+    def filled(key: str) -> tuple[str, str]:
+        title, text = texts()[key]
+        return title.format_map(values or {}), text.format_map(values or {})
+
+    title, about = filled(name)
+    made = []
+    for section, own in tables.items():
+        heading, note = filled(f"{name}/{section}")
+        made.append(Table(section, heading, own, note))
+    return {"title": title, "about": about, "tables": made}
+
+
+def glossary(name: str) -> dict[str, str]:
+    """The list "- TERM: text" below a heading."""
+    items = (item.removeprefix("- ") for item in re.split(r" (?=- )", texts()[name][1]))
+    return {term: text for term, _, text in (item.partition(": ") for item in items)}
+
+
+@functools.cache
+def texts() -> dict[str, tuple[str, str]]:
+    """The title and the text of each heading, by SUITE or SUITE/SECTION."""
+    source = Path(__file__).with_name("suite_pages.md").read_text(encoding="utf-8")
+    found, suite = {}, ""
+    for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
+        heading, _, text = part.partition("\n")
+        mark, _, words = heading.partition(" ")
+        name, _, title = words.partition(": ")
+        suite = name if mark == "#" else suite
+        # A paragraph becomes one line.
+        paragraphs = [" ".join(lines.split()) for lines in text.strip().split("\n\n")]
+        found[suite if mark == "#" else f"{suite}/{name}"] = title, "\n\n".join(paragraphs)
+    return found
+
+
+LEGEND = glossary("legend")
+
+
 def column(key: str, header: str | None = None) -> Column:
     """A column with a value of the rows, or of their config."""
     return header or key, functools.partial(_value, key)
-
-
-config = column
 
 
 def columns(
@@ -258,7 +313,7 @@ def _counts(rows: Sequence[Row]) -> str:
 
 def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
     """A row of section "insights": a sentence about other rows, and the numbers in it."""
-    return results.row(f"insights/{name}", {}, section=INSIGHTS, text=text, **numbers)
+    return output.row(f"insights/{name}", {}, section=INSIGHTS, text=text, **numbers)
 
 
 def fitted_row(
@@ -276,7 +331,7 @@ def fitted_row(
     else:
         needs = f"three sizes: {len(sizes)} of {len(rows)} were measured"
     fit = {"exponent": power, "exponent_ci95": interval, "needs": needs}
-    return results.row(name, {}, over=size, sizes=sizes, **fit, **columns)
+    return output.row(name, {}, over=size, sizes=sizes, **fit, **columns)
 
 
 _EXPONENT = with_interval("exponent", "exponent [95%]", ".3f")

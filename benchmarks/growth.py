@@ -10,7 +10,7 @@ from typing import Any
 
 import scipy.stats
 
-from . import output as results
+from . import output
 from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
 from .document import (
     EXPONENTS,
@@ -22,11 +22,11 @@ from .document import (
     columns,
     fitted_row,
     insight,
+    page,
 )
 from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, grouped, of_section
-from .suite_pages import page
 
 BATCHES = (1, 3, 5, 10, 19, 35, 64)
 TOKENS = (128, 223, 389, 677, 1179, 2048)
@@ -237,7 +237,7 @@ def optimal_batch(curve: str, rows: Sequence[Row]) -> Row:
         "tokens_per_s": speeds[min(best)] if best else None,
     }
     lacking = {} if best else {"needs": "a size that was measured and fits the limit"}
-    return results.row(f"private_batch_optimal/{curve}", {}, **found, **lacking)
+    return output.row(f"private_batch_optimal/{curve}", {}, **found, **lacking)
 
 
 def _untried(row: Mapping[str, Any]) -> str:
@@ -256,7 +256,7 @@ def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
     # o and lse; with the backward dq, dk, dv and rowsum(o do) too. The sums are float32.
     tensors, sums = (4, 2) if direction == "forward+backward" else (1, 1)
     itemsize = 4 if given["dtype"] == "float32" else 2
-    return results.row(
+    return output.row(
         f"bytes_per_token/{direction}",
         {"direction": direction, "tokens": tokens},
         section="bytes_per_token",

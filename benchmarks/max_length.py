@@ -15,15 +15,14 @@ import torch
 
 from dpflash.patterns import SlidingWindow
 
-from . import output as results
+from . import output
 from .attention import DIRECTIONS, LONGNET, goes_backward, operator_subject
 from .attention_cases import TOLERANCES, Case
-from .document import Row, chart, columns, why_not
+from .document import Row, chart, columns, page, why_not
 from .isolated import Failed, OutOfMemory, OutOfTime, run_isolated
 from .memory import device_memory, peak_growth
 from .peers import build_run
 from .suite import Part, Request, Suite, refuse
-from .suite_pages import page
 from .timing import Stopwatch
 from .variants import VARIANTS, Variant, fixed
 
@@ -137,7 +136,7 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
     call_seconds = request.limit / _CALLS
     first, ceiling = _range(request)
     given: dict[str, Any] = {"variant": variant, "direction": direction}
-    row = results.row(
+    row = output.row(
         f"{SECTION}/{variant}/{direction}",
         {
             **given,

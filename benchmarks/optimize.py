@@ -11,12 +11,11 @@ from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, config
+from .document import FIGURES, ROOFS, SPEEDUP, Chart, Row, column, columns, page
 from .output import row
 from .private import TOLERANCES, adamw, gradient_error, make_training
 from .private_tasks import make_task
 from .suite import Comparison, Part, Request, Subject, Suite, compared, not_measured
-from .suite_pages import page
 from .work import count_work
 
 # Batch, tokens, heads, head dim.
@@ -60,7 +59,7 @@ def optimize_subject(
         tokens=physical_batch * shape["tokens"],
         work=lambda: count_work(training.step),
         dtype=dtype,
-        told=used,
+        late_figures=used,
     )
 
 
@@ -120,7 +119,7 @@ SUITE = Suite(
     **page("optimize", _TABLES),
     plan=_plan,
     charts=[
-        Chart("levels", title, config("level"), column(key, label), _workload, logarithmic=False)
+        Chart("levels", title, column("level"), column(key, label), _workload, logarithmic=False)
         for title, key, label in (
             ("Speed-up over none", "speedup", "speed-up"),
             ("Peak memory", "peak_memory_mb", "MiB"),

@@ -16,6 +16,7 @@ from .document import (
     columns,
     insight,
     overhead,
+    page,
     ratio,
     shown_overhead,
 )
@@ -31,7 +32,6 @@ from .private import (
     private_subject,
 )
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
-from .suite_pages import page
 from .timing import Ratio, speedup
 
 # Libraries that are not measured, and why.

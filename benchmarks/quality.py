@@ -21,7 +21,7 @@ from dpflash.nn import LongContextLM
 from dpflash.patterns import Adaptive, Dense, Dilated, Hierarchical, Pattern, SlidingWindow
 from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
 
-from . import output as results
+from . import output
 from .attention import sparse_pattern
 from .attention_cases import TOLERANCES, Case, check
 from .document import Row, columns, with_interval
@@ -118,7 +118,7 @@ def _trained(
     _train(model, size, seed)
     after = _evaluate(model, size, request)
     pairs, of_dense = (p.edges(size.tokens, size.heads) for p in (pattern, Dense(causal=True)))
-    row = results.row(
+    row = output.row(
         f"quality/{contestant.name}",
         {"pattern": repr(pattern), **asdict(size), "seed": seed},
         section="quality",

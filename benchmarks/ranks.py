@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from . import output as results
-from .document import Chart, Column, column, columns, insight, milliseconds, ratio
+from . import output
+from .document import Chart, Column, column, columns, insight, milliseconds, page, ratio
 from .environment import usable_cores
 from .isolated import run_ranks
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
-from .suite_pages import page
 from .timing import Effort, speedup, summarize
 from .timing import columns as time_columns
 
@@ -70,7 +69,7 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
 def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:
     """A row of a case of `scaling_tasks`, before it is measured."""
     shape = {**asdict(case), "ranks": ranks, **more, "dtype": "float32"}
-    return results.row(f"{section}/{name}/P{ranks}", shape, section=section, ranks=ranks)
+    return output.row(f"{section}/{name}/P{ranks}", shape, section=section, ranks=ranks)
 
 
 def on_ranks(

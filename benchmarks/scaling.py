@@ -14,7 +14,7 @@ import torch
 
 from dpflash import _validate
 
-from .document import Chart, Column, column, columns, config, milliseconds
+from .document import Chart, Column, column, columns, milliseconds, page
 from .environment import usable_cores
 from .ranks import EFFICIENCY, PEAK, TIMEOUT, P, X, blank_row, on_ranks
 from .scaling_tasks import (
@@ -28,7 +28,6 @@ from .scaling_tasks import (
     spread,
 )
 from .suite import Request, Row, Suite
-from .suite_pages import page
 
 SECTIONS = ("attention", "memory", "reported", "training")
 
@@ -279,7 +278,7 @@ _CHARTS = (
     Chart(
         "reported",
         "Dilated attention, forward: peak memory of a rank",
-        config("tokens", "T"),
+        column("tokens", "T"),
         ("MiB", lambda row: None if row["config"]["backward"] else row["peak_memory_mb"]),
         lambda row: f"P {row['ranks']}",
     ),

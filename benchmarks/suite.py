@@ -25,7 +25,7 @@ import torch
 from dpflash import _validate
 from dpflash.clipping.device_speed import Ceilings
 
-from . import output as results
+from . import output
 from .document import Chart, Table, markdown
 from .environment import environment
 from .isolated import (
@@ -67,13 +67,13 @@ class Subject:
     """What is measured."""
 
     step: Step  # one call
-    error: Callable[[], float]  # relative, of the step; called before anything is timed
+    error: Callable[[], float]  # relative, of the step's result; called before it is timed
     tolerance: float  # largest error that is right
     tokens: int | None = None  # that one call processes
     work: Callable[[], Work] | None = None  # of one call
     dtype: str = "float32"  # of its products, for the roofs
     figures: Mapping[str, Any] = field(default_factory=dict)  # further columns of its row
-    told: Callable[[], Mapping[str, Any]] = dict  # further columns, read after the last call
+    late_figures: Callable[[], Mapping[str, Any]] = dict  # columns known after the last call
 
 
 # Makes a subject from device, seed and a measurement's config, all by keyword.
@@ -84,8 +84,8 @@ Build = Callable[..., Subject]
 class Measurement:
     """A row to be measured.
 
-    Its columns are such as "section"; "peer" is True for another library's code, which may be
-    wrong without being a failure of dpflash.
+    `columns` are further columns, such as "section". "peer" is True for another library's code: a
+    wrong result is reported, but is no failure of dpflash.
     """
 
     name: str  # of the row, unlike all others
@@ -99,8 +99,8 @@ class Comparison:
     """Measurements that take turns, at least one."""
 
     measurements: Sequence[Measurement]
-    baseline: str | None = None  # name of the one over whose time the others' "speedup" is
-    # Of comparisons of growing sizes: behind one that is too slow the others are not tried.
+    baseline: str | None = None  # name of the measurement that speed-ups are relative to
+    # Comparisons of one curve grow in size. After one that is too slow, the others are left out.
     curve: str = ""
 
 
@@ -193,7 +193,8 @@ class Suite:
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
     derive: Callable[[Sequence[Row]], Iterable[Row]] = _no_rows  # further rows from those measured
-    # Its parts run ranks with one thread each. Processes that wait take the wall clock.
+    # Its parts start ranks of one thread each. Their time is the wall clock's: a rank that waits
+    # uses no processor time.
     on_ranks: bool = False
 
 
@@ -205,7 +206,7 @@ def run_suite(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
     Returns:
         What the JSON holds: "environment", "complete" and "rows".
     """
-    results.require_drawing()
+    output.require_drawing()
     before = torch.get_num_threads()
     threads = 1 if suite.on_ranks else request.threads
     if threads is not None:
@@ -247,15 +248,15 @@ def _run(suite: Suite, request: Request, folder: Path, progress: Progress) -> di
                 rows += bench.rows(item)
             else:
                 _add_part(rows, item, number, request, progress)
-            results.write_json(path, found)
+            output.write_json(path, found)
         progress.say("deriving")
         measured = tuple(rows)
         _add(rows, "derived", lambda: suite.derive(measured))
         found["complete"] = True
     finally:
-        results.write_json(path, found)
-        results.write_text(path.with_suffix(".md"), markdown(suite, found))
-        results.write_picture(path.with_suffix(".png"), draw(suite, found))
+        output.write_json(path, found)
+        output.write_text(path.with_suffix(".md"), markdown(suite, found))
+        output.write_picture(path.with_suffix(".png"), draw(suite, found))
     return found
 
 
@@ -263,7 +264,7 @@ def _add_part(
     rows: list[Row], part: Part, number: int, request: Request, progress: Progress
 ) -> None:
     """Adds the rows that a part of the plan makes, each as it comes."""
-    # A nested function's qualified name begins with that of the function that made it.
+    # For a nested function, the name of the function around it.
     name = getattr(part, "__qualname__", type(part).__name__).split(".")[0].strip("_<>")
     about = (part.__doc__ or name.replace("_", " ")).splitlines()[0].rstrip(".")
     progress.begin(about, "part")
@@ -281,13 +282,13 @@ def _add(
     make: Callable[[], Iterable[Row]],
     report: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Adds the rows that `make` yields; where it raises, a row of this name that says so."""
+    """Adds the rows that `make` yields. If it raises, adds a row of this name with the error."""
     try:
         for row in make():
             rows.append(row)
             report(row["name"])
     except Exception as error:
-        failed = results.row(name, {})
+        failed = output.row(name, {})
         refuse(failed, error)
         rows.append(failed)
 
@@ -339,7 +340,7 @@ class Bench:
     roofs: Ceilings
     traces: Path  # a folder
     progress: Progress
-    slow: dict[str, str] = field(default_factory=dict)  # name of a row that is, by curve
+    slow: dict[str, str] = field(default_factory=dict)  # the row that was too slow, by curve
 
     def rows(self, comparison: Comparison) -> list[Row]:
         """A row for each measurement, in their order."""
@@ -348,7 +349,7 @@ class Bench:
         slow = dict(self.slow)
         for measurement in comparison.measurements:
             self.progress.begin(f"{measurement.name}: probing, checking")
-            row = results.row(measurement.name, measurement.config, **measurement.columns)
+            row = output.row(measurement.name, measurement.config, **measurement.columns)
             assert measurement.name not in rows, measurement.name
             rows[measurement.name] = row
             if comparison.curve in slow:
@@ -485,11 +486,11 @@ class Bench:
             )
         if self.request.traces:
             trace_call(subject.step, self.traces / f"{name.replace('/', '_')}.json")
-        return {**found, **subject.told()}
+        return {**found, **subject.late_figures()}
 
 
 def too_slow(reason: str, limit: float) -> str:
-    """What a row needs whose fewest calls take longer than its limit."""
+    """The reason of a row whose smallest number of calls exceeds the limit of time."""
     return (
         f"a faster device or a higher --max-seconds: {reason}, and a warm-up and 3 trials do not "
         f"fit into the {limit:g} s of a row"
@@ -497,7 +498,7 @@ def too_slow(reason: str, limit: float) -> str:
 
 
 class _Probed(NamedTuple):
-    """Of the second call: how far memory grew, and how long it took; and the warnings."""
+    """Growth of memory and duration of the second call, and all warnings."""
 
     peak_mb: float | None
     seconds: float
@@ -531,7 +532,7 @@ def recorded_warnings(into: list[str]) -> Iterator[None]:
 
 
 def has_figures(found: Mapping[str, Any]) -> bool:
-    """Whether anything was measured and right."""
+    """Whether any row was timed, or is right."""
     return any(row["correct"] is True or row["median_ms"] is not None for row in found["rows"])
 
 
@@ -554,7 +555,7 @@ def wrong_peers(found: Mapping[str, Any]) -> list[str]:
 
 def needs(name: str, config: Mapping[str, Any], reason: str, **columns: Any) -> Row:
     """A row of something that cannot be measured here."""
-    return results.row(name, config, needs=reason, **columns)
+    return output.row(name, config, needs=reason, **columns)
 
 
 def not_measured(measurements: Sequence[Measurement], reason: str) -> Part:

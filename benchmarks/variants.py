@@ -12,7 +12,7 @@ from typing import Any
 
 from dpflash.patterns import Adaptive, BlockSparse, Dense, Dilated, Hierarchical, Pattern
 
-from . import output as results
+from . import output
 from .attention import (
     DIRECTIONS,
     SHAPE,
@@ -22,7 +22,7 @@ from .attention import (
     shape,
     sparse_pattern,
 )
-from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, ratio
+from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, glossary, page, ratio
 from .quality import QUALITY, quality_rows
 from .suite import (
     Comparison,
@@ -34,7 +34,6 @@ from .suite import (
     compared,
     not_measured,
 )
-from .suite_pages import glossary, page
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 def _names(request: Request) -> Iterator[dict[str, Any]]:
     """The meaning of each name."""
     for name, variant in VARIANTS.items():
-        yield results.row(f"names/{name}", {"variant": name}, section="names", about=variant.about)
+        yield output.row(f"names/{name}", {"variant": name}, section="names", about=variant.about)
 
 
 def _rows(

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from dpflash import _validate
 
-from . import output as results
+from . import output
 from .compare_files import run_compare
 from .environment import commit, environment
 from .suite import worst
@@ -104,13 +104,13 @@ def run_versus(
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:
         raise ValueError("launches=1, rounds=1: one trial shows no spread; pass 2 or more rounds")
-    folder = results.make_folder(out)
+    folder = output.make_folder(out)
     checkouts = {"OLD": Path(old_checkout), "NEW": Path(new_checkout)}
     with tempfile.TemporaryDirectory(prefix="dpflash-versus-") as scratch:
         found = _measure(checkouts, Path(scratch), names, launches, rounds, has_progress)
     for side, result in found.items():
         result["environment"]["quick"] = quick
-        results.write_json(folder / f"{side}.json", result)
+        output.write_json(folder / f"{side}.json", result)
     old, new = (folder / f"{side}.json" for side in checkouts)
     return run_compare(old, new, threshold=threshold, json_path=folder / "comparison.json")
 
@@ -196,7 +196,7 @@ def _launch(
         worker.ask(do="launch", cpu=cpu)
     for name in names:
         for side in _order(workers, launch):
-            row = rows[side].setdefault(name, results.row(name, JOBS[name][1], needs=None))
+            row = rows[side].setdefault(name, output.row(name, JOBS[name][1], needs=None))
             if row["needs"] is None and row["correct"] is not False:
                 result = os.fspath(scratch / f"{side}.pt") if launch == 0 else None
                 _take(row, workers[side].ask(do="build", name=name, result=result))

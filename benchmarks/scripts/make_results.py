@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dpflash.bench import headline
 from dpflash.bench.output import write_picture, write_text
-from dpflash.bench.page import render
 from dpflash.bench.published import read_reports
 from dpflash.bench.result_files import device_names, load
+from dpflash.bench.results_page import render
 from dpflash.recommender import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]

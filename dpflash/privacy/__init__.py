@@ -1,1 +1,1 @@
-"""The privacy spent and its limits: spending, ledger, budget and secret keys."""
+"""The privacy spent: spending, budget, ledger, secret keys, random masks and public facts."""

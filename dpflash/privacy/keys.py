@@ -71,7 +71,8 @@ class RunKeys:
     Attributes:
         seed: the seed passed, or that of the loaded checkpoint.
         run: the unique name of the run in the ledger.
-        incarnation: part of both keys; changes if a checkpoint is behind the ledger.
+        incarnation: a number in the noise and sampling keys. It changes when a checkpoint older
+            than the ledger is loaded, so that no noise is used twice.
     """
 
     def __init__(self, seed: int | None, ranks: Ranks):
@@ -107,7 +108,7 @@ class RunKeys:
         self.run = self._new_token()
 
     def branch_off(self) -> None:
-        """Draw noise that no other holder of these keys draws. With a seed: no change."""
+        """Switch to a noise key that no other process uses. With a seed: no change."""
         if self.seed is None:
             self._branch = f"-{self._new_token()}"
 
@@ -130,10 +131,10 @@ class RunKeys:
         if self._is_restored and any(other.is_restored for other in others):
             raise RuntimeError(
                 "another engine of this process was restored from the same checkpoint and has "
-                "released steps since: the epsilon of neither covers both, and under a seed both "
-                "have the same noise, so that their difference shows the data. Continue from the "
-                "other's newest checkpoint, or use PrivacyEngine(ledger=...) from the start, "
-                "which counts both"
+                "released steps since: neither engine's epsilon includes the other's steps, and "
+                "with a seed both use the same noise, so that their difference shows the data. "
+                "Continue from the other's newest checkpoint, or use PrivacyEngine(ledger=...) "
+                "from the start, which counts both"
             )
         own = claims.setdefault(self._engine, _Claim(range(step, step), self._is_restored))
         own.steps, own.is_restored = range(own.steps.start, step + 1), self._is_restored
@@ -142,8 +143,8 @@ class RunKeys:
             if self.seed is None:
                 warnings.warn(
                     "the engine that wrote this run's checkpoint and one restored from it both "
-                    "continue in this process: the epsilon of neither covers the other's steps. "
-                    "Release the results of one of them, or use PrivacyEngine(ledger=...)",
+                    "continue in this process: neither engine's epsilon includes the other's "
+                    "steps. Release the results of one of them, or use PrivacyEngine(ledger=...)",
                     stacklevel=5,
                 )
 
@@ -174,7 +175,7 @@ class RunKeys:
             self._is_restored = True
             self.branch_off()
         elif ledger_releases != state["ledger_releases"]:
-            # Each release makes the ledger longer, so no other branch of this key has its number.
+            # The ledger only grows, so no other continuation of this run has used this number.
             self.incarnation = ledger_releases
 
     def _new_token(self) -> str:

@@ -127,7 +127,7 @@ class Ledger:
         self.releases += count
         self._covered_run = covered_run
         self._running = running
-        # Last: after an interrupt before it, the next line is refused.
+        # Set last: if the process is interrupted before this, the next line is refused.
         self._tail = tail
 
     def _store(self, line: bytes) -> Tail:
@@ -201,8 +201,7 @@ class Ledger:
                 f"ledger {self.path} has {len(self.lines)} lines, and its head {where} is empty, "
                 f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
             )
-        # After a crash the head may hold an older line: a head need not be on disk before the
-        # next one is made.
+        # After a crash the head may hold an older line: a new head may reach the disk late.
         if not head or head in content.splitlines(keepends=True):
             return
         try:
@@ -319,10 +318,10 @@ def _check_digest(
 
 
 def _covered_run_after(covered_run: str | None, line: LedgerLine) -> str | None:
-    """The run whose shuffled epoch is covered after this line.
+    """The run whose current shuffled epoch is paid for after this line.
 
     Args:
-        covered_run: the run whose epoch was covered before the line.
+        covered_run: the run whose epoch was paid for before the line.
         line: the next line.
 
     Raises:

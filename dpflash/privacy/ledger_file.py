@@ -72,7 +72,7 @@ class LedgerFile:
             ValueError: the file or its head cannot be read, or is not a regular file.
         """
         try:
-            # A head that existed before the file was found missing belongs to a lost file.
+            # The head is read first: where it exists and the file does not, the file was lost.
             head = self._read_head()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
@@ -178,7 +178,7 @@ class LedgerFile:
                 self.refuse_changed()
             self._write_head(line, handle)
         except BaseException:
-            # The release is not made. A line that the head has must stay and counts.
+            # The release is not made. If the head has the line, it stays, and counts as spent.
             if self._read_head() != line:
                 _undo_write(handle, written)
             raise

@@ -69,7 +69,8 @@ class SecretMasks:
             held.restore()
 
     def _seed(self, word: int, recomputing: bool) -> int:
-        # A release may begin within the backward; the batch then has another identifier.
+        # The step may be released during the backward, after which the place is another one; a
+        # recomputation takes that of its forward.
         place = self._at if recomputing else self._place()
         if place != self._at:
             self._at, self._seeds = place, {}

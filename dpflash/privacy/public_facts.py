@@ -36,7 +36,8 @@ class PublicFacts:
         if self.others:
             slots += (
                 "; some batches did not come from the private loader's own iteration and had no "
-                "slots: their bound holds up to the rounding of other samples"
+                "slots: in these one sample may also change how others are rounded, so that the "
+                "bound is approximate"
             )
         size = (
             "declared"

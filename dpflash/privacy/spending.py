@@ -199,7 +199,8 @@ class Spending:
             return True
         event = convert_event(event, self._relation_with(event))
         left = self._remaining
-        # The first event of a kind may be the only one, as with a noise scheduler.
+        # Computing all remaining steps is slow. For another event than the last one only one more
+        # step is checked, since a noise scheduler may change it in each step.
         if event != self._last and not (
             left is not None and left.event == event and left.state == self._state()
         ):
@@ -437,7 +438,7 @@ def _convert_all(accountant: Accountant, relation: str) -> None:
     """Convert an accountant of dpflash to another relation."""
     if accountant.neighboring_relation != relation:
         for event, _ in accountant.events:
-            convert_event(event, relation)
+            convert_event(event, relation)  # raises before anything is changed
         accountant.convert(relation)
 
 

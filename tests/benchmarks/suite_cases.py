@@ -52,7 +52,7 @@ def product(*, device, seed, size, kind="right"):
         tokens=size,
         work=count,
         figures={"kind": kind},
-        told=lambda: {"calls": len(calls)},
+        late_figures=lambda: {"calls": len(calls)},
     )
 
 

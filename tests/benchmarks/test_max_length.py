@@ -5,8 +5,7 @@ import math
 import pytest
 
 import dpflash
-from dpflash.bench import max_length
-from dpflash.bench import output as results
+from dpflash.bench import max_length, output
 from dpflash.bench.isolated import Failed, OutOfMemory, OutOfTime
 from dpflash.bench.max_length import CEILING, SEARCHED, SUITE, Measured, make_call, search
 from dpflash.bench.published import read_reports, reported_rows
@@ -137,7 +136,7 @@ def test_a_figure_is_of_the_longest_call_that_went_well(monkeypatch):
     assert row["call_seconds"] == 4096 / 1e6 and row["peak_memory_mb"] == 4.0
     assert row["bytes_per_token"] == 1024.0
     for _, cell in SUITE.tables[0].columns:
-        assert results.shown(cell(row))
+        assert output.shown(cell(row))
 
 
 @pytest.mark.parametrize("error", [2e-4, math.inf, math.nan])

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from dpflash.bench.document import Chart, Table, column, config
+from dpflash.bench.document import Chart, Table, column
 from dpflash.bench.output import row
 from dpflash.bench.picture import draw
 from dpflash.bench.suite import Suite
 
 HELD = {"device": "CPU of a test", "threads": 1, "date": "2026-11-22", "quick": False}
 CHART = Chart(
-    "s", "A chart", config("tokens", "T"), column("median_ms", "ms"), lambda r: r["config"]["who"]
+    "s", "A chart", column("tokens", "T"), column("median_ms", "ms"), lambda r: r["config"]["who"]
 )
 
 

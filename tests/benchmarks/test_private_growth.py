@@ -2,12 +2,11 @@
 
 import pytest
 
-from dpflash.bench.document import markdown
+from dpflash.bench.document import markdown, page
 from dpflash.bench.growth import BATCH, BATCH_TABLES, BATCHES, SEQUENCE, TOKENS, optimal_batch
 from dpflash.bench.output import row
 from dpflash.bench.private import AUTO
 from dpflash.bench.suite import Request, Suite
-from dpflash.bench.suite_pages import page
 
 LIMIT = 1000.0
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpflash.bench import output as results
-from dpflash.bench import quality
+from dpflash.bench import output, quality
 from dpflash.bench.quality import QUALITY, Contestant, Size, contestants
 from dpflash.bench.suite import Request
 from dpflash.patterns import BlockSparse, Dense
@@ -29,7 +28,7 @@ def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
     names_of_seeds = {"dense, another seed": 1, "dense, a third seed": 2}
     assert {"sparse 50%", "sparse 75%", "sparse 90%", "dilated", "adaptive"} <= set(names)
     for row in rows:
-        assert set(results.COLUMNS) <= set(row) and row["section"] == "quality"
+        assert set(output.COLUMNS) <= set(row) and row["section"] == "quality"
         assert row["correct"] and row["error"] < 1e-4
         assert row["held_out_loss"] < row["loss_before"]
         if row["baseline"] is not None:
@@ -38,7 +37,7 @@ def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
             assert low <= row["difference"] <= high
         assert row["config"]["seed"] == REQUEST.seed + names_of_seeds.get(row["what"], 0)
         for _, cell in QUALITY:
-            results.shown(cell(row))
+            output.shown(cell(row))
 
 
 def test_patterns_that_see_the_same_learn_the_same(monkeypatch):

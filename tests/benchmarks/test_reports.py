@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpflash.bench import output as results
+from dpflash.bench import output
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
 from dpflash.bench.published import Answer, Figure, Reported, read_reports, reported_rows
@@ -58,7 +58,7 @@ _BY_FUNCTIONS = {
 
 
 def _made_up(name: str, config: Any, columns: Any) -> dict[str, Any]:
-    return results.row(
+    return output.row(
         name,
         config,
         **{

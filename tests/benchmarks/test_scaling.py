@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from dpflash.bench import isolated, scaling, scaling_tasks
-from dpflash.bench import output as results
+from dpflash.bench import isolated, output, scaling, scaling_tasks
 from dpflash.bench import ranks as ranks_suite
 from dpflash.bench.document import key_insights, markdown
 from dpflash.bench.isolated import Place, RankFailed, run_ranks
@@ -59,7 +58,7 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     assert (environment["clock"], environment["threads"]) == ("wall", 1)
     by_section = {section: [] for section in scaling.SECTIONS}
     for row in rows:
-        assert set(results.COLUMNS) <= set(row)
+        assert set(output.COLUMNS) <= set(row)
         by_section[row["section"]].append(row)
     timed = [row for name in ("attention", "reported", "training") for row in by_section[name]]
     for row in timed:
@@ -93,7 +92,7 @@ def returned(seconds, alone=None, *, correct=True, error=1e-6, gain=1, **more):
 
 
 def row_of(*ranks, **options):
-    row = results.row("a", {}, section="training", ranks=len(ranks))
+    row = output.row("a", {}, section="training", ranks=len(ranks))
     fill(row, ranks, **options)
     return row
 
@@ -139,7 +138,7 @@ def test_ranks_whose_sum_is_wrong_have_no_figures(error, tmp_path):
     found["complete"] = True
     suite = scaling_suite(Options())
     assert "| NO |" in markdown(suite, found)
-    results.write_picture(tmp_path / "x.png", draw(suite, found))
+    output.write_picture(tmp_path / "x.png", draw(suite, found))
 
 
 def test_noise_does_not_carry_a_timed_model_off(monkeypatch):

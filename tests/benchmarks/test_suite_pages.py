@@ -2,9 +2,8 @@
 
 import pytest
 
-from dpflash.bench import suite_pages
-from dpflash.bench.document import columns
-from dpflash.bench.suite_pages import page
+from dpflash.bench import document
+from dpflash.bench.document import columns, page
 from dpflash.bench.suites import SUITES, suite_named
 
 TEXT = """Not read.
@@ -34,10 +33,10 @@ in lines.
 @pytest.fixture
 def text(monkeypatch, tmp_path):
     (tmp_path / "suite_pages.md").write_text(TEXT)
-    monkeypatch.setattr(suite_pages, "__file__", str(tmp_path / "suite_pages.py"))
-    suite_pages.texts.cache_clear()
+    monkeypatch.setattr(document, "__file__", str(tmp_path / "document.py"))
+    document.texts.cache_clear()
     yield
-    suite_pages.texts.cache_clear()
+    document.texts.cache_clear()
 
 
 def test_a_page_has_itstexts_in_paragraphs_with_the_values(text):
@@ -63,12 +62,12 @@ def test_a_missing_heading_or_value_raises(text):
 
 
 def test_a_glossary_has_each_term(text):
-    assert suite_pages.glossary("words") == {"one": "the first word", "two": "a: b"}
+    assert document.glossary("words") == {"one": "the first word", "two": "a: b"}
 
 
 def test_every_heading_is_a_suite_or_one_of_its_tables():
     tables = {f"{name}/{table.section}" for name in SUITES for table in suite_named(name).tables}
-    assert set(suite_pages.texts()) - {
+    assert set(document.texts()) - {
         "glossary",
         "legend",
         "results",

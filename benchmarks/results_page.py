@@ -9,12 +9,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .document import bullets, legend
+from .document import bullets, glossary, legend, texts
 from .headline import PICTURE, newest, sentences
 from .output import markdown_table
 from .published import Report, report_parts, reported_rows
 from .result_files import Files, ResultFile, device_names, load
-from .suite_pages import glossary, texts
 
 
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:

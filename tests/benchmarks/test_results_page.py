@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dpflash.bench import output as bench_results
-from dpflash.bench.page import render
 from dpflash.bench.published import Answer, Figure, Report, Reported, ReportTable
 from dpflash.bench.result_files import device_names
+from dpflash.bench.results_page import render
 
 ROOT = Path(__file__).resolve().parents[2]
 
