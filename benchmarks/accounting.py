@@ -169,13 +169,11 @@ def query(
     limit_s: float,
     noise: float = NOISE,
     phases: int = 1,
-    warm: bool = False,
 ) -> Subject:
     """One epsilon of phases whose noise rises by up to 1, each of so many steps.
 
-    `warm`: of an accountant that has answered, after one more step; else of a new one, and the
-    noise is shifted in each call so that no cache helps. `limit_s` is the limit for one call of a
-    peer, in seconds.
+    The accountant is a new one in each call, and the noise is shifted, so that no cache helps.
+    `limit_s` is the limit for one call of a peer, in seconds.
     """
 
     def history(shift: float = 0.0) -> list[Phase]:
@@ -186,29 +184,15 @@ def query(
     above = value / truth - 1 if truth else None
     calls = itertools.count(1)
 
-    def cold_step() -> float:
+    def step() -> float:
         return epsilon(provider, history(1e-7 * next(calls)), DELTA)
 
     return Subject(
-        _warm_step(provider, history()) if warm else cold_step,
+        step,
         lambda: _shortfall(value, truth),
         _ROUNDING,
         figures={"epsilon": value, "lower_end": truth, "above": above},
     )
-
-
-def _warm_step(provider: str, phases: Sequence[Phase]) -> Callable[[], float]:
-    accountant, (noise, rate, _) = build(provider, phases), phases[-1]
-    accountant.get_epsilon(DELTA)
-
-    def step() -> float:
-        if provider.startswith("google"):
-            accountant.compose(_google_event(noise, rate))
-        else:
-            accountant.step(noise_multiplier=noise, sample_rate=rate)
-        return float(accountant.get_epsilon(DELTA))
-
-    return step
 
 
 def calibration(
@@ -340,9 +324,8 @@ def _settings(every: int) -> list[tuple[list[Phase], float, float]]:
 def _plan(request: Request) -> Iterator[Comparison | Part]:
     quick = request.quick
     limit = {"limit_s": 1.0 if quick else 10.0}
-    for kind in ("cold",) if quick else ("cold", "warm"):
-        given = {"warm": kind == "warm", "noise": NOISE, "steps": 1000 if quick else 10_000}
-        yield _beside_contour("query", kind, query, {**given, **limit})
+    given = {"noise": NOISE, "steps": 1000 if quick else 10_000}
+    yield _beside_contour("query", "cold", query, {**given, **limit})
     for target, rate, steps in [(8.0, 0.01, 100)] if quick else TARGETS:
         given = {"target_epsilon": target, "sample_rate": rate, "steps": steps, **limit}
         yield _beside_contour("calibration", f"{target:g}", calibration, given)
@@ -357,10 +340,6 @@ def _beside_contour(section: str, name: str, subject: Build, given: dict[str, An
     return compared(*own, peers=PEERS)
 
 
-def _cold_or_warm(row: Row) -> str:
-    return "warm" if row["config"]["warm"] else "cold"
-
-
 def _six_digits(row: Row) -> str | None:
     return None if row.get("epsilon") is None else f"{row['epsilon']:.6g}"
 
@@ -371,7 +350,7 @@ _EPSILON = (
 )
 _TIME = (*TIME, SPEEDUP)
 _TABLES = {
-    "query": columns("provider", [("", _cold_or_warm)], "steps", _TIME, _EPSILON),
+    "query": columns("provider | steps", _TIME, _EPSILON),
     "calibration": columns(
         "provider | target_epsilon: target | sample_rate: q | steps",
         _TIME,
@@ -390,7 +369,7 @@ SUITE = Suite(
     **page("accounting", _TABLES, {"delta": DELTA, "rate": RATE, "noise": NOISE}),
     plan=_plan,
     charts=(
-        chart("query", "One query", ("", _cold_or_warm), "median_ms: ms", "provider"),
+        chart("query", "One query", "steps", "median_ms: ms", "provider"),
         chart("schedule", "One query of a schedule", _PHASES, "median_ms: ms", "provider"),
     ),
 )

@@ -272,6 +272,6 @@ def _run_rank(
         dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, RankError) or any(text in str(error) for text in _LOST):
-            time.sleep(_SECONDS_FOR_OTHERS)
+            threading.Event().wait(_SECONDS_FOR_OTHERS)
         raise
     _result(folder, rank).write_bytes(pickle.dumps(result))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.grad_rules.convert import make_groups
-from dpflash.kernels import gaussian_noise_
 
-from .private_tasks import Task, ghost_task, head_task, lm, make_task
+from .private_tasks import Task, ghost_task, head_task, make_task
 from .suite import Subject, Unsupported, worst
 from .timing import Step
 from .work import Work, count_work
@@ -43,8 +41,6 @@ DPFLASH = {
 }
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
-# Not steps: ChaCha20 noise, torch.normal, and a copy of as many numbers.
-ALONE = ("secure-noise-alone", "torch-noise-alone", "copy-alone")
 
 # Below the norms of all samples in all layers, so that each sample is clipped.
 MAX_GRAD_NORM = 0.1
@@ -54,8 +50,6 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 # Where dpflash computes norms without the gradients, it adds a bound of the rounding: at most this
 # part of the norm. The Gram form on a GPU adds more.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
-# Of the standard deviation and the mean of ten thousand normal numbers or more.
-_NOISE_TOLERANCE = 0.03
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -327,48 +321,6 @@ def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
         plain.flops + sum(use.flops for use in uses),
         plain.moved_bytes + sum(use.moved_bytes for use in uses),
     )
-
-
-def noise_subject(
-    *, provider: str, batch: int, dtype: str, device: str, seed: int, **shape: int
-) -> Subject:
-    """One of ALONE on sums of the shapes of the lm's parameters; batch and dtype do not matter."""
-    model = lm(**shape).to(device)
-    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    copies = [torch.ones_like(total) for total in sums]
-    generator = torch.Generator(device).manual_seed(seed)
-    key, numbers = seed.to_bytes(32, "little"), itertools.count(1)
-
-    def secure() -> None:
-        each: dict[str, Any] = {"std": 1.0, "grid": 2.0**-30, "key": key, "step": next(numbers)}
-        for parameter_id, total in enumerate(sums):
-            gaussian_noise_(total, parameter_id=parameter_id, **each)
-
-    def plain() -> None:
-        for total in sums:
-            total.add_(torch.normal(0.0, 1.0, total.shape, generator=generator, device=device))
-
-    def copy() -> None:
-        for total, copied in zip(sums, copies, strict=True):
-            copied.copy_(total)
-
-    step = dict(zip(ALONE, (secure, plain, copy), strict=True))[provider]
-
-    def error() -> float:
-        before = [total.clone() for total in sums]
-        step()
-        if step is copy:
-            pairs = zip(copies, sums, strict=True)
-            return worst(float((one - other).abs().max()) for one, other in pairs)
-        return off_standard_normal([total - old for total, old in zip(sums, before, strict=True)])
-
-    return Subject(step, error, 0.0 if step is copy else _NOISE_TOLERANCE)
-
-
-def off_standard_normal(noise: Sequence[Tensor]) -> float:
-    """How far the mean is from 0 or the standard deviation from 1, whichever is more."""
-    values = torch.cat([one.flatten() for one in noise]).double()
-    return worst((abs(float(values.mean())), abs(float(values.std()) - 1)))
 
 
 def ghost_subject(*, provider: str, **task: Any) -> Subject:

@@ -17,18 +17,15 @@ from .document import (
     insight,
     overhead,
     page,
-    ratio,
     shown_overhead,
 )
 from .private import (
-    ALONE,
     AUTO,
     DPFLASH,
     NONPRIVATE,
     OPACUS,
     ghost_subject,
     head_subject,
-    noise_subject,
     private_subject,
 )
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
@@ -115,26 +112,19 @@ def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequenc
 
 
 def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
-    """A whole step by each provider, and the noise by itself."""
+    """A whole step by each provider."""
     name = f"B{shape['batch']}-T{shape['tokens']}"
-    whole, alone = (
-        compared(
-            f"step/{name}",
-            build,
-            "provider",
-            names,
-            given,
-            section="step",
-            baseline=providers[0],
-            peers=_PEERS,
-            columns={"shape": name},
-        )
-        for build, names, given in (
-            (private_subject, providers, {"model": "lm", **shape}),
-            (noise_subject, ALONE, shape),
-        )
+    return compared(
+        f"step/{name}",
+        private_subject,
+        "provider",
+        providers,
+        {"model": "lm", **shape},
+        section="step",
+        baseline=providers[0],
+        peers=_PEERS,
+        columns={"shape": name},
     )
-    return Comparison([*whole.measurements, *alone.measurements], whole.baseline)
 
 
 def _derive(rows: Sequence[Row]) -> Iterator[Row]:
@@ -144,8 +134,6 @@ def _derive(rows: Sequence[Row]) -> Iterator[Row]:
     for shape, own in shapes.items():
         yield from _best_clipping(shape, own)
         yield from _beside_opacus(shape, own)
-    yield from _register_gain(rows)
-    yield from _head_memory(rows)
 
 
 def _timed(rows: Sequence[Row], section: str) -> list[Row]:
@@ -190,29 +178,6 @@ def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
             low, high = times.ci95
             text = f"{shape}: {peer} takes {_shown(times)} times as long as {AUTO}."
             yield insight(f"{peer}/{shape}", text, ratio=times.median, low=low, high=high)
-
-
-def _register_gain(rows: Sequence[Row]) -> Iterator[Row]:
-    own = [row for row in _timed(rows, "ghost") if row["config"]["provider"] == OPACUS[2]]
-    own = [row for row in own if row.get("speedup") is not None]
-    if own:
-        row = max(own, key=lambda row: row["config"]["tokens"])
-        text = (
-            f"register() makes Opacus' ghost clipping {ratio(row)} times as fast "
-            f"at T = {row['config']['tokens']}."
-        )
-        yield insight("register", text, speedup=row["speedup"])
-
-
-def _head_memory(rows: Sequence[Row]) -> Iterator[Row]:
-    peaks = {row["name"]: row["peak_memory_mb"] for row in _timed(rows, "head")}
-    dense, chunked = (peaks.get(f"head/{head}-{AUTO}") for head in ("dense", "chunked"))
-    if dense and chunked:
-        text = (
-            f"A private step of the dense head takes {dense / chunked:.1f} times the memory of "
-            "one of the chunked head."
-        )
-        yield insight("head", text, ratio=dense / chunked)
 
 
 SUITE = Suite(

@@ -15,23 +15,22 @@ QUICK = Request(quick=True, threads=1, has_progress=False)
 
 
 @pytest.mark.parametrize("provider", ["contour", "rdp", "opacus rdp", "google rdp"])
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_a_query_gives_an_epsilon_that_is_not_below_the_certified_bound(provider, warm):
-    subject = accounting.query(provider=provider, warm=warm, **QUERY)
+def test_a_query_gives_an_epsilon_that_is_not_below_the_certified_bound(provider):
+    subject = accounting.query(provider=provider, **QUERY)
     assert subject.error() <= subject.tolerance
     assert subject.figures["epsilon"] >= subject.figures["lower_end"] > 0
     first, second = subject.step(), subject.step()
-    # A warm query has one step more; a cold one has a little more noise each time.
-    expected = accounting.epsilon(provider, [(1.0, 0.01, 100 + warm)], 1e-5)
+    # Each call has a little more noise than the one before.
+    expected = accounting.epsilon(provider, [(1.0, 0.01, 100)], 1e-5)
     assert first == pytest.approx(expected)
-    assert (second > first) if warm else (second < first)
+    assert second < first
 
 
 @pytest.mark.parametrize("provider", ["contour", "rdp", "opacus prv"])
 def test_an_epsilon_below_the_certified_bound_is_wrong_by_its_shortfall(provider, monkeypatch):
-    right = accounting.query(provider=provider, warm=False, **QUERY).figures["lower_end"]
+    right = accounting.query(provider=provider, **QUERY).figures["lower_end"]
     monkeypatch.setattr(accounting, "epsilon", lambda *_: 0.9 * right)
-    subject = accounting.query(provider=provider, warm=False, **QUERY)
+    subject = accounting.query(provider=provider, **QUERY)
     assert subject.error() == pytest.approx(0.1) and subject.error() > subject.tolerance
 
 
@@ -41,7 +40,7 @@ def test_an_infinite_epsilon_is_right_only_where_the_truth_is(monkeypatch):
     assert accounting._shortfall(math.inf, math.inf) == 0.0
     assert accounting._shortfall(1.0, math.inf) == 1.0
     monkeypatch.setattr(accounting, "epsilon", lambda *_: math.inf)
-    subject = accounting.query(provider="rdp", warm=False, **QUERY)
+    subject = accounting.query(provider="rdp", **QUERY)
     assert not subject.error() <= subject.tolerance
 
 
@@ -52,7 +51,7 @@ def test_no_accountant_is_judged_by_its_own_lower_end(monkeypatch):
         accounting, "lower_end", lambda name, *a: asked.append(name) or real(name, *a)
     )
     for provider in ("contour", "pld", "rdp"):
-        accounting.query(provider=provider, warm=False, **QUERY)
+        accounting.query(provider=provider, **QUERY)
     assert asked == ["pld", "contour", "contour"]
 
 
@@ -89,7 +88,7 @@ def test_a_peer_that_is_not_installed_is_asked_for(module, monkeypatch):
     for name in {module, *loaded}:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Unsupported, match="pip install"):
-        accounting.query(provider=provider, warm=False, **QUERY)
+        accounting.query(provider=provider, **QUERY)
     with pytest.raises(Unsupported, match="pip install"):
         accounting.calibration(
             provider=provider, target_epsilon=1.0, sample_rate=0.01, steps=5, **SMALL
@@ -106,12 +105,12 @@ def test_a_peer_that_takes_too_long_or_refuses_has_a_reason(monkeypatch):
 
     monkeypatch.setattr(accounting, "epsilon", endless)
     with pytest.raises(Unsupported, match=r"took longer than 0\.05 s"):
-        accounting.query(provider="opacus prv", warm=False, **{**QUERY, "limit_s": 0.05})
+        accounting.query(provider="opacus prv", **{**QUERY, "limit_s": 0.05})
     monkeypatch.setattr(accounting, "epsilon", refuse)
     with pytest.raises(Unsupported, match="ValueError: the budget is too low"):
-        accounting.query(provider="opacus prv", warm=False, **QUERY)
+        accounting.query(provider="opacus prv", **QUERY)
     with pytest.raises(ValueError, match="budget"):
-        accounting.query(provider="contour", warm=False, **QUERY)
+        accounting.query(provider="contour", **QUERY)
 
 
 def test_the_summary_of_a_table_counts_epsilons_below_the_truth():
@@ -157,7 +156,7 @@ def test_every_provider_has_a_row_in_every_part():
             assert comparison.baseline in names
             peers = [m.config["provider"] for m in comparison.measurements if "peer" in m.columns]
             assert peers == list(accounting.PEERS)
-    assert len(comparisons) == 2 + len(accounting.TARGETS) + len(accounting.SCHEDULES)
+    assert len(comparisons) == 1 + len(accounting.TARGETS) + len(accounting.SCHEDULES)
 
 
 def test_warnings_of_a_peer_are_in_its_row_and_are_not_printed(monkeypatch, capfd):

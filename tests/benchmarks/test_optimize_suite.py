@@ -22,8 +22,8 @@ def test_a_loop_over_samples_confirms_the_gradient_of_a_level(level):
     assert (subject.dtype == "bfloat16") == (level == "balanced")
     assert subject.tokens == 72
     subject.step()
-    assert any(change.startswith("privacy") for change in subject.told()["changes"])
-    used = subject.told()
+    assert any(change.startswith("privacy") for change in subject.late_figures()["changes"])
+    used = subject.late_figures()
     assert used["fell_back"] is None and used["compiled"] is False
     assert (used["dtype"], used["clipping"]) == (subject.dtype, "flat")
 
@@ -42,10 +42,13 @@ def test_a_row_whose_compiler_failed_names_it_and_ran_eagerly(monkeypatch):
     monkeypatch.setattr(leveled, "_BACKEND", fails)
     monkeypatch.setattr(optimization, "_missing_compiler", lambda device: None)
     subject = optimize.optimize_subject(level="aggressive", device="cpu", seed=0, **TINY)
-    assert "torch.compile" in subject.told()["summary"] and subject.told()["fell_back"] is None
+    assert (
+        "torch.compile" in subject.late_figures()["summary"]
+        and subject.late_figures()["fell_back"] is None
+    )
     with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
         subject.step()
-    used = subject.told()
+    used = subject.late_figures()
     assert "torch.compile" not in used["summary"] and used["compiled"] is False
     assert (used["dtype"], used["clipping"]) == ("bfloat16", "per_layer")
     assert "no such instruction" in used["fell_back"] and used["fell_back"] in used["changes"]

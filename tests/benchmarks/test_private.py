@@ -10,7 +10,6 @@ import torch
 from dpflash import PrivacyEngine
 from dpflash.bench import private, private_tasks
 from dpflash.bench.private import (
-    ALONE,
     DPFLASH,
     NONPRIVATE,
     OPACUS,
@@ -20,7 +19,6 @@ from dpflash.bench.private import (
     gradient_error,
     head_subject,
     make_training,
-    noise_subject,
     private_subject,
 )
 from dpflash.bench.private_step import HEAD_FAMILIES
@@ -174,18 +172,6 @@ def test_work_by_the_planner_is_the_work_that_is_counted(provider):
     plain = count_work(training_of(task, NONPRIVATE).step)
     planned = private.add_planned_work(plain, training.engine)
     assert planned.flops == pytest.approx(counted.flops, rel=0.01)
-
-
-@pytest.mark.parametrize("provider", ALONE)
-def test_noise_alone_is_standard_normal_and_a_copy_is_a_copy(provider):
-    measured = noise_subject(provider=provider, **{**LM, "head_dim": 64}, **HERE)
-    assert measured.error() <= measured.tolerance
-
-
-def test_noise_of_another_scale_or_mean_is_found():
-    noise = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
-    for shown, is_right in ((noise, True), (1.1 * noise, False), (noise + 0.1, False)):
-        assert (private.off_standard_normal([shown]) <= private._NOISE_TOLERANCE) == is_right
 
 
 @pytest.mark.parametrize("provider", ["nonprivate", "opacus-ghost", "opacus-ghost-registered"])

@@ -6,7 +6,7 @@ import pytest
 
 from dpflash.bench import private, private_step, suite
 from dpflash.bench.output import row
-from dpflash.bench.private_step import ABSENT, ALONE, AUTO, SUITE
+from dpflash.bench.private_step import ABSENT, AUTO, SUITE
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort, speedup, summarize
 from dpflash.clipping.device_speed import Ceilings
@@ -43,9 +43,9 @@ def test_a_cpu_measures_every_provider_the_fast_ones_on_a_long_sequence_and_peer
         {name.split("/")[2] for name in measurements if name.startswith(f"step/{place}/")}
         for place in ("B16-T256", "B4-T2048")
     )
-    assert short == {*private.PROVIDERS, *ALONE} - {"opacus-ghost-registered"}
+    assert short == {*private.PROVIDERS} - {"opacus-ghost-registered"}
     ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-stored", "per_layer", "per_block")}
-    assert long == {"nonprivate", "opacus-hooks", *ours, *ALONE}
+    assert long == {"nonprivate", "opacus-hooks", *ours}
     peers = {one.config["provider"] for one in measurements.values() if one.columns.get("peer")}
     assert peers == {"opacus-hooks", "opacus-ghost"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpflash.bench import environment, timing, versus_worker
+from dpflash.bench import environment, timing
 from dpflash.bench import suite as suite_module
 from dpflash.bench.compare import compare
 from dpflash.bench.document import (
@@ -23,7 +23,6 @@ from dpflash.bench.document import (
     Chart,
     Table,
     column,
-    config,
     key_insights,
     milliseconds,
 )
@@ -64,8 +63,8 @@ def measurement(name, peer=False, **given):
 
 
 def toy(*comparisons, **more):
-    charts = [Chart("products", "products", config("size"), column("median_ms"), lambda r: "x")]
-    columns = (column("name"), config("size"), *FIGURES, SPEEDUP)
+    charts = [Chart("products", "products", column("size"), column("median_ms"), lambda r: "x")]
+    columns = (column("name"), column("size"), *FIGURES, SPEEDUP)
     return Suite(
         name="toy",
         title="A toy",
@@ -282,10 +281,6 @@ def test_the_worst_of_errors_is_infinite_where_one_is_no_number(bad, place):
     assert worst(errors) == 1e-7
     errors[place] = bad
     assert worst(errors) == math.inf
-    tensors = [torch.ones(2) for _ in errors]
-    assert versus_worker._furthest(tensors, [torch.full((2,), 2.0)] * 3) == pytest.approx(0.5)
-    tensors[place] = torch.tensor([1.0, bad])
-    assert versus_worker._furthest(tensors, [torch.full((2,), 2.0)] * 3) == math.inf
 
 
 @pytest.fixture
