@@ -24,7 +24,7 @@ SAMPLES, CONTEXT, NODE = "private_training", "context", "nodes"
 RANKS = (1, 2, 4, 8, 16)
 CONTEXT_RANKS = NODES = (1, 2, 4, 8)
 
-TIMEOUT = 900.0
+_TIMEOUT = 900.0  # of one launch of ranks, seconds
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
@@ -76,7 +76,6 @@ def on_ranks(
     rows: Sequence[Row],
     function: Callable[..., list[dict[str, Any]]],
     request: Request,
-    timeout: float = TIMEOUT,
     *,
     is_short: bool = False,
     **arguments: Any,
@@ -86,7 +85,7 @@ def on_ranks(
     try:
         if device == "cuda" and ranks > torch.cuda.device_count():
             raise Unsupported(f"{ranks} GPUs: this machine has {torch.cuda.device_count()}")
-        returned = run_ranks(function, ranks, device=device, timeout=timeout, **arguments)
+        returned = run_ranks(function, ranks, device=device, timeout=_TIMEOUT, **arguments)
         for number, row in enumerate(rows):
             row["oversubscribed"] = device == "cpu" and ranks > usable_cores()
             fill(row, [one[number] for one in returned], is_short=is_short)
@@ -133,7 +132,7 @@ def step_seconds(case: TrainingCase, request: Request) -> float:
     """Seconds of one step by one rank; 0 of a wrong one, which its row reports."""
     given = {"case": case, "alone": case, "effort": Effort(0, 1)}
     device = request.where.type
-    ((found,),) = run_ranks(measure_training, 1, device=device, timeout=TIMEOUT, **given)
+    ((found,),) = run_ranks(measure_training, 1, device=device, timeout=_TIMEOUT, **given)
     return float(found["seconds"][0]) if found["correct"] else 0.0
 
 

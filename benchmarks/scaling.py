@@ -16,7 +16,7 @@ from dpflash import _validate
 
 from .document import Chart, Column, column, columns, milliseconds, page
 from .environment import usable_cores
-from .ranks import EFFICIENCY, PEAK, TIMEOUT, P, X, blank_row, on_ranks
+from .ranks import EFFICIENCY, PEAK, P, X, blank_row, on_ranks
 from .scaling_tasks import (
     MODES,
     SCHEMES,
@@ -28,8 +28,6 @@ from .scaling_tasks import (
     spread,
 )
 from .suite import Request, Row, Suite
-
-SECTIONS = ("attention", "memory", "reported", "training")
 
 _MIB = 2**20
 _MOST_RANKS_A_CORE = 8
@@ -81,28 +79,7 @@ QUICK_SIZES = Sizes(
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the suite "scaling"."""
-
-    ranks: Sequence[int] = (1, 2, 4)  # numbers of ranks
-    sections: Sequence[str] = SECTIONS
-    timeout: float = TIMEOUT  # of one launch of ranks, seconds
-    sizes: Sizes | None = None  # None for the usual ones
-
-    def __post_init__(self) -> None:
-        for number in self.ranks:
-            _validate.positive_int(ranks=number)
-        for section in self.sections:
-            _validate.one_of(sections=(section, SECTIONS))
-        _validate.positive(timeout=self.timeout)
-        _validate.finite(timeout=self.timeout)
-        most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
-        if max(self.ranks) > most:
-            raise ValueError(
-                f"ranks={max(self.ranks)}: this machine has {usable_cores()} cores, too few "
-                f"for more than {most} ranks; pass fewer"
-            )
+RANKS = (1, 2, 4)
 
 
 def _is_possible(case: AttentionCase, ranks: int) -> bool:
@@ -116,14 +93,14 @@ def _is_possible(case: AttentionCase, ranks: int) -> bool:
 class _Sections:
     """The sections of the suite "scaling"."""
 
-    options: Options
+    ranks: Sequence[int]
+    sizes: Sizes | None
 
-    def plan(self, request: Request) -> Iterator[Callable[[Request], Iterator[Row]]]:
-        for section in self.options.sections:
-            yield getattr(self, section)
+    def plan(self, request: Request) -> Sequence[Callable[[Request], Iterator[Row]]]:
+        return self.attention, self.memory, self.reported, self.training
 
     def _sizes(self, request: Request) -> Sizes:
-        return self.options.sizes or (QUICK_SIZES if request.quick else FULL_SIZES)
+        return self.sizes or (QUICK_SIZES if request.quick else FULL_SIZES)
 
     def _attention(
         self,
@@ -138,9 +115,9 @@ class _Sections:
         """
         tokens, is_memory = cases[0].tokens, section == "memory"
         more = {} if is_memory else {"scaling": scaling}
-        given: dict[str, Any] = {"timeout": self.options.timeout, "tokens_alone": tokens}
+        given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if is_memory else request.calls
-        for ranks in self.options.ranks:
+        for ranks in self.ranks:
             whole = tokens * ranks if scaling == "weak" else tokens
             own = [replace(case, tokens=whole) for case in cases if _is_possible(case, ranks)]
             for turns in [[case] for case in own] if is_memory else [own]:
@@ -182,7 +159,7 @@ class _Sections:
     def training(self, request: Request) -> Iterator[Row]:
         """Private training steps, strong and weak scaling."""
         sizes = self._sizes(request)
-        for ranks in self.options.ranks:
+        for ranks in self.ranks:
             for scheme in SCHEMES:
                 if ranks == 1 and scheme == "fsdp2":
                     continue  # the same as replicated
@@ -194,7 +171,7 @@ class _Sections:
                     name = f"{scaling}/{scheme}/B{case.batch}/T{case.tokens}"
                     row = blank_row("training", name, case, ranks, scaling=scaling)
                     given: dict[str, Any] = {"case": case, "alone": alone}
-                    given |= {"timeout": self.options.timeout, "effort": request.calls}
+                    given["effort"] = request.calls
                     yield from on_ranks([row], measure_training, request, **given)
 
 
@@ -285,17 +262,25 @@ _CHARTS = (
 )
 
 
-def scaling_suite(options: Options) -> Suite:
-    """The suite "scaling" with these options."""
+def scaling_suite(ranks: Sequence[int] = RANKS, sizes: Sizes | None = None) -> Suite:
+    """The suite "scaling" on these numbers of ranks; sizes are for tests."""
+    for number in ranks:
+        _validate.positive_int(ranks=number)
+    most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
+    if max(ranks) > most:
+        raise ValueError(
+            f"ranks={max(ranks)}: this machine has {usable_cores()} cores, too few for more than "
+            f"{most} ranks; pass fewer"
+        )
     return Suite(
         name="scaling",
         **page(
             "scaling", {name: columns(spec, computed=_COMPUTED) for name, spec in _TABLES.items()}
         ),
-        plan=_Sections(options).plan,
+        plan=_Sections(ranks, sizes).plan,
         charts=_CHARTS,
         on_ranks=True,
     )
 
 
-SUITE = scaling_suite(Options())
+SUITE = scaling_suite()

@@ -213,23 +213,11 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ranks", metavar="P,P,...", default="1,2,4", help="numbers of ranks (default 1,2,4)"
     )
-    group.add_argument(
-        "--sections",
-        metavar="S,S,...",
-        help="attention, memory, reported, training (default all)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=900.0,
-        metavar="SECONDS",
-        help="timeout per launch of ranks (default 900)",
-    )
 
 
 def _scaling_suite(args: argparse.Namespace) -> Suite:
     """The suite that arguments of `_add_scaling_arguments` make."""
-    from dpflash.bench.scaling import SECTIONS, Options, scaling_suite
+    from dpflash.bench.scaling import scaling_suite
 
     try:
         ranks = tuple(dict.fromkeys(int(part) for part in args.ranks.split(",")))
@@ -237,5 +225,4 @@ def _scaling_suite(args: argparse.Namespace) -> Suite:
         raise ValueError(
             f"ranks={args.ranks!r}: expected numbers between commas; pass such as 1,2,4"
         ) from None
-    sections = args.sections.split(",") if args.sections else SECTIONS
-    return scaling_suite(Options(ranks, sections, args.timeout))
+    return scaling_suite(ranks)
