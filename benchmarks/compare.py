@@ -7,7 +7,7 @@ two samples. `significance` has the tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,8 +26,6 @@ MOST_MORE_MIB = 8.0
 SAME_CODE = 0.03
 # Of fewer trials a bootstrap of the median tells little, and the rank test has few values of p.
 FEWEST_TRIALS = 8
-# Load averages that differ by more than this factor and this number make times differ too.
-_LOADS_FACTOR, _LOADS_APART = 2, 1
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
 _SHOULD_AGREE = ("cores", "python", "torch")
 _REGRESSIONS = ("slower", "more memory", "fails", "lost")
@@ -40,32 +38,22 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """The comparison of one row.
+    """The comparison of one row."""
 
-    Attributes:
-        name: of the row.
-        verdict: "slower", "more memory", "slower, more memory", "fails" (wrong now, or no
-            measurement), "lost" (missing, without figures or measured in another way now),
-            "undecided" (it may be chance, or the runs cannot tell), "faster", "unchanged", "new"
-            or "not comparable".
-        old_ms, new_ms: medians.
-        ratio: new time over old time.
-        interval: (low, high) of the ratio, at the report's confidence.
-        p: of "it takes no longer" (of separate runs: no longer than the threshold allows),
-            corrected for the number of rows (Holm).
-        memory_ratio: new peak memory over the old one; None where the old one is 0.
-        note: the reason, where the verdict needs one.
-    """
-
-    name: str
+    name: str  # of the row
+    # "slower", "more memory", "slower, more memory", "fails" (wrong now, or no measurement),
+    # "lost" (missing, without figures or measured in another way now), "undecided" (it may be
+    # chance, or the runs cannot tell), "faster", "unchanged", "new" or "not comparable"
     verdict: str
-    old_ms: float | None = None
+    old_ms: float | None = None  # median
     new_ms: float | None = None
-    ratio: float | None = None
-    interval: tuple[float, float] | None = None
+    ratio: float | None = None  # new time over old time
+    interval: tuple[float, float] | None = None  # of the ratio, at the report's confidence
+    # Of "it takes no longer" (of separate runs: no longer than the threshold allows), corrected
+    # for the number of rows (Holm).
     p: float | None = None
-    memory_ratio: float | None = None
-    note: str = ""
+    memory_ratio: float | None = None  # new peak memory over the old one, unless that is 0
+    note: str = ""  # the reason, where the verdict needs one
 
     @property
     def is_regression(self) -> bool:
@@ -75,20 +63,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two results.
+    """The comparison of two results."""
 
-    Attributes:
-        lines: one for each measured row of either one.
-        paired: whether their trials took turns.
-        threshold: share by which a time or a memory may grow.
-        confidence: of the intervals; 1 less it is the chance of a false alarm over all rows.
-        warnings: what a reader must know.
-    """
-
-    lines: tuple[Line, ...]
-    paired: bool
-    threshold: float
-    confidence: float
+    lines: tuple[Line, ...]  # one for each measured row of either one
+    paired: bool  # whether their trials took turns
+    threshold: float  # share by which a time or a memory may grow
+    confidence: float  # of the intervals; 1 less it is the chance of a false alarm over all rows
     warnings: tuple[str, ...]
 
     @property
@@ -178,15 +158,12 @@ def compare(
     pairs = _pairs(old["rows"], new["rows"])
     lines = {name: _line(name, *pair) for name, pair in pairs.items()}
     timed = {name: _samples(pairs[name]) for name, line in lines.items() if line.ratio is not None}
-    reason = "" if turns else _unlike_loads(*environments)
+    unlike_loads = _are_loads_unlike(*environments)
     tests: dict[str, Test] = {}
-    undecided: dict[str, str] = {}
     for name, (a, b) in timed.items():
         if turns:
             tests[name] = of_turns(a, b, _launches(name, a, b, turns), confidence, threshold)
-        elif reason or min(len(a), len(b)) < FEWEST_TRIALS:
-            undecided[name] = reason or "too few trials"
-        else:
+        elif not unlike_loads and min(len(a), len(b)) >= FEWEST_TRIALS:
             tests[name] = of_samples(a, b, confidence, threshold)
     p_slower = holm({name: test.p_slower for name, test in tests.items()})
     p_faster = holm({name: test.p_faster for name, test in tests.items()})
@@ -194,14 +171,18 @@ def compare(
         if name in tests:
             p = (p_slower[name], p_faster[name])
             line = _judge(line, tests[name], p, threshold, 1 - confidence)
-        elif name in undecided:
-            line = replace(line, verdict="undecided", note=undecided[name])
+        elif name in timed:
+            line = replace(
+                line,
+                verdict="undecided",
+                note="unlike loads" if unlike_loads else "too few trials",
+            )
         lines[name] = _judge_memory(line, *pairs[name], threshold)
     if all(line.verdict in ("new", "not comparable") for line in lines.values()):
         raise Unusable(
             f"{' and '.join(names)}: no row of dpflash can be compared; pass two runs of one suite"
         )
-    warnings += _about_times(turns is not None, threshold, reason, list(undecided.values()))
+    warnings += _about_times(turns is not None, threshold, len(timed) - len(tests))
     return Report(tuple(lines.values()), turns is not None, threshold, confidence, tuple(warnings))
 
 
@@ -230,38 +211,31 @@ def _broken_off(files: tuple[Row, Row], names: tuple[str, str], force: bool) -> 
     return [f"{name}: the run was broken off" for name, is_whole in pairs if not is_whole]
 
 
-def _unlike_loads(old: Row, new: Row) -> str:
-    """The load averages, where they are too unlike to decide on times."""
-    given = [environment.get("load_average") for environment in (old, new)]
-    loads = [load for load in given if isinstance(load, int | float)]
-    if len(loads) < 2:
-        return ""
-    low, high = min(loads), max(loads)
-    is_unlike = high > _LOADS_FACTOR * low and high - low > _LOADS_APART
-    return f"load averages {loads[0]:g} and {loads[1]:g}" if is_unlike else ""
+def _are_loads_unlike(old: Row, new: Row) -> bool:
+    """Whether the load averages differ by more than 1 and a factor of 2, as times then do."""
+    a, b = old.get("load_average"), new.get("load_average")
+    return a is not None and b is not None and abs(a - b) > max(1, min(a, b))
 
 
-def _about_times(is_paired: bool, threshold: float, loads: str, undecided: list[str]) -> list[str]:
+def _about_times(is_paired: bool, threshold: float, undecided: int) -> Iterator[str]:
     """Warnings on how far times of these runs can be trusted."""
-    if is_paired:
-        text = (
+    if not is_paired:
+        yield (
+            "the runs are separate, so that a change of the machine between them looks like a "
+            "change of the code; in CI take `dpflash bench versus`, which measures two checkouts "
+            "in turns"
+        )
+    elif threshold < SAME_CODE:
+        yield (
             "launches are copies of one process for each checkout and share where its code lies: "
             f"equal code may differ by some {SAME_CODE:.0%}, more than the threshold and more "
             "than intervals say"
         )
-        return [text] * (threshold < SAME_CODE)
-    texts = [
-        "the runs are separate, so that a change of the machine between them looks like a change "
-        "of the code; in CI take `dpflash bench versus`, which measures two checkouts in turns"
-    ]
-    if loads:
-        texts.append(f"{loads} are too unlike to decide on times; measure again under equal load")
-    elif undecided:
-        texts.append(
-            f"{len(undecided)} rows have fewer than {FEWEST_TRIALS} trials, too few to decide on "
-            "times; run without --quick"
+    if undecided:
+        yield (
+            f"the times of {undecided} rows cannot be decided on; measure again without --quick, "
+            "under equal load"
         )
-    return texts
 
 
 def _pairs(old: list[Row], new: list[Row]) -> dict[str, tuple[Row | None, Row | None]]:
