@@ -10,15 +10,6 @@ from .accountant import Accountant, Phase
 from .events import ADD_REMOVE, Event, PoissonGaussian
 from .registry import as_accountant, as_phase
 
-__all__ = [
-    "epochs_to_steps",
-    "get_noise_multiplier",
-    "get_sample_rate",
-    "get_steps",
-    "noise_multiplier_for",
-    "remaining_steps",
-]
-
 _RELATIVE_TOLERANCE = 1e-4
 _SMALLEST_NOISE_MULTIPLIER = 0.01
 _LARGEST_NOISE_MULTIPLIER = 1e8

@@ -40,8 +40,6 @@ from .gaussian import gaussian_delta, gaussian_epsilon, one_step_delta, one_step
 from .pairs import Pairs, joint_noise
 from .pld import pld_delta, pld_epsilon
 
-__all__ = ["ContourAccountant"]
-
 _ROUNDS = 60
 _GOOD = 1e-6  # relative width of an interval below which no other contour is tried
 _LEAST_FLOAT = 5e-324

@@ -17,20 +17,6 @@ from scipy.special import ndtr
 from .cumulant import log_mgf, rough_log_mgf
 from .pairs import Pair, Pairs
 
-__all__ = [
-    "ADD",
-    "OCTAVE",
-    "REMOVE",
-    "TARGET_ERROR",
-    "RealAxis",
-    "Contour",
-    "ContourIntegral",
-    "apex_of",
-    "cut_probability",
-    "integral_along",
-    "representatives",
-]
-
 _Real = NDArray[np.float64]
 _Complex = NDArray[np.complex128]
 

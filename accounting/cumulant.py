@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from .pairs import Pair
 
-__all__ = ["log_mgf", "rough_log_mgf"]
-
 _Real = NDArray[np.float64]
 _Complex = NDArray[np.complex128]
 

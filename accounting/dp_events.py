@@ -32,8 +32,6 @@ from .events import (
     joint_noise_multiplier,
 )
 
-__all__ = ["from_dp_event", "to_dp_event"]
-
 _READINGS = ("bound", "sensitivity")
 
 

@@ -18,24 +18,6 @@ from scipy.special import betainc
 from . import _validate
 from .pairs import Pair
 
-__all__ = [
-    "ADD_REMOVE",
-    "RELATIONS",
-    "REPLACE_ONE",
-    "ZERO_OUT",
-    "Composed",
-    "Event",
-    "FixedSizeGaussian",
-    "Gaussian",
-    "PoissonGaussian",
-    "SelfComposed",
-    "ShuffledGaussian",
-    "TruncatedPoissonGaussian",
-    "event_from_dict",
-    "joint_noise_multiplier",
-    "truncation_probability",
-]
-
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
 

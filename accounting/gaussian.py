@@ -9,14 +9,6 @@ from ._search import smallest_passing
 from .accountant import Accountant, Interval
 from .pairs import Pair, Pairs, joint_noise
 
-__all__ = [
-    "GaussianAccountant",
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "one_step_delta",
-    "one_step_epsilon",
-]
-
 _EXACT = 1e-9  # relative error of the closed form, which never is below the exact value
 _ROUNDING = 4e-16
 

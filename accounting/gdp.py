@@ -9,8 +9,6 @@ from .accountant import Accountant, Interval
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .pairs import Pair, Pairs
 
-__all__ = ["GDPAccountant"]
-
 _LARGEST_EXPONENT = 600.0
 
 

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Pair", "Pairs", "canonical", "joint_noise"]
-
 
 @dataclass(frozen=True, order=True)
 class Pair:

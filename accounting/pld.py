@@ -20,8 +20,6 @@ from .pairs import Pairs, joint_noise
 from .pld_loss import UNIT, Array, optimistic, pessimistic
 from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 
-__all__ = ["PLDAccountant", "pld_delta", "pld_epsilon"]
-
 _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only closed-form bounds
 _MASS_ERROR = 1e-14  # relative, of one step's masses; and of the sums over the window:

@@ -17,16 +17,6 @@ from scipy.special import erf, log_ndtr
 
 from .pairs import Pair
 
-__all__ = [
-    "UNIT",
-    "Array",
-    "Atoms",
-    "LossDistribution",
-    "loss_distribution",
-    "optimistic",
-    "pessimistic",
-]
-
 Array = NDArray[Any]
 
 UNIT = float(np.finfo(np.float64).eps)

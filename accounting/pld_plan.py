@@ -16,8 +16,6 @@ import numpy as np
 from .pairs import Pair, Pairs
 from .pld_loss import Array, loss_distribution
 
-__all__ = ["TOLERANCE", "Plan", "Query", "log_kernel", "plan_of", "spacing_of"]
-
 TOLERANCE = 3e-4  # target error of each end, relative to epsilon
 _MOST_POINTS = 2**21
 _LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window

@@ -9,8 +9,6 @@ from typing import Any
 from .accountant import Accountant, Interval
 from .pairs import Pairs
 
-__all__ = ["PRVAccountant"]
-
 _EPSILON_ERROR = 0.01  # Opacus' defaults
 _DELTA_ERROR = 1e-3  # relative to delta
 

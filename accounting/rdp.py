@@ -19,8 +19,6 @@ from .accountant import Accountant, Interval
 from .cumulant import log_mgf
 from .pairs import Pair, Pairs
 
-__all__ = ["RDPAccountant", "compute_rdp"]
-
 _Array = NDArray[np.float64]
 
 

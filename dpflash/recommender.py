@@ -24,8 +24,6 @@ from .patterns import BlockSparse, Dense, Documents, Hierarchical, Pattern, Slid
 from .patterns import from_key as pattern_from_key
 from .patterns.reach import reaches_all
 
-__all__ = ["Candidate", "Quality", "Recommendation", "recommend"]
-
 DIRECTIONS = ("forward", "forward+backward")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Results = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None

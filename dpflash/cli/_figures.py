@@ -16,16 +16,6 @@ from dpflash.accounting import Accountant, Event, create_accountant
 
 from ._tables import described
 
-__all__ = [
-    "Curve",
-    "Tradeoff",
-    "check_plot",
-    "draw",
-    "epsilon_curve",
-    "save",
-    "tradeoff_of",
-]
-
 _MAX_POINTS = 60
 _EPSILONS, _ALPHAS = 64, 401
 _NEGLIGIBLE_DELTA = 1e-3  # smaller deltas change the curve by less than the plot can show

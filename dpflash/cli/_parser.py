@@ -7,8 +7,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Names", "Parser"]
-
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean ...?", or "" if no name is similar."""

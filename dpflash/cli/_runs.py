@@ -22,8 +22,6 @@ from dpflash.accounting import (
 from dpflash.accounting.events import RELATIONS
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, convert_event
 
-__all__ = ["Run", "accounting", "add_run_arguments", "run_of"]
-
 POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
 TRUNCATED_POISSON = "truncated_poisson"
 

@@ -13,17 +13,6 @@ from typing import Any
 from dpflash._validate import one_of
 from dpflash.accounting import Accountant
 
-__all__ = [
-    "add_output_arguments",
-    "as_json",
-    "check_output_arguments",
-    "described",
-    "rounded_down",
-    "rounded_up",
-    "table",
-    "upper_end",
-]
-
 FORMATS = ("text", "markdown", "latex")
 
 _SHOWN_DIGITS = 6

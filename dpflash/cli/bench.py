@@ -12,8 +12,6 @@ from ._parser import Names
 if TYPE_CHECKING:
     from dpflash.bench.suite import Suite
 
-__all__ = ["add_bench_arguments"]
-
 _COMPARED = (
     "Exit status: 0 where nothing regressed, or nothing could be decided; 1 where a row is "
     "significantly slower by more than the threshold, takes more memory by as much, was right and "

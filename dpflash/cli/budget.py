@@ -26,8 +26,6 @@ from ._tables import (
     upper_end,
 )
 
-__all__ = ["add_budget_arguments"]
-
 _COLUMNS = {
     "run": "run",
     "steps": "steps",

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["add_check_arguments"]
-
 _SHAPE = (
     "expected package.module:function or path/file.py:function, where function() returns "
     "(model, batch, loss_fn) and loss_fn(model, batch) the losses [B], or a scalar with "

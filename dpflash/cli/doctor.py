@@ -22,8 +22,6 @@ from dpflash.clipping.device_speed import (
     save_measured,
 )
 
-__all__ = ["add_doctor_arguments", "machine_report"]
-
 _OLDEST_TORCH = (2, 9)
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
 _GIB = 1024**3

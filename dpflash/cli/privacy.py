@@ -29,8 +29,6 @@ from ._tables import (
     upper_end,
 )
 
-__all__ = ["add_calibrate_arguments", "add_epsilon_arguments"]
-
 _ASSUMPTIONS = (
     "It holds for Poisson sampling (each sample enters each batch independently) and for data "
     "sets that differ by one added or removed sample, unless --sampler and "

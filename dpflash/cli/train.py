@@ -21,8 +21,6 @@ from typing import Any
 
 from dpflash.train.config import Parallelism, TrainingConfig
 
-__all__ = ["add_train_arguments"]
-
 _DEFAULT_OUT = Path("runs/train")
 _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
 _ONE_SIGNAL = 2.0  # seconds within which repeated signals count as one

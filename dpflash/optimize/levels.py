@@ -21,8 +21,6 @@ from torch import nn
 from ..clipping.planner import clipping_for
 from ..distributed.mesh import Ranks
 
-__all__ = ["PLAIN", "Asked", "Optimization", "choose"]
-
 
 @dataclass(frozen=True)
 class Asked:

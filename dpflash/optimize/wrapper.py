@@ -37,8 +37,6 @@ from ..verification.random_state import RandomState
 from ..verification.unchanged import Unchanged
 from .levels import Optimization
 
-__all__ = ["ForwardWrapper"]
-
 # Tests use a quicker one.
 _BACKEND = "inductor"
 _LOW = (torch.bfloat16, torch.float16)

@@ -16,8 +16,6 @@ from torch.utils.data import default_collate
 
 from .._validate import positive_int
 
-__all__ = ["Lengths", "PadTo", "tensors_of"]
-
 
 class PadTo:
     """A `collate_fn` that pads or cuts each sample to one public length.

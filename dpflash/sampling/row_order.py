@@ -18,8 +18,6 @@ from ..verification.digests import row_digests
 from .lengths import tensors_of
 from .tracker import BatchMark
 
-__all__ = ["RowOrder"]
-
 # A loop treats all batches alike. On a CPU all are checked; on a GPU each check waits for it.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16

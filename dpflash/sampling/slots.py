@@ -22,8 +22,6 @@ from dpflash.kernels import exact_slots, grid_of
 from ..privacy.keys import derive_key, uniform_words
 from .tracker import BatchMark
 
-__all__ = ["RealRows", "SlotSampler", "slots_of_draws", "slots_of_size"]
-
 # Largest fraction of padding rows, averaged over draws.
 MOST_PADDING = 0.1
 # With fewer samples for a rank, a microbatch of two rows would be half empty.

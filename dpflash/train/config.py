@@ -17,8 +17,6 @@ from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
 from ..privacy.spending import DEFAULT_ACCOUNTANT
 from .data import ByteDocuments, default_data_dir
 
-__all__ = ["Corpus", "Parallelism", "TrainingConfig", "TrainingState"]
-
 
 @dataclass(frozen=True)
 class TrainingConfig:

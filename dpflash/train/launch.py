@@ -21,8 +21,6 @@ from ..distributed.mesh import CONTEXT, DATA
 from .config import Parallelism, TrainingConfig
 from .ranks import Team
 
-__all__ = ["Launch", "describe_loss"]
-
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

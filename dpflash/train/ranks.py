@@ -18,8 +18,6 @@ from ..distributed.mesh import DATA, Ranks
 from ..nn import LongContextLM
 from .config import Parallelism
 
-__all__ = ["Team"]
-
 
 class Team:
     """This rank and the others of its job; a single process without a mesh.

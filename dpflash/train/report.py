@@ -17,8 +17,6 @@ from dpflash.accounting import Interval
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
 
-__all__ = ["make_report", "peak_memory_mb", "write_report"]
-
 REPORT = "report.json"
 PLOT = "training.png"
 

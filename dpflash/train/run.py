@@ -41,8 +41,6 @@ from .launch import Launch
 from .ranks import Team
 from .report import make_report, peak_memory_mb, write_report
 
-__all__ = ["Interrupted", "TrainingRun", "checkpoint_of", "holds_a_run"]
-
 # A single process writes a file, several ranks a folder. They have different names, so that the
 # new checkpoint is complete on disk before the one that it replaces is removed.
 CHECKPOINT = "checkpoint.pt"

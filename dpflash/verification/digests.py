@@ -12,8 +12,6 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["differing", "is_deterministic", "row_digests", "row_summaries", "tolerance"]
-
 _WORDS = 4096  # in a chunk, which one table of multipliers covers
 _LEVELS = 4  # chunks of chunks
 _AT_ONCE = {"cpu": 1 << 16}  # words; as many as caches hold

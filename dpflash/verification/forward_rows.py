@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .digests import differing, row_summaries, tolerance
 
-__all__ = ["ForwardRows", "OwnAttributes", "Replacement", "first_difference", "own_copies"]
-
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "

@@ -26,8 +26,6 @@ from .digests import differing, row_summaries, tolerance
 from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
 
-__all__ = ["OFF", "Proof", "allow_second_backwards"]
-
 # A model counts as proven after this many samples, in one batch or in several.
 _ENOUGH = 16
 # While something is unproven, the first batches are all tried, later ones at powers of two.

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState", "random_state_kept"]
-
 
 class RandomState:
     """The current state of the global generators.

@@ -17,8 +17,6 @@ from torch.distributed import ProcessGroup
 from .digests import is_deterministic, row_digests
 from .watch import WatchedGate, refuse_together
 
-__all__ = ["BackwardsDiffer", "FirstBackward", "SecondBackward"]
-
 # Relative growth of a norm in the second backward that counts as rounding.
 _ROUNDING = 2.0**-12
 _ROUNDING_16_BIT = 2.0**-9

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
-__all__ = ["Contents", "Unchanged", "check_allowed"]
-
 # Contents are compared in the first backward, and then once in this many.
 _EVERY = 64
 
