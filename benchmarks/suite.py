@@ -541,16 +541,10 @@ def worst(errors: Iterable[float]) -> float:
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
-def wrong_rows(found: Mapping[str, Any]) -> list[str]:
-    """Names of rows of dpflash whose result was wrong; they have no figures."""
-    return [
-        row["name"] for row in found["rows"] if row["correct"] is False and not row.get("peer")
-    ]
-
-
-def wrong_peers(found: Mapping[str, Any]) -> list[str]:
-    """Names of peers' rows whose result was wrong, which is a finding and no failure."""
-    return [row["name"] for row in found["rows"] if row["correct"] is False and row.get("peer")]
+def wrong_rows(found: Mapping[str, Any], *, peers: bool = False) -> list[str]:
+    """Names of rows of dpflash, or of peers, whose result was wrong; they have no figures."""
+    wrong = (row for row in found["rows"] if row["correct"] is False)
+    return [row["name"] for row in wrong if bool(row.get("peer")) == peers]
 
 
 def needs(name: str, config: Mapping[str, Any], reason: str, **columns: Any) -> Row:

@@ -20,19 +20,12 @@ HEAD_DIMS = (64, 128, 256)
 
 
 class Config(NamedTuple):
-    """Tile sizes and launch options of a kernel.
+    """Tile sizes and launch options of a kernel."""
 
-    Attributes:
-        block_m: rows of a tile (queries; keys for dkdv).
-        block_n: columns of a chunk.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # rows of a tile (queries; keys for dkdv)
+    block_n: int  # columns of a chunk
+    num_warps: int  # of a program
+    num_stages: int  # depth of the software pipeline
 
 
 # In the interpreter the sizes matter for coverage only: several tiles and chunks at small T.

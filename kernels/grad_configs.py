@@ -18,21 +18,13 @@ KERNELS: tuple[Kernel, ...] = ("per_sample_grad", "gram", "clipped_grad", "block
 
 
 class GradConfig(NamedTuple):
-    """Tile sizes and launch options of a kernel.
+    """Tile sizes and launch options of a kernel."""
 
-    Attributes:
-        block_m: rows of a tile (outputs; tokens for gram).
-        block_n: columns of a tile (inputs; tokens for gram, then equal to block_m).
-        block_k: terms of a step (tokens; inputs or outputs for gram).
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # rows of a tile (outputs; tokens for gram)
+    block_n: int  # columns of a tile (inputs; tokens for gram, then equal to block_m)
+    block_k: int  # terms of a step (tokens; inputs or outputs for gram)
+    num_warps: int  # of a program
+    num_stages: int  # depth of the software pipeline
 
 
 # In the interpreter the sizes matter for coverage only: several tiles and steps at small sizes.

@@ -10,6 +10,7 @@ The model without privacy takes the same number of steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -63,14 +64,6 @@ def train(provider: str, data: TensorDataset, noise: float, seed: int) -> tuple[
         "noise_multiplier": noise,
         "max_grad_norm": MAX_GRAD_NORM,
     }
-    if provider == NONPRIVATE:
-        batches = endless(options["data_loader"])
-        for _ in range(STEPS):
-            x, y = next(batches)
-            dpflash.losses.cross_entropy(model(x), y).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, 0.0
     if provider == "dpflash":
         engine = dpflash.PrivacyEngine(seed=seed)
         private, optimizer, loader = engine.make_private(**options)
@@ -80,15 +73,15 @@ def train(provider: str, data: TensorDataset, noise: float, seed: int) -> tuple[
             optimizer.zero_grad()
             if optimizer.releases == STEPS:
                 return engine.detach(private), engine.get_epsilon(DELTA)
-    engine = opacus.PrivacyEngine(accountant="prv")
-    private, optimizer, loader = engine.make_private(**options)
-    batches = endless(loader)
-    for _ in range(STEPS):
-        x, y = next(batches)
-        dpflash.losses.cross_entropy(private(x), y).mean().backward()
+    accountant = opacus.PrivacyEngine(accountant="prv")
+    loader = options["data_loader"]
+    if provider == "opacus":
+        model, optimizer, loader = accountant.make_private(**options)
+    for x, y in itertools.islice(endless(loader), STEPS):
+        dpflash.losses.cross_entropy(model(x), y).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return private, engine.get_epsilon(DELTA)
+    return model, accountant.get_epsilon(DELTA) if provider == "opacus" else 0.0
 
 
 def held_out_loss(model: nn.Module, data: TensorDataset) -> float:

@@ -80,7 +80,7 @@ def _run_suites(args: argparse.Namespace) -> int:
     from dpflash.bench.document import bullets, key_insights
     from dpflash.bench.isolated import brief
     from dpflash.bench.output import make_folder, require_drawing
-    from dpflash.bench.suite import Request, has_figures, run_suite, wrong_peers, wrong_rows
+    from dpflash.bench.suite import Request, has_figures, run_suite, wrong_rows
     from dpflash.bench.suites import suite_named
 
     # Refuses its arguments before anything is measured.
@@ -119,7 +119,7 @@ def _run_suites(args: argparse.Namespace) -> int:
             print(f"dpflash: bench {name} measured nothing here", file=sys.stderr)
         quick = " (a quick look, no figures to quote)" * args.quick
         print(f"{name}{quick}:\n{bullets(key_insights(found['rows']))}")
-        peers = wrong_peers(found)
+        peers = wrong_rows(found, peers=True)
         if peers:
             print(f"- Peers that were wrong or failed, without figures: {', '.join(peers)}.")
         print(f"written to {files}", flush=True)

@@ -7,7 +7,7 @@ import pytest
 
 from dpflash import accounting as accountants
 from dpflash.bench import accounting
-from dpflash.bench.suite import Comparison, Request, Unsupported, wrong_peers, wrong_rows
+from dpflash.bench.suite import Comparison, Request, Unsupported, wrong_rows
 
 SMALL = {"device": "cpu", "seed": 0, "limit_s": 60.0}
 QUERY = {**SMALL, "noise": 1.0, "steps": 100}
@@ -176,4 +176,4 @@ def test_a_peer_that_is_wrong_in_the_table_of_truths_is_no_failure_of_the_run(mo
     monkeypatch.setattr(accounting, "_settings", lambda every: [([], 1e-5, 1.0)])
     found = {"rows": list(accounting.truth_rows(QUICK))}
     assert wrong_rows(found) == ["truth/contour"]
-    assert wrong_peers(found) == ["truth/google pld"]
+    assert wrong_rows(found, peers=True) == ["truth/google pld"]
