@@ -20,20 +20,13 @@ _FEWEST_LAUNCHES = 3
 
 @dataclass(frozen=True)
 class Test:
-    """A test of log(new / old).
-
-    Attributes:
-        estimate: log(new / old).
-        interval: of the estimate.
-        p_slower, p_faster: of "it is not slower" and "it is not faster".
-        is_slower, is_faster: whether it is beyond the threshold; counts where p is significant.
-    """
+    """A test of log(new / old)."""
 
     estimate: float
-    interval: tuple[float, float]
-    p_slower: float
-    p_faster: float
-    is_slower: bool
+    interval: tuple[float, float]  # of the estimate
+    p_slower: float  # of "it is not slower"
+    p_faster: float  # of "it is not faster"
+    is_slower: bool  # whether it is beyond the threshold; counts where p is significant
     is_faster: bool
 
 

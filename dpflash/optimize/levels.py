@@ -24,23 +24,14 @@ from ..distributed.mesh import Ranks
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `make_private` that a level depends on.
+    """The arguments of `make_private` that a level depends on."""
 
-    Attributes:
-        level: one of `planner.LEVELS`.
-        clipping: None for that of the level.
-        mode: how flat clipping gets its norms.
-        public_batch_size: samples of a microbatch that the planner plans for.
-        memory_budget: bytes that their per-sample gradients may take.
-        ranks: the ranks that train the model.
-    """
-
-    level: str
-    clipping: str | None
-    mode: str
-    public_batch_size: int
-    memory_budget: int
-    ranks: Ranks
+    level: str  # one of `planner.LEVELS`
+    clipping: str | None  # None for that of the level
+    mode: str  # how flat clipping gets its norms
+    public_batch_size: int  # samples of a microbatch that the planner plans for
+    memory_budget: int  # bytes that their per-sample gradients may take
+    ranks: Ranks  # that train the model
 
 
 @dataclass(frozen=True)
