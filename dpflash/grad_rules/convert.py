@@ -47,9 +47,19 @@ def check_module(name: str, module: nn.Module) -> None:
             "rewrites the rows that the data look up, trainable or not, so they would leave "
             "without noise. Set max_norm=None"
         )
-    own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+    own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own:
         _check_owner(name, module, own)
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that no layer below it has too, as `decoder.bias` of BERT's head.
+
+    Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
+    and the step refuses the release.
+    """
+    below = {id(p) for child in module.children() for p in child.parameters()}
+    return {n: p for n, p in module._parameters.items() if p is not None and id(p) not in below}
 
 
 def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
@@ -113,7 +123,7 @@ def owners(
     return [
         (name, own)
         for name, module in model.named_modules()
-        if (own := [p for p in module.parameters(recurse=False) if id(p) in wanted])
+        if (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
 
 
@@ -138,7 +148,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
     Objects, parameters, buffers and state_dict keys stay the same.
     """
     for name, module in list(model.named_modules()):
-        own = {n: p for n, p in module._parameters.items() if p is not None}
+        own = _own_parameters(module)
         trained = any(p.requires_grad for p in own.values())
         rule = rule_for(module) if trained else block_rule_for(module)
         if rule is None:

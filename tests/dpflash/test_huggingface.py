@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import dpflash
 from dpflash.integrations import transformers as huggingface
@@ -456,3 +457,62 @@ def test_private_training_sums_the_clipped_gradients_of_sdpa(
         engine.backward(loss(model, ids, mask))
         found.append(sums(engine, model))
     assert distance(found[1], found[0]) <= 2e-6
+
+
+def _masked_lm(name, **more):
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **off, **more})
+    return getattr(transformers, f"{name}ForMaskedLM"), config
+
+
+MASKED = {
+    "BERT": bert,
+    "RoBERTa": lambda: _masked_lm("Roberta"),
+    "ALBERT": lambda: _masked_lm("Albert", embedding_size=16),
+    "DeBERTa": lambda: _masked_lm("DebertaV2"),
+    "BigBird": lambda: _masked_lm("BigBird", attention_type="original_full"),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_head_whose_bias_is_its_decoders_trains_as_a_loop_over_samples(
+    name, clipping, oracle, private, sums, distance
+):
+    model = model_of(MASKED[name], "eager").train()
+    data, keys = (tokens(4), tokens(4).flip(0)), list(model.state_dict())
+
+    def loss(model, x, y):
+        return dpflash.losses.cross_entropy(model(x).logits, y)
+
+    expected = oracle(model, loss, *data).clipped_sum(0.5, clipping)
+    engine, model, *_ = private(
+        model, *data, one_part=True, clipping=clipping, max_grad_norm=0.5, exact=False
+    )
+    engine.backward(loss(model, *data))
+    found = sums(engine, model)
+    assert list(model.state_dict()) == keys
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-5
+
+
+class _Head(nn.Module):
+    """BERT's: the decoder's bias hangs on the head too, which may use it by itself."""
+
+    def __init__(self, uses_it):
+        super().__init__()
+        self.decoder = nn.Linear(4, 4)
+        self.bias, self.uses_it = self.decoder.bias, uses_it
+
+    def forward(self, x):
+        return self.decoder(x) + (self.bias if self.uses_it else 0.0)
+
+
+def test_a_bias_that_its_head_uses_beside_the_decoder_is_refused(private):
+    for uses_it in (False, True):
+        engine, model, optimizer, _ = private(_Head(uses_it), torch.randn(4, 4), one_part=True)
+        engine.backward(model(torch.randn(4, 4)).square().mean(1))
+        if uses_it:
+            with pytest.raises(RuntimeError, match="'bias' is not the clipped sum"):
+                optimizer.step()
+        else:
+            optimizer.step()
