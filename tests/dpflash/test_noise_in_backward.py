@@ -408,7 +408,7 @@ def test_the_run_that_wrote_a_checkpoint_and_one_restored_from_it_are_told_apart
     original[0].save_checkpoint(tmp_path / "state")
     step(*original)
     restored[0].load_checkpoint(tmp_path / "state")
-    with pytest.warns(UserWarning, match="neither covers"):
+    with pytest.warns(UserWarning, match="neither engine.s epsilon includes"):
         step(*restored)
     # The same draw, but noise of its own: nobody has to prove that nothing else differed.
     pairs = zip(original[1].parameters(), restored[1].parameters(), strict=True)
