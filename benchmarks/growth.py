@@ -24,7 +24,6 @@ from .document import (
     insight,
     page,
 )
-from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, grouped, of_section
 
@@ -39,9 +38,6 @@ _LONGEST_BACKWARD = 4096
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
 # The optimal batch is the smallest one within this fraction of the most tokens/s.
 _CLOSE = 0.95
-# Memory that it may take: 8 GiB on a CPU, 80% of a GPU's.
-_CPU_LIMIT_MB = 8.0 * 1024
-_GPU_FRACTION = 0.8
 
 
 def _dilated(
@@ -75,9 +71,7 @@ def _private(
     request: Request,
 ) -> Iterator[Comparison]:
     """Private steps of attention: curves of (B, T, H, D)."""
-    where = request.where
-    is_gpu = where.type == "cuda"
-    limit = _GPU_FRACTION * device_memory(where) if is_gpu else _CPU_LIMIT_MB
+    dtype = "bfloat16" if request.where.type == "cuda" else "float32"
     for curve, shapes in curves.items():
         for batch, tokens, heads, head_dim in shapes:
             given = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
@@ -86,10 +80,10 @@ def _private(
                 private_subject,
                 "provider",
                 providers,
-                {"model": "attention", **given, "dtype": "bfloat16" if is_gpu else "float32"},
+                {"model": "attention", **given, "dtype": dtype},
                 section=section,
                 baseline=providers[0] if providers[1:] else None,
-                columns={"curve": curve, "memory_limit_mb": limit},
+                columns={"curve": curve},
                 curve=f"{section}/{curve}",
             )
 
@@ -139,23 +133,15 @@ def _heads(request: Request) -> Iterator[Comparison]:
         yield _dilated("heads", direction, request, "H{H}", sizes)
 
 
-def _directions(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
-    return grouped(of_section(rows, section), lambda row: row["config"]["direction"])
-
-
 def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
-    """The exponent of time over a size in each direction; a sentence too, of enough sizes."""
+    """The exponent of time over a size in each direction."""
     for direction, own in _directions(rows, section).items():
         name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
-        row = fitted_row(name, own, size, section="exponents", curve=curve)
-        yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
-            low, high = row["exponent_ci95"]
-            text = (
-                f"The time of dilated attention ({curve}) grows with the {size} to the power "
-                f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
-            )
-            yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
+        yield fitted_row(name, own, size, section="exponents", curve=curve)
+
+
+def _directions(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
+    return grouped(of_section(rows, section), lambda row: row["config"]["direction"])
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
@@ -196,20 +182,9 @@ def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
     found = [row for row in best if row["batch"] is not None]
     if found:
         mean = sum(row["batch"] for row in found) / len(found)
-        each = ", ".join(f"{row['batch']} ({row['curve']}{_untried(row)})" for row in found)
-        text = (
-            f"The optimal batch is {mean:.1f} on average: {each}; the smallest within 5% of the "
-            f"most tokens/s in {found[0]['memory_limit_mb'] / 1024:.0f} GiB."
-        )
+        each = ", ".join(f"{row['batch']} ({row['curve']})" for row in found)
+        text = f"The optimal batch is {mean:.1f} on average: {each}."
         yield insight("private_batch/optimal", text, mean_optimal_batch=mean)
-    steps = of_section(rows, "private_batch")
-    ratios = [1 / row["speedup"] for row in steps if row.get("speedup") is not None]
-    if ratios:
-        text = (
-            f"A private step takes {min(ratios):.2f} to {max(ratios):.2f} times as long as a "
-            f"nonprivate one, at {len(ratios)} sizes."
-        )
-        yield insight("private_batch/overhead", text, least=min(ratios), most=max(ratios))
 
 
 def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
@@ -219,29 +194,23 @@ def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
 
 
 def optimal_batch(curve: str, rows: Sequence[Row]) -> Row:
-    """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
-    limit = rows[0]["memory_limit_mb"]
-    measured = {row["config"]["batch"]: row for row in rows if row.get("tokens_per_s") is not None}
+    """The smallest batch within 5% of the most tokens/s."""
     speeds = {
-        batch: row["tokens_per_s"]
-        for batch, row in measured.items()
-        if row["peak_memory_mb"] is None or row["peak_memory_mb"] <= limit
+        row["config"]["batch"]: row["tokens_per_s"]
+        for row in rows
+        if row.get("tokens_per_s") is not None
     }
     best = [b for b, speed in speeds.items() if speed >= _CLOSE * max(speeds.values())]
-    found = {
-        "section": "private_batch_optimal",
-        "curve": curve,
-        "memory_limit_mb": limit,
-        "not_measured": [b for row in rows if (b := row["config"]["batch"]) not in measured],
-        "batch": min(best, default=None),
-        "tokens_per_s": speeds[min(best)] if best else None,
-    }
-    lacking = {} if best else {"needs": "a size that was measured and fits the limit"}
-    return output.row(f"private_batch_optimal/{curve}", {}, **found, **lacking)
-
-
-def _untried(row: Mapping[str, Any]) -> str:
-    return f"; not measured: {_not_measured(row)}" * bool(row["not_measured"])
+    return output.row(
+        f"private_batch_optimal/{curve}",
+        {},
+        section="private_batch_optimal",
+        curve=curve,
+        not_measured=[b for row in rows if (b := row["config"]["batch"]) not in speeds],
+        batch=min(best, default=None),
+        tokens_per_s=speeds[min(best)] if best else None,
+        needs=None if best else "a size that was measured",
+    )
 
 
 def _not_measured(row: Mapping[str, Any]) -> str:
@@ -286,7 +255,6 @@ BATCH_TABLES = {
     "private_batch_exponent": EXPONENTS,
     "private_batch_optimal": columns(
         "curve | batch: optimal batch | tokens_per_s: tokens/s",
-        "memory_limit_mb: memory limit MiB",
         [("not measured", _not_measured)],
     ),
     "dilated_batch": _DILATED,
