@@ -1,4 +1,4 @@
-"""Whether a benchmark became slower: two results, row by row.
+"""`dpflash bench compare`: whether a benchmark became slower, two results row by row.
 
 Results whose trials took turns (`versus`) are compared trial by trial, those of separate runs by
 the intervals of their medians. `significance` has the tests.
@@ -6,19 +6,33 @@ the intervals of their medians. `significance` has the tests.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dpflash import _validate
 
-from .output import markdown_table
+from .output import markdown_table, write_text
+from .schema import upgraded
 from .significance import CONFIDENCE, Test, holm, of_separate_runs, of_turns
 
 Row = Mapping[str, Any]
+
+_MAKE_IT = "pass the JSON that `dpflash bench` writes"
+_COLUMNS = {
+    "name": str,
+    "config": Mapping,
+    "median_ms": int | float | None,
+    "peak_memory_mb": int | float | None,
+    "correct": bool | None,
+}
 
 # Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
 MOST_MORE_MIB = 8.0
@@ -27,6 +41,7 @@ FEWEST_TRIALS = 8
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
 _REGRESSIONS = ("slower", "more memory", "fails")
 _OTHERS = ("undecided", "faster", "unchanged", "not comparable")
+_BY_TIMES = "by its times"  # until these are tested
 
 
 class Unusable(ValueError):
@@ -108,15 +123,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     1 + threshold and the ratio is significantly above 1 (one-sided, at 5% over all rows together,
     Holm). Of separate runs it is slower where the intervals of both medians are apart by more than
     the threshold; fewer than 8 trials, and load averages that differ by more than 1 and a factor
-    of 2, decide nothing on times. A row fails where it is wrong and was not, where a figure of
-    either result is no finite number above 0, and where it had figures, or was right, and now is
-    missing, has none or another config. Peers' rows, and rows that only follow from others, such
-    as exponents, are left out.
-
-    Args:
-        old: the baseline; rows as `compare_files.checked` takes them.
-        new: the result that is judged.
-        threshold: share by which a time or a peak memory may grow, > 0.
+    of 2, decide nothing on times. Peers' rows, and rows that only follow from others, such as
+    exponents, are left out.
 
     Raises:
         Unusable: they were measured in different ways, one was broken off, or no row can be
@@ -131,26 +139,32 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     if turns != environments[1].get("versus"):
         turns = None
     pairs = _pairs(old["rows"], new["rows"])
-    lines = {name: _line(name, *pair) for name, pair in pairs.items()}
-    timed = {name: _samples(*pairs[name]) for name, line in lines.items() if line.ratio}
+    lines = {}
+    for name, pair in pairs.items():
+        verdict, note = _verdict(*pair)
+        old_ms, new_ms = (row["median_ms"] if row and _is_measured(row) else None for row in pair)
+        lines[name] = Line(name, verdict, old_ms, new_ms, note=note)
     unlike_loads = not turns and _are_loads_unlike(*environments)
     tests: dict[str, Test] = {}
-    for name, (a, b) in timed.items():
+    for name, line in lines.items():
+        if line.verdict != _BY_TIMES:
+            continue
+        a, b = (np.asarray(row and row["samples_ms"], float) for row in pairs[name])
         if turns:
-            tests[name] = of_turns(a, b, _launches(name, a, b, turns))
+            tests[name] = of_turns(a, b, _launches(name, len(a), len(b), turns))
         elif not unlike_loads and min(len(a), len(b)) >= FEWEST_TRIALS:
             tests[name] = of_separate_runs(a, b)
+        else:
+            why = "unlike loads" if unlike_loads else "too few trials"
+            ratio = float(np.median(b) / np.median(a))
+            lines[name] = replace(line, verdict="undecided", note=why, ratio=ratio)
     p = {
         verdict: holm({name: test.p[verdict] for name, test in tests.items() if test.p})
         for verdict in ("slower", "faster")
     }
-    for name in timed:
-        if name in tests:
-            adjusted = {verdict: own[name] for verdict, own in p.items() if name in own}
-            lines[name] = _judge(lines[name], tests[name], adjusted, threshold)
-        else:
-            why = "unlike loads" if unlike_loads else "too few trials"
-            lines[name] = replace(lines[name], verdict="undecided", note=why)
+    for name, test in tests.items():
+        adjusted = {verdict: own[name] for verdict, own in p.items() if name in own}
+        lines[name] = _judge(lines[name], test, adjusted, threshold)
     for name, pair in pairs.items():
         lines[name] = _judge_memory(lines[name], *pair, threshold)
     if all(line.verdict == "not comparable" for line in lines.values()):
@@ -181,42 +195,18 @@ def _pairs(old: Iterable[Row], new: Iterable[Row]) -> dict[str, tuple[Row | None
     for name in {**by_name[0], **by_name[1]}:
         pair = (by_name[0].get(name), by_name[1].get(name))
         there = [row for row in pair if row is not None]
-        is_measured = any(row["correct"] is not None or row.get("samples_ms") for row in there)
-        if not is_measured and not all(row.get("needs") for row in there):
-            continue
-        if not all(row.get("peer") for row in there):
+        is_own = any(row["correct"] is not None or row.get("samples_ms") for row in there)
+        is_own = is_own or all(row.get("needs") for row in there)
+        if is_own and not all(row.get("peer") for row in there):
             found[name] = pair
     return found
 
 
-def _are_figures_good(row: Row) -> bool:
-    """Whether all figures can be measurements: finite, and times above 0."""
-    times = [row["median_ms"], *(row.get("samples_ms") or ())]
-    peak = row["peak_memory_mb"]
-    return (row["median_ms"] is None or all(0 < ms < math.inf for ms in times)) and (
-        peak is None or 0 <= peak < math.inf
-    )
-
-
-def _line(name: str, old: Row | None, new: Row | None) -> Line:
-    """A line with the verdict that needs no test; with a ratio where times can be tested."""
+def _verdict(old: Row | None, new: Row | None) -> tuple[str, str]:
+    """The verdict, with a reason, that needs no test; else _BY_TIMES."""
     for row, which in ((old, "old"), (new, "new")):
-        if row is not None and not _are_figures_good(row):
-            return Line(name, "fails", note=f"a figure of the {which} file is no measurement")
-    old_ms, new_ms = (None if row is None else row["median_ms"] for row in (old, new))
-    verdict, note = _verdict_without_times(old, new)
-    line = Line(name, verdict, old_ms, new_ms, note=note)
-    if verdict != "unchanged" or old is None or new is None or old_ms is None or new_ms is None:
-        return line
-    if old.get("range_ms") or new.get("range_ms"):
-        return replace(line, verdict="not comparable", note="it is slow: too few calls")
-    if not (old.get("samples_ms") and new.get("samples_ms")):
-        return replace(line, verdict="fails", note="its trials are missing")
-    return replace(line, ratio=new_ms / old_ms)
-
-
-def _verdict_without_times(old: Row | None, new: Row | None) -> tuple[str, str]:
-    """(verdict, note); "unchanged" where times decide, or where there are none."""
+        if row is not None and not _is_measured(row):
+            return "fails", f"a figure of the {which} file is no measurement"
     was_wrong = old is not None and old["correct"] is False
     if new is not None and new["correct"] is False and not was_wrong:
         return "fails", new.get("failure") or "it is wrong now"
@@ -228,21 +218,29 @@ def _verdict_without_times(old: Row | None, new: Row | None) -> tuple[str, str]:
         return "fails", "its config differs"
     if old["correct"] and new["correct"] is None:
         return "fails", new.get("needs") or "it is not checked any more"
-    if old["median_ms"] is not None and new["median_ms"] is None:
+    if old["median_ms"] is None:
+        return "unchanged", ""
+    if new["median_ms"] is None:
         return "fails", new.get("needs") or "it has no figures any more"
-    return "unchanged", ""
+    if old.get("range_ms") or new.get("range_ms"):
+        return "not comparable", "it is slow: too few calls"
+    if not (old.get("samples_ms") and new.get("samples_ms")):
+        return "fails", "its trials are missing"
+    return _BY_TIMES, ""
 
 
-def _samples(old: Row | None, new: Row | None) -> tuple[np.ndarray, np.ndarray]:
-    assert old is not None and new is not None
-    return np.asarray(old["samples_ms"], float), np.asarray(new["samples_ms"], float)
+def _is_measured(row: Row) -> bool:
+    """Whether all figures can be measurements: finite, and times above 0."""
+    times = () if row["median_ms"] is None else (row["median_ms"], *(row.get("samples_ms") or ()))
+    peak = row["peak_memory_mb"] or 0.0
+    return 0 <= peak < math.inf and all(0 < ms < math.inf for ms in times)
 
 
-def _launches(name: str, old: np.ndarray, new: np.ndarray, turns: Mapping[str, Any]) -> int:
+def _launches(name: str, old: int, new: int, turns: Mapping[str, Any]) -> int:
     launches = int(turns["launches"])
-    if len(old) != len(new) or len(old) % launches or len(old) < 2:
+    if old != new or old % launches or old < 2:
         raise Unusable(
-            f"row {name!r}: {len(old)} and {len(new)} trials in {launches} launches do not pair; "
+            f"row {name!r}: {old} and {new} trials in {launches} launches do not pair; "
             "measure both again"
         )
     return launches
@@ -258,13 +256,9 @@ def _judge(line: Line, test: Test, p: Mapping[str, float], threshold: float) -> 
     verdict, note = "unchanged", ""
     if abs(test.estimate) > edge:
         verdict, note = (way, "") if is_sure else ("undecided", "it may be chance")
+    ratio, interval = math.exp(test.estimate), (math.exp(low), math.exp(high))
     return replace(
-        line,
-        verdict=verdict,
-        note=note,
-        p=p.get("slower"),
-        ratio=math.exp(test.estimate),
-        interval=(math.exp(low), math.exp(high)),
+        line, verdict=verdict, note=note, p=p.get("slower"), ratio=ratio, interval=interval
     )
 
 
@@ -279,3 +273,65 @@ def _judge_memory(line: Line, old: Row | None, new: Row | None, threshold: float
     if now > max(before * (1 + threshold), before + MOST_MORE_MIB):
         return replace(line, verdict="more memory", note=f"{before:.0f} to {now:.0f} MiB")
     return line
+
+
+def run_compare(
+    old_path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    threshold: float = 0.05,
+    json_path: str | os.PathLike[str] | None = None,
+) -> int:
+    """Compare two files that `dpflash bench` wrote, and print the table or why that cannot be.
+
+    The verdicts are written to `json_path` too.
+
+    Returns:
+        1 for a regression, 2 where they cannot be compared, else 0.
+    """
+    told = ""
+    try:
+        results = [checked(_read(Path(path)), path) for path in (old_path, new_path)]
+        report = compare(*results, threshold=threshold)
+        if json_path is not None:
+            write_text(Path(json_path), json.dumps(report.as_dict(), indent=1) + "\n")
+    except Unusable as error:
+        told = str(error)
+    except OSError as error:
+        told = f"{json_path}: {error.strerror}; pass --json another file"
+    if told:
+        print(f"dpflash: error: {told}", file=sys.stderr, flush=True)
+        return 2
+    print(report.markdown())
+    return report.exit_code
+
+
+def _read(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return upgraded(found) if isinstance(found, Mapping) else found
+    except OSError as error:
+        raise Unusable(f"{path}: {error.strerror}; {_MAKE_IT}") from None
+    except ValueError as error:
+        raise Unusable(f"{path}: {error}; {_MAKE_IT}") from None
+
+
+def checked(found: Any, file: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """A result in which `compare` finds all that it reads.
+
+    Raises:
+        Unusable: something is missing or of another type, or a name is there twice.
+    """
+    held = found if isinstance(found, Mapping) else {}
+    environment, rows = held.get("environment"), held.get("rows")
+    if not (isinstance(environment, Mapping) and isinstance(rows, list)):
+        raise Unusable(f"{file}: it has no environment and rows; {_MAKE_IT}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise Unusable(f"{file}: row {number} is no object; {_MAKE_IT}")
+        bad = [k for k, kind in _COLUMNS.items() if k not in row or not isinstance(row[k], kind)]
+        if bad:
+            raise Unusable(f"{file}: row {row.get('name', number)!r}: its {bad[0]}; {_MAKE_IT}")
+    if len({row["name"] for row in rows}) < len(rows):
+        raise Unusable(f"{file}: a row is there twice; {_MAKE_IT}")
+    return held

@@ -41,13 +41,9 @@ _CLOSE = 0.95
 
 
 def _dilated(
-    section: str,
-    direction: str,
-    request: Request,
-    name: str,
-    sizes: Iterable[tuple[int, int, int]],
+    section: str, direction: str, request: Request, sizes: Iterable[tuple[int, int, int]]
 ) -> Comparison:
-    """Dilated attention, D = 64, not causal; a row for each (B, T, H), with the given name."""
+    """Dilated attention, D = 64, not causal; a row for each (B, T, H)."""
     measurements = []
     for batch, tokens, heads in sizes:
         segments: tuple[int, ...] = (tokens // 4, tokens // 2)
@@ -59,7 +55,7 @@ def _dilated(
             "dilation_rates": tuple(2**n for n in range(len(segments))),
             **shape(request, direction, tokens, batch, heads),
         }
-        place = f"{section}/{direction}/" + name.format(B=batch, T=tokens, H=heads)
+        place = f"{section}/{direction}/B{batch}-T{tokens}-H{heads}"
         measurements.append(Measurement(place, dilated_subject, given, {"section": section}))
     return Comparison(measurements)
 
@@ -99,9 +95,9 @@ def _sequences(request: Request) -> Iterator[Comparison]:
         for section, sizes in ((FIXED, once), (PROPORTIONAL, once), ("quick_table", table)):
             short = [size for size in sizes if size[1] <= _LONGEST_BACKWARD]
             tried = short if limited and section != FIXED else sizes
-            yield _dilated(section, direction, request, "B{B}-T{T}", tried)
+            yield _dilated(section, direction, request, tried)
     tried = [(1, tokens, 2) for tokens in long]
-    yield _dilated(LONG, "forward+backward", request, "B{B}-T{T}", tried)
+    yield _dilated(LONG, "forward+backward", request, tried)
     curves = {
         f"b16_h{heads}_d{dim}": [(16, tokens, heads, dim) for tokens in TOKENS]
         for heads, dim in ((12, 64), (16, 64), (20, 80))
@@ -115,7 +111,7 @@ def _batches(request: Request) -> Iterator[Comparison]:
     tokens, heads = (512, 2) if is_small(request) else (2048, 8)
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
-        yield _dilated("dilated_batch", direction, request, "B{B}", sizes)
+        yield _dilated("dilated_batch", direction, request, sizes)
     curves = {
         f"seq{tokens}_h{heads}_d{dim}": [(batch, tokens, heads, dim) for batch in BATCHES]
         for tokens, heads, dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
@@ -130,7 +126,7 @@ def _heads(request: Request) -> Iterator[Comparison]:
     batch, tokens = (1, 512) if small else (2, 2048)
     sizes = [(batch, tokens, heads) for heads in ((2, 4, 8) if small else (2, 4, 8, 16, 32))]
     for direction in DIRECTIONS:
-        yield _dilated("heads", direction, request, "H{H}", sizes)
+        yield _dilated("heads", direction, request, sizes)
 
 
 def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
@@ -218,53 +214,37 @@ def _not_measured(row: Mapping[str, Any]) -> str:
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
-    """Bytes for each further token: measured, and the sizes of the results and sums."""
+    """Bytes for each further token."""
     tokens = [row["config"]["batch"] * row["config"]["tokens"] for row in rows]
     peaks = [_MIB * row["peak_memory_mb"] for row in rows]
-    given = rows[0]["config"]
-    # o and lse; with the backward dq, dk, dv and rowsum(o do) too. The sums are float32.
-    tensors, sums = (4, 2) if direction == "forward+backward" else (1, 1)
-    itemsize = 4 if given["dtype"] == "float32" else 2
     return output.row(
         f"bytes_per_token/{direction}",
         {"direction": direction, "tokens": tokens},
         section="bytes_per_token",
         measured=float(scipy.stats.linregress(tokens, peaks).slope),
-        model=float(given["heads"] * (tensors * given["head_dim"] * itemsize + 4 * sums)),
     )
 
 
-_DILATED = columns(
-    "direction | segment_lengths: segments",
-    SHAPE,
-    FIGURES,
-    ROOFS,
-    "density | checked_rows: checked rows | correct",
-)
+_CHECKED = "density | checked_rows: checked rows | correct"
+_DILATED = columns("direction | segment_lengths: segments", SHAPE, FIGURES, ROOFS, _CHECKED)
 _SEQUENCE_TABLES = {
     "private_sequence": columns("curve | tokens", FIGURES, ROOFS),
     "private_sequence_exponent": EXPONENTS,
     **dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _DILATED),
     "exponents": EXPONENTS,
-    "bytes_per_token": columns(
-        "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
-    ),
+    "bytes_per_token": columns("direction | measured: bytes/token"),
 }
 BATCH_TABLES = {
     "private_batch": columns("curve | batch | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
     "private_batch_exponent": EXPONENTS,
     "private_batch_optimal": columns(
-        "curve | batch: optimal batch | tokens_per_s: tokens/s",
-        [("not measured", _not_measured)],
+        "curve | batch: optimal batch | tokens_per_s: tokens/s", [("not measured", _not_measured)]
     ),
     "dilated_batch": _DILATED,
     "exponents": EXPONENTS,
 }
-_PRIVATE, _MS, _SPEED = (
-    "Private training step of attention",
-    "median_ms: ms",
-    "tokens_per_s: tokens/s",
-)
+_PRIVATE = "Private training step of attention"
+_MS, _SPEED = "median_ms: ms", "tokens_per_s: tokens/s"
 
 SEQUENCE = Suite(
     name="sequence",

@@ -154,15 +154,11 @@ def context_rows(request: Request) -> Iterator[Row]:
 
 def node_rows(request: Request) -> Iterator[Row]:
     """Rows that need several machines."""
+    command = "dpflash train --shard-parameters"
     for nodes in NODES:
-        yield needs(
-            f"{NODE}/P{nodes}",
-            {"ranks": nodes, "model": "7B"},
-            f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model: "
-            f"torchrun --nnodes {nodes} -m dpflash train --shard-parameters",
-            section=NODE,
-            ranks=nodes,
-        )
+        machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"
+        reason = f"{machines}: torchrun --nnodes {nodes} -m {command}"
+        yield needs(f"{NODE}/P{nodes}", {"ranks": nodes}, reason, section=NODE, ranks=nodes)
 
 
 _STEPS = columns(

@@ -43,30 +43,19 @@ class Sizes:
     attention: Mapping[str, int]  # T of strong scaling by pattern; of each rank half, in weak
     memory: Mapping[str, int]  # T by pattern
     reported: Sequence[tuple[int, int]]  # B, T of a published table of dilated attention
-    checked_tokens: int  # T of the comparison with one process
     training: TrainingCase  # of strong scaling
-    heads: int = 8
-    head_dim: int = 64
-
-    def case(self, pattern: str, tokens: int, **more: Any) -> AttentionCase:
-        """Attention by one rank; `more` are further fields of the case."""
-        checked = min(self.checked_tokens, tokens)
-        shape = (pattern, tokens, self.heads, self.head_dim)
-        return AttentionCase(*shape, checked_tokens=checked, **more)
 
 
 FULL_SIZES = Sizes(
     attention={"dense causal": 4096, "dilated": 8192, "sliding window": 8192},
     memory={"dense causal": 16384, "dilated": 65536},
     reported=((2, 1024), (2, 2048), (1, 4096), (1, 8192), (1, 16384)),
-    checked_tokens=2051,
     training=TrainingCase("replicated", 16, 512),
 )
 QUICK_SIZES = Sizes(
     attention={"dense causal": 1024, "dilated": 2048, "sliding window": 2048},
     memory={"dense causal": 4096, "dilated": 16384},
     reported=FULL_SIZES.reported[:3],
-    checked_tokens=1027,
     training=TrainingCase("replicated", 8, 128, width=64),
 )
 
@@ -118,7 +107,7 @@ class _Sections:
         for scaling in SCALINGS:
             for pattern, sharding in SPREADS:
                 tokens = sizes.attention[pattern] // (2 if scaling == "weak" else 1)
-                case = sizes.case(pattern, tokens, sharding=sharding)
+                case = AttentionCase(pattern, tokens, sharding=sharding)
                 cases = [replace(case, mode=mode) for mode in MODES]
                 yield from self._attention("attention", cases, request, scaling)
 
@@ -130,14 +119,14 @@ class _Sections:
             ("dilated", "contiguous", MODES[:1]),
         ):
             for mode in modes:
-                case = sizes.case(pattern, sizes.memory[pattern], sharding=sharding, mode=mode)
+                case = AttentionCase(pattern, sizes.memory[pattern], sharding=sharding, mode=mode)
                 yield from self._attention("memory", [case], request)
 
     def reported(self, request: Request) -> Iterator[Row]:
         """Dilated attention, forward, at the sizes of a published table."""
         sizes = self._sizes(request)
         for batch, tokens in sizes.reported:
-            case = sizes.case("dilated", tokens, batch=batch, backward=False)
+            case = AttentionCase("dilated", tokens, batch=batch, backward=False)
             yield from self._attention("reported", [case], request)
 
     def training(self, request: Request) -> Iterator[Row]:

@@ -48,7 +48,8 @@ SCHEMES = ("replicated", "fsdp2", "context")
 
 _DTYPE = torch.float32
 _TOLERANCE = 1e-4
-_CHECKED_TOKENS = 64
+# T of the smaller calls that are compared with one process: attention's, a training step's.
+_CHECKED_ATTENTION, _CHECKED_TOKENS = 2051, 64
 
 
 def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -67,13 +68,12 @@ class AttentionCase:
 
     pattern: str  # of PATTERNS
     tokens: int  # T, over all ranks
-    heads: int
-    head_dim: int
+    heads: int = 8
+    head_dim: int = 64
     batch: int = 1
     sharding: str = "contiguous"  # or "zigzag"
     mode: str = "ring"  # of MODES, how keys and values travel
     backward: bool = True  # the call computes gradients too
-    checked_tokens: int = 2051  # T of the smaller call that is compared with one process
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,12 @@ def _attention_step(place: Place, case: AttentionCase) -> Step:
 def _attention_error(place: Place, case: AttentionCase) -> float:
     """The error of o, dq, dk and dv of a smaller call, compared with those of one process."""
     generator = torch.Generator().manual_seed(0)
-    shape = (1, case.heads, case.checked_tokens, case.head_dim)
+    tokens = min(case.tokens, _CHECKED_ATTENTION)
+    shape = (1, case.heads, tokens, case.head_dim)
     q, k, v, do = (
         torch.randn(shape, generator=generator, dtype=_DTYPE).to(place.device) for _ in range(4)
     )
-    layout = Layout(case.checked_tokens, place.world_size, case.sharding)
+    layout = Layout(tokens, place.world_size, case.sharding)
     at = layout.positions(place.rank, place.device)
 
     def results(place: Place, inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from dpflash import _validate
 
 from . import output
-from .compare_files import run_compare
+from .compare import run_compare
 from .environment import commit, environment
 from .suite import worst
 from .timing import summarize
@@ -69,7 +69,7 @@ def run_versus(
     the comparison, also in comparison.json, is by launches where there are 3 or more.
 
     Returns:
-        What `compare_files.run_compare` returns: 1 for a regression, 0 for none.
+        What `compare.run_compare` returns: 1 for a regression, 0 for none.
 
     Raises:
         ValueError: a folder is no checkout of dpflash.
@@ -97,18 +97,15 @@ def _measure(
     has_progress: bool,
 ) -> dict[str, dict[str, Any]]:
     harness = _copy_harness(scratch / "harness")
-    trees = {side: _copy_sources(path, scratch / side) for side, path in checkouts.items()}
-    rows: dict[str, dict[str, Row]] = {side: {} for side in trees}
+    rows: dict[str, dict[str, Row]] = {side: {} for side in checkouts}
     with ExitStack() as stack:
-        workers = {
-            side: stack.enter_context(
-                _worker(tree, harness, scratch / f"{side}.txt", checkouts[side])
-            )
-            for side, tree in trees.items()
-        }
-        for launch in tqdm(
-            range(launches), unit="launch", disable=not has_progress, file=sys.stderr
-        ):
+        workers = {}
+        for side, checkout in checkouts.items():
+            tree = _copy_sources(checkout, scratch / side)
+            made = _worker(tree, harness, scratch / f"{side}.txt", checkout)
+            workers[side] = stack.enter_context(made)
+        numbers = range(launches)
+        for launch in tqdm(numbers, unit="launch", disable=not has_progress, file=sys.stderr):
             _launch(workers, names, rounds, launch, rows, scratch)
         versions = {side: worker.version for side, worker in workers.items()}
     run = {"run": uuid.uuid4().hex, "launches": launches, "rounds": rounds}
@@ -126,7 +123,7 @@ def _measure(
             "complete": True,
             "rows": [_finished(row) for row in rows[side].values()],
         }
-        for side in trees
+        for side in checkouts
     }
 
 

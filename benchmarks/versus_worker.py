@@ -1,15 +1,13 @@
 """The process that `versus` starts for each of two checkouts: what is measured, and on call.
 
 This file is copied out of the dpflash that compares, beside `memory`, and runs against the dpflash
-of either one. It uses what dpflash exports and what older versions have too, and nothing of
-`dpflash.bench`.
+of either one. It uses what dpflash exports and what older versions have too.
 
-A line of JSON on stdin is a command, a line on stdout its answer: ``{"do": "launch", "cpu": C}``
-begins a launch (``{}``) on that CPU, or on any for null, in which ``{"do": "build", "name": N,
-"result": FILE}`` gives tolerance and peak_memory_mb, or needs, and saves the result to a file
-that is not null; ``{"do": "time", "name": N}`` gives the seconds of one call, by the process's own
-clock; ``{"do": "end"}`` ends it (``{}``). The next command is not written before the answer was
-read.
+A line of JSON on stdin is a command, a line on stdout its answer, read before the next command:
+``{"do": "launch", "cpu": C}`` begins a launch (``{}``) on that CPU, or on any for null, in which
+``{"do": "build", "name": N, "result": FILE}`` gives tolerance and peak_memory_mb, or needs, and
+saves the result where the file is not null; ``{"do": "time", "name": N}`` gives the seconds of one
+call, by the process's own clock; ``{"do": "end"}`` ends it (``{}``).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _add_compare(names: Any) -> None:
 
 
 def _run_compare(args: argparse.Namespace) -> int:
-    from dpflash.bench.compare_files import run_compare
+    from dpflash.bench.compare import run_compare
 
     return run_compare(args.old, args.new, threshold=args.threshold, json_path=args.json)
 

@@ -114,20 +114,14 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch):
         timing.usable_device("cuda:1")
 
 
-def test_statistics_and_peaks_read_as_sentences():
+def test_statistics_read_as_a_sentence():
     found = timing.Statistics(12.345, (12.1, 12.5), 0.02, 20, 0)
     assert str(found) == "12.35 ms (95% 12.1 to 12.5, 20 trials)"
     found = timing.Statistics(2.0, (1.0, 3.0), 0.5, 5, 1)
     assert str(found) == "2 ms (95% 1 to 3, 5 trials, 1 of them outliers, high variance: CV 50%)"
-    peak = memory.PeakMemory()
-    assert str(peak).startswith("not measured")
-    peak.cpu_mb, peak.gpu_mb = 64.125, 0.0
-    assert str(peak) == "64.12 MiB on the CPU, 0 MiB on the GPU"
 
 
-def test_memory_of_a_call_and_of_what_autograd_keeps():
-    x = torch.ones(2**20, requires_grad=True)
-    assert memory.saved_bytes(lambda: x.exp().exp()) == 2 * 4 * 2**20
+def test_memory_of_a_call():
     with memory.PeakMemory() as peak:
         held = torch.ones(2**24)
         del held
