@@ -185,15 +185,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
         if table.honest:
             yield f"Ours: {table.honest}."
         lines = [line for row in table.rows for line in _lines(row, devices)]
-        # A column without cells goes; theirs and ours stay.
-        keep = [
-            number
-            for number, cells in enumerate(zip(*lines, strict=True))
-            if number in (0, 2) or not {*map(str, cells)} <= {"None", ""}
-        ]
-        yield markdown_table(
-            [_HEADER[n] for n in keep], [[line[n] for n in keep] for line in lines]
-        )
+        yield markdown_table(_HEADER, lines)
         if table.wrong:
             yield f"{_WRONG.capitalize()}:\n\n{bullets(table.wrong)}"
 
@@ -217,10 +209,9 @@ def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
 
 
 def _shape(config: Mapping[str, Any]) -> str:
-    letters = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
+    letters = {"batch": "B", "physical_batch": "physical B", "tokens": "T"}
+    letters |= {"heads": "H", "head_dim": "D"}
     parts = [f"{letter} {config[key]}" for key, letter in letters.items() if key in config]
-    if config.get("physical_batch") is not None:
-        parts.append(f"a physical batch of {config['physical_batch']} was timed")
     parts += [config["dtype"]] if "dtype" in config else []
     return f" ({', '.join(parts)})" * bool(parts)
 

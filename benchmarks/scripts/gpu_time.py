@@ -1,4 +1,4 @@
-"""Where the time goes on this GPU: ceilings, attention beside others, gradient kernels, steps.
+"""Where the time goes on this GPU: ceilings, attention beside others, private steps.
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
@@ -14,7 +14,6 @@ import math
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -25,13 +24,16 @@ import torch
 from torch import Tensor, nn
 
 import dpflash
-from dpflash import kernels, patterns
+from dpflash import patterns
 from dpflash.bench.attention import DIRECTIONS, case_subject
+from dpflash.bench.isolated import brief
+from dpflash.bench.output import write_text
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
 
-Rows = Iterator[dict[str, Any]]
+Row = dict[str, Any]
+Rows = Iterator[Row]
 DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
 DRY = DEVICE.type == "cpu"
 DTYPE = "float32" if DRY else "bfloat16"
@@ -51,7 +53,7 @@ def randn(*shape: int) -> Tensor:
 
 def medians(calls: dict[str, Step]) -> dict[str, float]:
     """Median milliseconds of each call, the calls taking turns."""
-    effort = Effort(1, 1) if DRY else Effort(3, 20)
+    effort = Effort(1, 1) if DRY else Effort()
     found = time_steps(calls, effort=effort, stopwatch=Stopwatch(DEVICE))
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
@@ -86,41 +88,6 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
                 yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
-def gradients() -> Rows:
-    """Products, norms, clipped sums and noise, beside torch's batched product."""
-    batch, tokens, grid = 8, size(4096), kernels.grid_of(1.0)
-    for inputs, outputs in ((size(1024), size(1024)), (size(1024), size(4096))):
-        x, dy = randn(batch, tokens, inputs), randn(batch, tokens, outputs)
-        factors = torch.rand(batch, device=DEVICE)
-        row, flops = {"I": inputs, "O": outputs}, 2 * batch * tokens * inputs * outputs
-        products: dict[str, Step] = {
-            "torch.bmm": partial(torch.bmm, dy.mT, x),
-            "per_sample_grad": partial(kernels.per_sample_grad, x, dy),
-            "with squares": partial(kernels.per_sample_grad, x, dy, return_squares=True),
-            "grad_norm tile": partial(kernels.grad_norm, x, dy, form="tile"),
-            "clipped_grad": partial(kernels.clipped_grad, x, dy, factors),
-            "block_clipped_grad": partial(kernels.block_clipped_grad, x, dy, 1.0),
-        }
-        for name, ms in medians(products).items():
-            yield {"what": name, **row, "ms": ms, "tflops": flops / ms / 1e9}
-        norm = partial(kernels.grad_norm, x[:, :512], dy[:, :512])
-        for form, ms in medians({f: partial(norm, form=f) for f in ("gram", "tile")}).items():
-            yield {"what": f"grad_norm {form}, T=512", **row, "ms": ms}
-        grads: Any = kernels.per_sample_grad(x, dy)
-        sums = torch.zeros(outputs, inputs, dtype=torch.float64, device=DEVICE)
-        noise = kernels.NoiseStream(std=1.0, grid=grid, key=bytes(32), step=1, parameter_id=1)
-        reduce = partial(kernels.clip_reduce, grads, factors)
-        reduces: dict[str, Step] = {
-            "clip_reduce": reduce,
-            "exact": partial(reduce, grid=grid),
-            "exact into": partial(reduce, grid=grid, into=sums),
-            "exact with noise": partial(reduce, grid=grid, noise=noise),
-            "noise alone": partial(noise.add_to_, sums),
-        }
-        for name, ms in medians(reduces).items():
-            yield {"what": name, **row, "ms": ms, "gb_per_s": grads.nbytes / ms / 1e6}
-
-
 def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
     """Training steps in bf16 autocast, the first provider's to be compared with."""
     for shape in shapes:
@@ -132,38 +99,35 @@ def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
                 row |= time_training(provider, *sizes)
                 first = row["ms"] if provider == providers[0] else first
                 yield {**row, "over_plain": row["ms"] / first}
-            except Exception:  # the others are still timed
-                yield {**row, "error": traceback.format_exc()[-400:]}
+            except Exception as error:  # the others are still timed
+                yield {**row, "error": brief(error)[:400]}
             torch.cuda.empty_cache()
 
 
-def time_training(provider: str, *shape: int) -> dict[str, float]:
+def time_training(provider: str, width: int, layers: int, batch: int, tokens: int) -> Row:
     """Median time until the GPU is done and until the host has queued the step; peak memory."""
-    width, layers, batch, tokens = shape
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 
     def build() -> nn.Module:
-        model = dpflash.nn.LongContextLM(
-            vocabulary, width, layers, heads, max_seq_len=tokens, pattern=CAUSAL
-        )
-        return model.to(DEVICE)
+        shape = (vocabulary, width, layers, heads)
+        return dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, pattern=CAUSAL).to(DEVICE)
 
     # The model returns losses: the logits of all tokens are never in memory together.
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     step = make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
-    synchronize = (lambda: None) if DRY else torch.cuda.synchronize
     times, host_times = [], []
-    for number in range(2 if DRY else 13):
+    for number in range(2 if DRY else 25):
         if number == 5:  # those before it are warm-ups
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         step()
         host_times.append(1e3 * (time.perf_counter() - start))
-        synchronize()
+        if not DRY:
+            torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    ms, host_ms = (statistics.median(each[-8:]) for each in (times, host_times))
+    ms, host_ms = (statistics.median(each[-20:]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
@@ -189,7 +153,6 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "ceilings": ceilings,
     "attention": partial(attention, PATTERNS),
     "flex": partial(attention, WITH_FLEX),
-    "gradients": gradients,
     "steps": partial(training, SHAPES, (NONPRIVATE, *DPFLASH)),
     "long": partial(training, LONG_SHAPES, (NONPRIVATE, AUTO)),
 }
@@ -209,7 +172,7 @@ def main() -> int:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     for row in PARTS[args.part]():
         rows.append(row)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
         print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), flush=True)
     return int(any("error" in row for row in rows))
 
