@@ -63,11 +63,6 @@ class Case:
         return self.batch * self.pattern.edges(self.tokens, self.heads)
 
     @property
-    def scale(self) -> float:
-        """Softmax scale."""
-        return 1 / math.sqrt(self.head_dim)
-
-    @property
     def bytes_of_a_tensor(self) -> int:
         """Bytes of q, and of every other tensor of its shape."""
         size = getattr(torch, self.dtype).itemsize
@@ -90,15 +85,6 @@ class Case:
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
         generator = random.Random(seed)
         return torch.tensor([generator.randrange(a, b) for a, b in itertools.pairwise(borders)])
-
-    def figures(self) -> dict[str, Any]:
-        """Columns of a row: the pattern, its density, and how much is checked."""
-        return {
-            "pattern_key": self.pattern.key,
-            "pairs": self.pairs,
-            "density": self.pairs / (self.batch * self.heads * self.tokens**2),
-            "checked_rows": len(self.checked_rows()),
-        }
 
 
 def document_borders(
@@ -198,7 +184,7 @@ def attend_rows(
     case: Case, bias: Bias, sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """`[R, D]`: attention of these query rows of a head, from its q, k and v `[T, D]`."""
-    scores = case.scale * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
+    scores = case.head_dim**-0.5 * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
     # A fully masked row has the output 0; its softmax would be NaN.
     masked = (scores == -math.inf).all(1, keepdim=True)
     return (scores.masked_fill(masked, 0.0).softmax(1) @ v) * ~masked
@@ -220,7 +206,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
     """The log of the gates as a function of q and k, for the blocks that the library chooses."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
-    chosen = pattern.choose(q.detach(), k.detach(), case.scale)[0].long()  # [B, H, n, K]
+    chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
 
     def bias(sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -228,7 +214,7 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
         q_means, k_means = (torch.stack([b.mean(0) for b in x.split(size)]) for x in (q, k))
         if pattern.causal:
             q_means = F.pad(q_means, (0, 0, 1, 0))[:-1]
-        scores = case.scale * (q_means.unsqueeze(1) * k_means[blocks.clamp(min=0)]).sum(2)
+        scores = case.head_dim**-0.5 * (q_means.unsqueeze(1) * k_means[blocks.clamp(min=0)]).sum(2)
         gates = torch.cat((torch.zeros_like(scores[:, :1]), F.logsigmoid(scores[:, 1:])), dim=1)
         nowhere = q.new_full((n, n + 1), -math.inf)
         table = nowhere.scatter(1, blocks.masked_fill(blocks < 0, n), gates)

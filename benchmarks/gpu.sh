@@ -24,10 +24,8 @@ OUT=${OUT:-runs/gpu}
 WHEELS=${WHEELS:-.whl}
 LIMIT_S=${LIMIT_S:-540}
 export DEVICE=${DEVICE:-cuda}
-if [ -z "${PYTHON:-}" ]; then
-  PYTHON=python3
-  [ -x .venv/bin/python ] && PYTHON=$here/.venv/bin/python
-fi
+[ -x .venv/bin/python ] && PYTHON=${PYTHON:-$here/.venv/bin/python}
+PYTHON=${PYTHON:-python3}
 if ! [[ $stage =~ ^(right|time|tune)$ && $LIMIT_S =~ ^[0-9]+$ ]]; then
   sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2
   exit 2

@@ -28,33 +28,26 @@ from .output import row
 from .private import DPFLASH, NONPRIVATE, OPACUS, private_step, private_subject
 from .suite import Comparison, Request, Subject, Suite, compared
 
-_Shape = Mapping[str, Any]
-
-
-def _lm(batch: int, tokens: int, heads: int, head_dim: int, layers: int) -> _Shape:
-    names = ("batch", "tokens", "heads", "head_dim", "layers")
-    return dict(zip(names, (batch, tokens, heads, head_dim, layers), strict=True))
-
-
+_LM = ("batch", "tokens", "heads", "head_dim", "layers")
 _ALL = (NONPRIVATE, *DPFLASH, *OPACUS)
 # Without those that short sequences show to be slow; they take minutes on long ones.
 _SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
-_STEPS: Mapping[str, Sequence[tuple[_Shape, Sequence[str]]]] = {
-    "quick": [(_lm(4, 128, 2, 32, 1), _ALL)],
-    "cpu": [(_lm(16, 256, 8, 32, 2), _ALL), (_lm(4, 2048, 8, 32, 2), _SOME)],
-    "cuda": [(_lm(4, 4096, 16, 64, 12), _ALL), (_lm(1, 16384, 16, 64, 12), _ALL)],
+_STEPS: Mapping[str, Sequence[tuple[tuple[int, ...], Sequence[str]]]] = {  # sizes of _LM
+    "quick": [((4, 128, 2, 32, 1), _ALL)],
+    "cpu": [((16, 256, 8, 32, 2), _ALL), ((4, 2048, 8, 32, 2), _SOME)],
+    "cuda": [((4, 4096, 16, 64, 12), _ALL), ((1, 16384, 16, 64, 12), _ALL)],
 }
 
 
 def _plan(request: Request) -> Iterator[Comparison]:
     size = "quick" if request.quick else request.where.type
     dtype = {"dtype": "bfloat16" if request.where.type == "cuda" else "float32"}
-    for lm_shape, providers in _STEPS[size]:
-        yield steps({**lm_shape, **dtype}, providers)
+    for sizes, providers in _STEPS[size]:
+        yield steps({**dict(zip(_LM, sizes, strict=True)), **dtype}, providers)
 
 
-def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
+def steps(shape: Mapping[str, Any], providers: Sequence[str]) -> Comparison:
     """A whole step by each provider."""
     name = f"B{shape['batch']}-T{shape['tokens']}"
     return compared(
@@ -71,20 +64,12 @@ def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
 
 
 _STEP_COLUMNS = columns("shape | layers | provider", FIGURES, [OVER_NONPRIVATE], ROOFS)
+_TITLE = "Time over that of a nonprivate step"
 SUITE = Suite(
     name="private-step",
     **page("private-step", {"step": _STEP_COLUMNS}),
     plan=_plan,
-    charts=[
-        chart(
-            "step",
-            "Time over that of a nonprivate step",
-            "shape",
-            ("times", overhead),
-            "provider",
-            logarithmic=False,
-        ),
-    ],
+    charts=[chart("step", _TITLE, "shape", ("times", overhead), "provider", logarithmic=False)],
 )
 
 # Batch, tokens, heads, head dim.
@@ -170,7 +155,7 @@ OPTIMIZE = Suite(
             "Speed-up over none",
             "level",
             "speedup: speed-up",
-            "batch tokens",
+            "tokens",
             logarithmic=False,
         )
     ],

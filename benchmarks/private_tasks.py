@@ -53,7 +53,10 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
     `given` are the further arguments of `bytes_task`.
     """
     if model == "lm":
-        return bytes_task(lambda: lm(given["tokens"], heads, head_dim, layers), **given)
+        shape = (VOCABULARY, heads * head_dim, layers, heads)
+        # Opacus' ghost clipping refuses tied weights, so none are tied here.
+        free = {"max_seq_len": given["tokens"], "tie_embeddings": False}
+        return bytes_task(lambda: LongContextLM(*shape, **free), **given)
     assert model == "attention", model
     if layers != 1:
         raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
@@ -100,14 +103,6 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.attention(x, is_causal=True)[0]
         return output
-
-
-def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
-    """The language model over bytes, for at most this number of tokens."""
-    # Opacus' ghost clipping refuses tied weights, so none are tied here.
-    return LongContextLM(
-        VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
-    )
 
 
 def _built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:

@@ -185,7 +185,15 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
         if table.honest:
             yield f"Ours: {table.honest}."
         lines = [line for row in table.rows for line in _lines(row, devices)]
-        yield markdown_table(_HEADER, lines)
+        # A column without cells goes; theirs and ours stay.
+        keep = [
+            number
+            for number, cells in enumerate(zip(*lines, strict=True))
+            if number in (0, 2) or not {*map(str, cells)} <= {"None", ""}
+        ]
+        yield markdown_table(
+            [_HEADER[n] for n in keep], [[line[n] for n in keep] for line in lines]
+        )
         if table.wrong:
             yield f"{_WRONG.capitalize()}:\n\n{bullets(table.wrong)}"
 

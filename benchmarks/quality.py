@@ -180,17 +180,11 @@ def batch_of(windows: TrainWindows, rows: Any, step: int) -> tuple[Tensor, Tenso
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
-def _optimizer(
-    model: LongContextLM, size: Size
-) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
-    # The betas of `dpflash train`; the learning rate rises over five steps.
-    adam = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95))
-    return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 5))
-
-
 def _train(model: LongContextLM, size: Size, seed: int) -> None:
     windows, _ = windows_of(size.tokens, seed)
-    optimizer, schedule = _optimizer(model, size)
+    # The betas of `dpflash train`; the learning rate rises over five steps.
+    optimizer = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
     device = next(model.parameters()).device
     for step in range(size.steps):
         # A function of seed and step alone, so that all models see the same windows.

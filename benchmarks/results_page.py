@@ -128,7 +128,7 @@ def draw_headline(steps: ResultFile, losses: ResultFile) -> Any:
     memory.set(title=f"Memory, {named}", xlabel="peak memory of a step, MiB")
     _bars(loss, _losses(losses), _LOSS_LABELS, "%.3f")
     epsilon = losses.held["config"]["target_epsilon"]
-    title = f"Loss at epsilon {epsilon:g}, {_seeds(losses)} seeds"
+    title = f"Loss at epsilon {epsilon:g}, mean and range of seeds"
     loss.set(title=title, xlabel="held-out loss, nats a byte")
     about = steps.environment
     figure.suptitle(f"{about['device']}, {about['date']}, torch {about['torch']}")
@@ -158,10 +158,6 @@ def _losses(file: ResultFile) -> dict[str, Ends]:
         for name in _LOSS_LABELS
     }
     return {name: (float(np.mean(x)), min(x), max(x)) for name, x in found.items()}
-
-
-def _seeds(file: ResultFile) -> int:
-    return sum(run["provider"] == "dpflash" for run in file.held["runs"])
 
 
 def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:

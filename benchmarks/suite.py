@@ -178,10 +178,6 @@ class Request:
 Part = Callable[[Request], Iterable[Row]]
 
 
-def _no_rows(rows: Sequence[Row]) -> Iterable[Row]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Suite:
     """A benchmark."""
@@ -192,7 +188,9 @@ class Suite:
     plan: Callable[[Request], Iterable[Comparison | Part]]  # called before anything is measured
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
-    derive: Callable[[Sequence[Row]], Iterable[Row]] = _no_rows  # further rows from those measured
+    derive: Callable[[Sequence[Row]], Iterable[Row]] = (
+        lambda rows: ()
+    )  # further rows from those measured
     # Its parts start ranks of one thread each. Their time is the wall clock's: a rank that waits
     # uses no processor time.
     on_ranks: bool = False
@@ -273,9 +271,9 @@ def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 def refuse(row: Row, error: Exception) -> None:
     """Writes into a row why it has no figures: what it needs, or that it failed."""
-    if isinstance(error, Unsupported | OutOfMemory | OutOfTime):
+    if isinstance(error, Unsupported | OutOfTime):
         row["needs"] = str(error)
-    elif is_out_of_memory(error):
+    elif isinstance(error, OutOfMemory) or is_out_of_memory(error):
         row["needs"] = f"more memory: {str(error).splitlines()[0]}"
     else:
         # Other rows of the run must not be lost.
@@ -361,7 +359,10 @@ class Bench:
         else:
             memory = int(_MOST_MEMORY * device_memory(request.where) * _MIB)
             seconds = limit + _SECONDS_TO_PREPARE
-            probed = run_isolated(_probe, memory_limit=memory, timeout=seconds, **given)
+            try:
+                probed = run_isolated(_probe, memory_limit=memory, timeout=seconds, **given)
+            except OutOfTime as reason:
+                raise OutOfTime(f"a faster device or a higher --max-seconds: {reason}") from None
         effort = request.calls.within(probed.seconds, limit)
         if effort is None:
             raise OutOfTime(too_slow(f"one call takes {probed.seconds:.3g} s", limit))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpflash
 from dpflash import patterns
@@ -31,6 +31,7 @@ from dpflash.bench.output import write_text
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
+from dpflash.bench.work import measured_roofs
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -47,10 +48,6 @@ def size(size: int) -> int:
     return min(size, 64) if DRY else size
 
 
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE))
-
-
 def medians(calls: dict[str, Step]) -> dict[str, float]:
     """Median milliseconds of each call, the calls taking turns."""
     effort = Effort(1, 1) if DRY else Effort()
@@ -59,11 +56,11 @@ def medians(calls: dict[str, Step]) -> dict[str, float]:
 
 
 def ceilings() -> Rows:
-    source, side = torch.randn(size(1 << 29), device=DEVICE), size(8192)
-    copy = partial(torch.empty_like(source).copy_, source)
-    ms = medians({"copy": copy, "matmul": partial(torch.mm, randn(side, side), randn(side, side))})
-    yield {"what": "copy, TB/s", "value": 2 * source.nbytes / ms["copy"] / 1e9}
-    yield {"what": f"matmul {side}, TFLOP/s", "value": 2 * side**3 / ms["matmul"] / 1e9}
+    """The measured roofs: of memory and of products."""
+    roofs = measured_roofs(DEVICE, quick=DRY)
+    yield {"what": "memory, TB/s", "value": roofs.bandwidth / 1e12}
+    for dtype, rate in roofs.flops.items():
+        yield {"what": f"matmul {dtype}, TFLOP/s", "value": rate / 1e12}
 
 
 def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
@@ -133,16 +130,12 @@ def time_training(provider: str, width: int, layers: int, batch: int, tokens: in
 
 SDPA, FLEX = ("sdpa-flash", "sdpa-cudnn"), ("flex",)
 SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-BLOCKS: Any = {"block_size": 128, "local_blocks": 4, "stride_blocks": 8}
-BORDERS = tuple(range(0, size(TOKENS) + 1, size(2048)))
 # Name, pattern, head dim, tokens and the other operators of a case.
 PATTERNS = (
     *(("causal", CAUSAL, dim, tokens, SDPA) for dim in (64, 128) for tokens in (4096, TOKENS)),
     ("full", patterns.Dense(), 128, TOKENS, SDPA),
     ("window 1024", WINDOW, 128, TOKENS, ()),
     ("longnet", patterns.Dilated(**SEGMENTS, causal=True), 128, TOKENS, ()),
-    ("documents", patterns.Documents(cu_seqlens=BORDERS, causal=True), 128, TOKENS, ()),
-    ("block-sparse", patterns.BlockSparse(**BLOCKS, causal=True), 128, TOKENS, ()),
 )
 # FlexAttention is a part of its own because compiling it takes long.
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
