@@ -18,7 +18,7 @@ from dpflash.clipping import device_speed as ceilings
 from dpflash.clipping import measure_speed as measure
 from dpflash.kernels import native
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
