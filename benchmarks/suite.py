@@ -378,7 +378,7 @@ class Bench:
         """Times calls that take turns, and writes the figures into their rows."""
         if not checked:
             return
-        self.progress.set_postfix_str(f"timing {', '.join(checked)}")
+        self.progress.set_postfix_str(f"{next(iter(checked))}: timing {len(checked)} in turns")
         steps = {name: one.subject.step for name, one in checked.items()}
         try:
             seconds = time_steps(steps, effort=effort, stopwatch=self.stopwatch)
