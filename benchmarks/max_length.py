@@ -41,10 +41,10 @@ _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
 
 _OWN = {
-    "LongNet": Variant("LongNet's own segments, five of them up to 32,768", fixed(LONGNET)),
-    "SlidingWindow": Variant("1,024 tokens back", fixed(SlidingWindow, window=1024)),
+    "LongNet": Variant(fixed(LONGNET)),
+    "SlidingWindow": Variant(fixed(SlidingWindow, window=1024)),
 }
-_SHARED = ["DilatedAttention", "BranchByBranch", "BlockSparse", "BlockSparseOptimized"]
+_SHARED = ["DilatedAttention", "BlockSparse", "BlockSparseOptimized"]
 _SHARED += ["BlockSparseHierarchical", "BlockSparseAdaptive", "Dense", "SDPA"]
 SEARCHED = _OWN | {name: VARIANTS[name] for name in _SHARED}
 _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA")

@@ -217,10 +217,9 @@ def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
 
 
 def _shape(config: Mapping[str, Any]) -> str:
-    letters = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
+    letters = {"batch": "B", "physical_batch": "physical B", "tokens": "T"}
+    letters |= {"heads": "H", "head_dim": "D"}
     parts = [f"{letter} {config[key]}" for key, letter in letters.items() if key in config]
-    if config.get("physical_batch") is not None:
-        parts.append(f"a physical batch of {config['physical_batch']} was timed")
     parts += [config["dtype"]] if "dtype" in config else []
     return f" ({', '.join(parts)})" * bool(parts)
 

@@ -7,11 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpflash.bench import headline
 from dpflash.bench.output import write_picture, write_text
 from dpflash.bench.published import read_reports
 from dpflash.bench.result_files import device_names, load
-from dpflash.bench.results_page import render
+from dpflash.bench.results_page import PICTURE, draw_headline, newest, render
 from dpflash.recommender import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +46,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         if not check:
             write_text(path, text)
     results = root / "benchmarks" / "results"
-    shown = headline.newest({name: load(results, name) for name in device_names(results)})
+    shown = newest({name: load(results, name) for name in device_names(results)})
     if not check and shown is not None:
-        write_picture(results / headline.PICTURE, headline.draw(*shown))
+        write_picture(results / PICTURE, draw_headline(*shown))
     for path in stale:
         print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
     return int(check and bool(stale))

@@ -1,7 +1,6 @@
 """The page of results, on files made up here and on those committed."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +155,6 @@ def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results:
     )
     told = page.partition("## What the columns say")[2].partition("## S9")[0]
     assert all(f"*{header}*" in told for header in ("right", "more", "ms"))
-
-
-def test_the_check_of_versus_tells_how_many_trials_were_right(results: Path) -> None:
-    held = {"environment": {"slowdown": 0.1}, "right": {"A/A": 7, "A/B": 5}}
-    held["made"] = {"A/A": 7, "A/B": 6}
-    (results / "cpu" / "compare_check.json").write_text(json.dumps(held))
-    page = _page(results, TWO_HEADS)
-    assert "(A/A): 7 of 7 right" in page and "slowed by 10% (A/B): 5 of 6 right" in page
 
 
 def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
