@@ -25,7 +25,7 @@ from dpflash.clipping.device_speed import Ceilings
 CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
 REQUEST = Request(device="cpu", effort=Effort(1, 2), quick=True, has_progress=False)
 TINY = scaling.Sizes(
-    attention={"dilated": 1024, "dense causal": 130},
+    attention={"dilated": 2048, "dense causal": 130, "sliding window": 130},
     memory={"dense causal": 512, "dilated": 1024},
     reported=((2, 2048),),
     training=CASE,
@@ -61,7 +61,7 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     attention = by_section["attention"]
     assert {row["config"]["mode"] for row in attention} == {"ring", "all_gather", "ulysses"}
     weak = [row for row in attention if row["config"]["scaling"] == "weak" and row["ranks"] == 2]
-    assert {row["config"]["tokens"] for row in weak} == {130, 1024}
+    assert {row["config"]["tokens"] for row in weak} == {130, 2048}
     # A token of dense attention has more pairs as T grows, one of whole segments has as many.
     more = {r["config"]["pattern"]: r["work_efficiency"] / r["efficiency"] for r in weak}
     assert more["dense causal"] == pytest.approx(131 / 66) and more["dilated"] == 1.0
@@ -218,7 +218,7 @@ def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, n
     old = json.loads(path.read_text())
     found = upgraded(old)
     suite: Suite = suite_named(path.stem)
-    assert found["schema"] == 2 and upgraded(found) == found and "schema" not in old
+    assert found["schema"] == 3 and upgraded(found) == found and "schema" not in old
     assert found["environment"]["suite"] == suite.name and "worker" not in json.dumps(found)
     for before, after in zip(old["rows"], found["rows"], strict=True):
         assert after["median_ms"] == before["median_ms"]
@@ -226,8 +226,8 @@ def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, n
     page = markdown(suite, found)
     assert all(f"## {table.title}" in page for table in suite.tables)
     assert page == path.with_suffix(".md").read_text()
-    with pytest.raises(ValueError, match="schema=3: this dpflash reads schemas 1 to 2"):
-        upgraded({"schema": 3})
+    with pytest.raises(ValueError, match="schema=4: this dpflash reads schemas 1 to 3"):
+        upgraded({"schema": 4})
 
 
 TASKS = """
