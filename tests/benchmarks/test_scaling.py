@@ -25,7 +25,7 @@ from dpflash.clipping.device_speed import Ceilings
 CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
 REQUEST = Request(device="cpu", effort=Effort(1, 2), quick=True, has_progress=False)
 TINY = scaling.Sizes(
-    attention={"dilated": 1024, "dense causal": 130},
+    attention={"dilated": 2048, "dense causal": 130, "sliding window": 130},
     memory={"dense causal": 512, "dilated": 1024},
     reported=((2, 2048),),
     training=CASE,
@@ -61,7 +61,7 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     attention = by_section["attention"]
     assert {row["config"]["mode"] for row in attention} == {"ring", "all_gather", "ulysses"}
     weak = [row for row in attention if row["config"]["scaling"] == "weak" and row["ranks"] == 2]
-    assert {row["config"]["tokens"] for row in weak} == {130, 1024}
+    assert {row["config"]["tokens"] for row in weak} == {130, 2048}
     # A token of dense attention has more pairs as T grows, one of whole segments has as many.
     more = {r["config"]["pattern"]: r["work_efficiency"] / r["efficiency"] for r in weak}
     assert more["dense causal"] == pytest.approx(131 / 66) and more["dilated"] == 1.0
