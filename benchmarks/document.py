@@ -23,8 +23,6 @@ QUICK = (
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
 )
 BROKEN_OFF = "Broken off: only the rows that were measured until then are here."
-# Of an exponent in the insights; the interval of fewer says nothing.
-LEAST_SIZES = 4
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], Any]]  # header, and cell of a row

@@ -15,7 +15,6 @@ from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
 from .document import (
     EXPONENTS,
     FIGURES,
-    LEAST_SIZES,
     OVER_NONPRIVATE,
     ROOFS,
     chart,
@@ -153,17 +152,9 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _bytes_per_token(direction, measured)
-    exponents = []
     for curve, own in _curves(rows, "private_sequence").items():
         name = f"private_sequence_exponent/{curve}"
-        row = fitted_row(name, own, "tokens", section="private_sequence_exponent", curve=curve)
-        yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
-            low, high = row["exponent_ci95"]
-            exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
-    if exponents:
-        text = "The time of a private step grows with the tokens to the power "
-        yield insight("private_sequence/exponent", f"{text}{', '.join(exponents)}.")
+        yield fitted_row(name, own, "tokens", section="private_sequence_exponent", curve=curve)
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:

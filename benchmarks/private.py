@@ -30,12 +30,12 @@ from .work import Work, count_work
 
 NONPRIVATE = "nonprivate"
 AUTO = "dpflash-flat-auto"
-# Clipping and grad_sample_mode; the names are those that older results have too.
+# Clipping and grad_sample_mode.
 DPFLASH = {
     AUTO: ("flat", "auto"),
-    "dpflash-flat-stored": ("flat", "instantiate"),
+    "dpflash-flat-instantiate": ("flat", "instantiate"),
     "dpflash-flat-book_keeping": ("flat", "book_keeping"),
-    "dpflash-flat-two_pass": ("flat", "ghost"),
+    "dpflash-flat-ghost": ("flat", "ghost"),
     "dpflash-per_layer": ("per_layer", "auto"),
     "dpflash-per_block": ("per_block", "auto"),
 }

@@ -31,7 +31,7 @@ from .suite import Comparison, Request, Subject, Suite, compared
 _LM = ("batch", "tokens", "heads", "head_dim", "layers")
 _ALL = (NONPRIVATE, *DPFLASH, *OPACUS)
 # Without those that short sequences show to be slow; they take minutes on long ones.
-_SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", "opacus-ghost")
+_SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-ghost", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
 _STEPS: Mapping[str, Sequence[tuple[tuple[int, ...], Sequence[str]]]] = {  # sizes of _LM
     "quick": [((4, 128, 2, 32, 1), _ALL)],

@@ -94,13 +94,6 @@ class Reported:
             for row in answer.rows(files)
         ]
 
-    def has_figures(self, devices: Mapping[str, Files]) -> bool:
-        """Whether any row of ours for it was measured, and was right."""
-        return any(
-            row["correct"] is not False and not row.get("needs")
-            for _, row in self.measured(devices)
-        )
-
 
 @dataclass(frozen=True)
 class ReportTable:

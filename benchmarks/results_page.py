@@ -6,7 +6,7 @@ The page has others' figures and ours, row by row. Where the files lie, `result_
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from .document import bullets, glossary, legend, texts
 from .output import markdown_table
 from .private import NONPRIVATE
-from .published import Report, report_parts, reported_rows
+from .published import Report, report_parts
 from .result_files import Files, ResultFile, device_names, load
 
 PICTURE = "private-step.png"
@@ -48,10 +48,11 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     devices = {name: load(results, name) for name in device_names(results)}
     title, about = texts()["results"]
     parts = [f"# {title}"]
-    if newest(devices) is not None:
+    shown = newest(devices)
+    if shown is not None:
         alt = "Time, memory and loss of private training beside Opacus"
-        parts.append(f"!{_link(results / PICTURE, page, alt)}")
-    parts += [about, _count(reports, devices), "## What was measured"]
+        parts += [f"!{_link(results / PICTURE, page, alt)}", *_sentences(*shown)]
+    parts += [about, "## What was measured"]
     for name, files in devices.items():
         parts += [f"### {name}", _summary(files, page)]
     terms = [f"*{term}*: {text}." for term, text in glossary("results/columns").items()]
@@ -63,13 +64,22 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _count(reports: Sequence[Report], devices: Mapping[str, Files]) -> str:
-    rows = [row for _, row in reported_rows(reports)]
-    asked = [row for row in rows if row.answers]
-    found = sum(row.has_figures(devices) for row in asked)
-    return (
-        f"**{found} of {len(asked)} rows of the reports that a suite can measure have figures.** "
-        f"{len(rows) - len(asked)} more have no suite: they name what does it here or is lacking."
+def _sentences(steps: ResultFile, losses: ResultFile) -> Iterator[str]:
+    """Time at two shapes, and loss, beside Opacus."""
+    for shape, named in _SHAPES.items():
+        found = {name: ends[0] for name, ends in _ratios(steps, shape).items()}
+        peer = min((name for name in found if "opacus" in name), key=lambda name: found[name])
+        ours = found["dpflash-flat-auto"]
+        yield (
+            f"At {named} a private step takes {ours:.2f} times as long as a non-private one, with "
+            f"{_LABELS[peer]} {found[peer]:.2f} times: dpflash is {found[peer] / ours:.2f} times "
+            "as fast. Batches are equal, without padding rows."
+        )
+    means = {name: f"{mean:.3f}" for name, (mean, _, _) in _losses(losses).items()}
+    yield (
+        f"At epsilon {losses.held['config']['target_epsilon']:g} the held-out loss of a small "
+        f"model is {means['dpflash']} nats a byte, {means['opacus']} with Opacus and "
+        f"{means[NONPRIVATE]} without privacy."
     )
 
 
@@ -104,7 +114,7 @@ def newest(devices: Mapping[str, Files]) -> tuple[ResultFile, ResultFile] | None
         for files in devices.values()
         if {"private-step", "private-loss"} <= files.keys()
         and not files["private-step"].is_quick
-        and any(_ratios(files["private-step"], shape) for shape in _SHAPES)
+        and all(_ratios(files["private-step"], shape) for shape in _SHAPES)
     ]
     return max(full, key=lambda files: str(files[0].environment["date"]), default=None)
 

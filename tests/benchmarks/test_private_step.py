@@ -7,6 +7,7 @@ import pytest
 from dpflash.bench import private, private_step, suite
 from dpflash.bench.private import AUTO
 from dpflash.bench.private_step import SUITE
+from dpflash.bench.schema import upgraded
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort
 from dpflash.clipping.device_speed import Ceilings
@@ -38,7 +39,7 @@ def test_a_cpu_measures_the_fast_providers_on_a_long_sequence_and_peers_are_mark
         for place in ("B16-T256", "B4-T2048")
     )
     assert short == {*private.PROVIDERS}
-    ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-stored", "per_layer", "per_block")}
+    ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-instantiate", "per_layer", "per_block")}
     assert long == {"nonprivate", "opacus-hooks", *ours}
     peers = {one.config["provider"] for one in measurements.values() if one.columns.get("peer")}
     assert peers == {"opacus-hooks", "opacus-ghost"}
@@ -64,3 +65,12 @@ def test_the_benchmark_writes_figures(monkeypatch, tmp_path):
     assert all(one["correct"] and one["median_ms"] and one["gflop_per_s"] for one in measured)
     page = (tmp_path / "private-step.md").read_text()
     assert "| B2-T16 | 1 | dpflash-flat-auto |" in page
+
+
+def test_results_of_schema_2_get_the_modes_names_of_today():
+    old = {
+        "schema": 2,
+        "rows": [{"name": "step/B4-T8/dpflash-flat-two_pass", "workers": "worker"}],
+    }
+    (row,) = upgraded(old)["rows"]
+    assert row == {"name": "step/B4-T8/dpflash-flat-ghost", "workers": "worker"}

@@ -218,7 +218,7 @@ def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, n
     old = json.loads(path.read_text())
     found = upgraded(old)
     suite: Suite = suite_named(path.stem)
-    assert found["schema"] == 2 and upgraded(found) == found and "schema" not in old
+    assert found["schema"] == 3 and upgraded(found) == found and "schema" not in old
     assert found["environment"]["suite"] == suite.name and "worker" not in json.dumps(found)
     for before, after in zip(old["rows"], found["rows"], strict=True):
         assert after["median_ms"] == before["median_ms"]
@@ -226,8 +226,8 @@ def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, n
     page = markdown(suite, found)
     assert all(f"## {table.title}" in page for table in suite.tables)
     assert page == path.with_suffix(".md").read_text()
-    with pytest.raises(ValueError, match="schema=3: this dpflash reads schemas 1 to 2"):
-        upgraded({"schema": 3})
+    with pytest.raises(ValueError, match="schema=4: this dpflash reads schemas 1 to 3"):
+        upgraded({"schema": 4})
 
 
 TASKS = """

@@ -109,7 +109,7 @@ def by_name(found):
 def test_the_three_files_hold_the_rows(found):
     held, folder, _ = found
     written = json.loads((folder / "toy.json").read_text())
-    assert written["schema"] == 2
+    assert written["schema"] == 3
     off = next(entry for entry in written["rows"] if entry["name"] == "nan")
     assert off["error"] is None and milliseconds(off) == "WRONG (no number)"
     assert milliseconds(by_name(found)["nan"]) == "WRONG (no number)"
