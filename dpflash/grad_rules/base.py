@@ -46,7 +46,7 @@ class ModuleContext:
         self.has_positions = True
 
     def check_batch(self, x: Tensor) -> Tensor:
-        """Expand x to the batch size of the forward; refuse another first dimension."""
+        """x as `[B, ...]`: expanded where samples share it, tokens `[B n, ...]` as `[B, n, ...]`."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
@@ -54,11 +54,18 @@ class ModuleContext:
         if torch.compiler.is_compiling():
             return x
         size = self.backward.forward.batch_size_for(x, self.name)
+        if x.shape[0] not in (1, size):
+            x = x.unflatten(0, (size, -1))
         if self.backward.forward.rows is not None:
             self.backward.forward.rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
             return x.expand(size, *x.shape[1:])
         return x
+
+
+def as_given(y: Tensor, given: Tensor) -> Tensor:
+    """y `[B, ...]` of a layer, `[B n, ...]` where its input was given so."""
+    return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
 
 
 class Handles:
