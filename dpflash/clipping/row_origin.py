@@ -1,7 +1,7 @@
 """Tells from autograd's graph whether the rows of a tensor are those of samples, in their order.
 
-Models flatten `[B, T, E]` to `[B T, E]`. A reshaping keeps the order of the elements, so row r is of
-sample r // T if the tensor that was reshaped has the batch first; if it has the time first, its
+Models flatten `[B, T, E]` to `[B T, E]`. A reshaping keeps the order of the elements, so row r is
+of sample r // T if the tensor that was reshaped has the batch first; if it has the time first, its
 first dimension says so. Operations between the reshaping and the layer must work row by row.
 """
 

@@ -7,6 +7,7 @@ from torch import nn
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
+from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
@@ -33,12 +34,14 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters, and whose children hold none."""
+    if is_experts(module):
+        return PrivateExperts
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that holds no parameters itself; None for most."""
-    return BLOCK_RULES.get(_name_of_forward(module))
+    """The private class for a module that has no trained parameters itself; None for most."""
+    return PrivateExperts if is_experts(module) else BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:

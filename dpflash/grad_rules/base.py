@@ -46,7 +46,7 @@ class ModuleContext:
         self.has_positions = True
 
     def check_batch(self, x: Tensor) -> Tensor:
-        """x as `[B, ...]`: expanded where samples share it, tokens `[B n, ...]` as `[B, n, ...]`."""
+        """Expand x to `[B, ...]` where samples share it; give tokens `[B n, ...]` as `[B, n, ...]`."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
@@ -64,7 +64,7 @@ class ModuleContext:
 
 
 def as_given(y: Tensor, given: Tensor) -> Tensor:
-    """y `[B, ...]` of a layer, `[B n, ...]` where its input was given so."""
+    """Flatten the output `[B, n, ...]` of a layer that was given `[B n, ...]`."""
     return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
 
 

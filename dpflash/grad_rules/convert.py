@@ -14,6 +14,7 @@ from ..clipping.backward import PrivateBackward
 from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
+from .experts import check_routing
 from .linear import PrivateConv1D, PrivateLinear
 
 
@@ -47,6 +48,7 @@ def check_module(name: str, module: nn.Module) -> None:
             "rewrites the rows that the data look up, trainable or not, so they would leave "
             "without noise. Set max_norm=None"
         )
+    check_routing(name, module)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own:
         _check_owner(name, module, own)

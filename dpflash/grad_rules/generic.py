@@ -97,7 +97,9 @@ class PrivateLeaf(PrivateModule):
             tuple(0 if isinstance(a, Tensor) else None for a in args),
             {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
         )
-        shape = OutputShapes(is_flattened, lambda *of_two: functional_call(copied, shared, *of_two))
+        shape = OutputShapes(
+            is_flattened, lambda *of_two: functional_call(copied, shared, *of_two)
+        )
         with PerSampleLookups(context.name):
             outputs = vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
             return shape.of_batch(outputs, args, kwargs)

@@ -41,7 +41,7 @@ class OutputShapes:
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
             # Outputs without a batch, such as a table of positions, look alike for one sample.
             first = next(t for t in _tensors((args, kwargs)))
-            twice = map_tensors(lambda t: t[:1].expand(2, *t.shape[1:]), (args, kwargs))
+            twice = map_tensors(lambda t: torch.cat([t[:1], t[:1]]), (args, kwargs))
             with random_state_kept(first.device), torch.no_grad():
                 of_two = [len(t) if t.ndim else 1 for t in _tensors(self._plain(*twice))]
             pairs = zip(self._rows, of_two, strict=True)
