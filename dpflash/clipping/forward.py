@@ -78,12 +78,14 @@ class PrivateForward:
         batch_hint: rows of the microbatch that the loader yielded last; None without one.
         rows: records the inputs of the layers; None where nothing is recorded.
         is_compiled: whether the model runs through this library's own torch.compile.
+        misfit: names the first layer of the last call whose input had another first dimension.
     """
 
     def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
         self.batch_hint: int | None = None
         self.rows: ForwardRows | None = None
         self.is_compiled = False
+        self.misfit = ""
         self._groups = groups
         self._open_gate = open_gate
         self._state = _State()
@@ -137,7 +139,7 @@ class PrivateForward:
         if self._call is not None or is_recomputing():
             yield False
             return
-        self._call = _Call(sizes)
+        self._call, self.misfit = _Call(sizes), ""
         try:
             yield True
         finally:
@@ -187,6 +189,12 @@ class PrivateForward:
         if leading != size and self._is_flattened(x, size):
             call.flattened.add(name)
             return size
+        if leading != size and (leading != 1 or size == 1):
+            self.misfit = self.misfit or (
+                f". Module '{name}' got {tuple(x.shape)} in a batch of {size}; rows for tokens "
+                f"are taken only where autograd's graph shows them to be [{size}, ...] flattened, "
+                "samples first"
+            )
         if leading != 1 or size == 1:
             return leading
         if x.requires_grad:

@@ -46,7 +46,7 @@ class ModuleContext:
         self.has_positions = True
 
     def check_batch(self, x: Tensor) -> Tensor:
-        """Expand x to `[B, ...]` where samples share it; give tokens `[B n, ...]` as `[B, n, ...]`."""
+        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
