@@ -153,21 +153,44 @@ def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, pri
         assert 0.3 * bound < moved <= bound * (1 + 2.0**-18)
 
 
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("name", list(CONFIGS))
+class Routed(nn.Module):
+    """Experts whose routing is an argument, between two layers."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        config = transformers.MixtralConfig(
+            hidden_size=width,
+            intermediate_size=width,
+            num_local_experts=4,
+            experts_implementation="eager",
+        )
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.experts = type(mixture("mixtral").model.layers[0].mlp.experts)(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.05)
+
+    def forward(self, x, index):
+        hidden = self.first(x)
+        rows, chosen = hidden.flatten(0, 1), index.flatten(0, 1)
+        mixed = self.experts(rows, chosen, torch.full(chosen.shape, 0.5))
+        return self.last(mixed.view_as(hidden))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @every_kind
-def test_the_bits_of_a_sample_do_not_depend_on_what_others_route_where(
-    name, kind, private, losses
-):
-    """Others of weight 0 and other contents: products of an expert over all of its tokens, as
-    transformers makes them, would round otherwise.
+def test_the_bits_of_a_sample_do_not_depend_on_what_others_route_where(kind, is_frozen, private):
+    """Products over all tokens of an expert, as transformers makes them, round otherwise where the
+    others leave a sample's expert to it alone.
     """
-    model, found = mixture(name), []
-    for seed in (2, 3):
-        batch = tokens(6, 16, seed=seed)
-        batch[2] = tokens(1, 16)
+    torch.manual_seed(0)
+    model, found = Routed(), []
+    model.experts.requires_grad_(not is_frozen)
+    own, own_index = torch.randn(1, 8, 64), torch.rand(1, 8, 4).argsort(2)[..., :2]
+    for others in (torch.rand(5, 8, 4).argsort(2)[..., :2], torch.full((5, 8, 2), 3)):
+        x, index = torch.cat([own, torch.randn(5, 8, 64)]), torch.cat([own_index, others])
         engine, made, _, _ = private(copy.deepcopy(model), **kind)
-        engine.backward(losses(made, batch) * torch.eye(6)[2])
+        losses = made(x, index).square().sum((1, 2))
+        engine.backward(losses * torch.eye(6)[0])
         found.append(released(engine, made))
     assert found[0].norm() > 0 and torch.equal(*found)
 
