@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .adapters import is_adapter
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
@@ -36,6 +37,8 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters, and whose children hold none."""
     if is_experts(module):
         return PrivateExperts
+    if is_adapter(module):
+        return PrivateLeaf
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 

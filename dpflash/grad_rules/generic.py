@@ -66,7 +66,7 @@ class PrivateLeaf(PrivateModule):
                 f"dimensions {sorted(rows)}, of which some are samples and others tokens; the "
                 "generic rule needs the same in each"
             )
-        own = {n: p for n, p in self._parameters.items() if p is not None}
+        own = self.own_parameters()
         copied = plain_copy(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
