@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from .adapters import is_adapter
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
@@ -13,6 +12,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .peft import PrivateDora, PrivatePrompts, is_adapter, makes_prompts
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -25,6 +25,7 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.RMSNorm.forward: PrivateRMSNorm,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
+    "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 
 # Modules whose layers have rules of their own, and which run several of them as one node.
@@ -44,7 +45,9 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
     """The private class for a module that has no trained parameters itself; None for most."""
-    return PrivateExperts if is_experts(module) else BLOCK_RULES.get(_name_of_forward(module))
+    if is_experts(module):
+        return PrivateExperts
+    return PrivatePrompts if makes_prompts(module) else BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:

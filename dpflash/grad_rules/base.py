@@ -32,7 +32,7 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
-        is_whole: whether the parameters of its children are its own, see `adapters`.
+        is_whole: whether the parameters of its children are its own, see `peft`.
         has_positions: whether it received indices [T] of another length than B.
     """
 

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 from ..clipping.backward import PrivateBackward
 from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
-from .adapters import inside_adapters, is_adapter
 from .base import plain_class
 from .experts import check_routing
 from .linear import PrivateConv1D, PrivateLinear
+from .peft import check_dora, inside_adapters, is_adapter
 
 
 def check_model(model: nn.Module) -> None:
@@ -36,7 +36,7 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     Args:
         name: dotted name, for messages.
         module: to check.
-        is_inside: whether an adapter above it owns its parameters, see `adapters`.
+        is_inside: whether an adapter above it owns its parameters, see `peft`.
     """
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
@@ -110,6 +110,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
         )
+    check_dora(name, module)
     if is_adapter(module):
         return
     if any(True for child in module.children() for _ in child.parameters()):

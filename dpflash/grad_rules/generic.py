@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .base import PrivateModule, plain_copy
+from .base import PrivateModule, plain_class, plain_copy
 from .lookups import PerSampleLookups
 from .output_shapes import OutputShapes, map_tensors
 
@@ -101,5 +101,15 @@ class PrivateLeaf(PrivateModule):
             is_flattened, lambda *of_two: functional_call(copied, shared, *of_two)
         )
         with PerSampleLookups(context.name):
-            outputs = vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
+            try:
+                run = vmap(one, in_dims=in_dims, randomness="different")
+                outputs = run(per_sample, args, kwargs)
+            except RuntimeError as error:
+                if "vmap" not in str(error) and "functorch" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
+                    f"own, and torch.func.vmap, which runs it for each sample, fails: {error} "
+                    "Freeze it with requires_grad_(False), or use another layer"
+                ) from error
             return shape.of_batch(outputs, args, kwargs)
