@@ -13,7 +13,7 @@ from torch import Tensor
 from ..verification.forward_rows import ForwardRows
 from .groups import Group
 from .planner import LinearShape
-from .row_origin import batch_sizes_of_rows
+from .row_origin import is_flattened
 
 if TYPE_CHECKING:
     from .gate import Gate
@@ -169,7 +169,7 @@ class PrivateForward:
         """Batch size B of the forward in which module `name` gets the input x.
 
         It is x's first dimension, unless that is a 1 which all samples of this call share, or the
-        tokens of all samples in order, see `batch_sizes_of_rows`.
+        tokens of all samples in order, see `is_flattened`.
 
         Raises:
             ValueError: x may be one sample as well.
@@ -186,7 +186,7 @@ class PrivateForward:
         if call.batch_size is None:
             call.batch_size = self._first_batch_size(x, call)
         size = call.batch_size
-        if leading != size and self._is_flattened(x, size):
+        if leading != size and is_flattened(x, size):
             call.flattened.add(name)
             return size
         if leading != size and (leading != 1 or size == 1):
@@ -210,17 +210,12 @@ class PrivateForward:
             f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
         )
 
-    @staticmethod
-    def _is_flattened(x: Tensor, size: int) -> bool:
-        """Whether the rows of x are the tokens of so many samples, in their order."""
-        return size > 0 and x.shape[0] % size == 0 and size in batch_sizes_of_rows(x)
-
     def _first_batch_size(self, x: Tensor, call: _Call) -> int:
         """B, where x is the input of a call's first layer."""
         leading = x.shape[0]
         if leading in call.sizes:
             return leading
-        given = [n for n in batch_sizes_of_rows(x) if n in call.sizes and n and leading % n == 0]
+        given = [n for n in call.sizes if is_flattened(x, n)]
         return given[0] if len(given) == 1 else leading
 
     def known_batch_size(self) -> int | None:

@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Frozen layers: (position of the rows, of the weight, which gets no gradient).
+# Plain layers: (position of the rows, of the weight).
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),
@@ -55,6 +55,13 @@ def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
     return frozenset({base.shape[0]}) if same else frozenset()
 
 
+def is_flattened(x: Tensor, size: int) -> bool:
+    """Whether the rows of x are the tokens of so many samples, in their order."""
+    if not x.ndim or size < 1 or x.shape[0] % size:
+        return False
+    return size in batch_sizes_of_rows(x)
+
+
 def _sizes(node: Any, depth: int, known: dict[Any, frozenset[int]]) -> frozenset[int]:
     if node in known:
         return known[node]
@@ -72,11 +79,18 @@ def _sizes(node: Any, depth: int, known: dict[Any, frozenset[int]]) -> frozenset
     elif name in _BY_ROWS:
         rows, weight = (node.next_functions[i][0] for i in _BY_ROWS[name])
         normalized = getattr(node, "_saved_normalized_shape", ())
-        if rows is not None and weight is None and len(normalized) < len(shape):
+        if rows is not None and _is_parameter(weight) and len(normalized) < len(shape):
             inner = _sizes(rows, depth - 1, known)
             found = frozenset(size for size in inner if size and shape[0] % size == 0)
     known[node] = found
     return found
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a node is that of a parameter, trained or frozen, transposed or not."""
+    if node is not None and node.name() == "TBackward0":
+        node = node.next_functions[0][0]
+    return node is None or node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
-from .peft import PrivateDora, PrivatePrompts, is_adapter, makes_prompts
+from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -26,6 +26,7 @@ RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
 # Modules whose layers have rules of their own, and which run several of them as one node.
@@ -39,7 +40,7 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
     if is_experts(module):
         return PrivateExperts
     if is_adapter(module):
-        return PrivateLeaf
+        return RULES.get(_name_of_forward(module)) or PrivateLeaf
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 

@@ -16,7 +16,7 @@ from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
 from .experts import check_routing
 from .linear import PrivateConv1D, PrivateLinear
-from .peft import check_dora, inside_adapters, is_adapter
+from .peft import check_adapter, inside_adapters, is_adapter
 
 
 def check_model(model: nn.Module) -> None:
@@ -57,6 +57,8 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
             "without noise. Set max_norm=None"
         )
     check_routing(name, module)
+    if not is_inside:
+        check_adapter(name, module)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own and not is_inside:
         _check_owner(name, module, own)
@@ -110,7 +112,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
         )
-    check_dora(name, module)
     if is_adapter(module):
         return
     if any(True for child in module.children() for _ in child.parameters()):

@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..clipping.planner import EmbeddingShape
 from .base import PrivateModule, as_given
+from .embedding import look_up
+from .generic import PrivateLeaf
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -110,13 +113,65 @@ class PrivateDora(PrivateModule):
         return as_given((scale - 1) * base + scale * low_rank * scaling, x)
 
 
-def check_dora(name: str, module: nn.Module) -> None:
-    """Refuse magnitudes of other layers than linear ones.
+class PrivateTrainableTokens(PrivateLeaf):
+    """Some rows of a frozen table are trained: looked up in a table of their own.
+
+    PEFT writes them into a copy of the whole table, of which each sample would get its own.
+    """
+
+    base_layer: nn.Module
+    active_adapters: list[str]
+    token_indices: dict[str, list[int]]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        base = layer.get_base_layer()
+        is_table = isinstance(base, nn.Embedding) and not base.weight.requires_grad and x.ndim > 1
+        if not is_table or layer.disable_adapters or layer.merged or not self.is_private_call():
+            return super().forward(x, *args, **kwargs)
+        layer._check_overlapping_tokens(self.active_adapters)
+        indices = self._dpflash.check_batch(x)
+        flat = indices.flatten(1)
+        result = base(flat, *args, **kwargs)
+        for adapter in self.active_adapters:
+            result = self._replace(result, flat, adapter, base, layer._get_embed_scale())
+        return as_given(result.unflatten(1, indices.shape[1:]), x)
+
+    def _replace(
+        self, rows: Tensor, indices: Tensor, adapter: str, base: nn.Embedding, scale: Tensor | None
+    ) -> Tensor:
+        """Replace rows [B, T, E] of the indices [B, T] that an adapter trains."""
+        name = f"trainable_tokens_delta.{adapter}"
+        delta = self.own_parameters()[name]
+        own = torch.tensor(self.token_indices[adapter], device=indices.device)
+        places = own.new_full((base.num_embeddings,), -1)
+        places[own] = torch.arange(len(own), device=own.device)
+        place = places[indices]
+        handles = self.private_handles(len(indices))
+        handle = handles[name]
+        samples, tokens = indices.shape
+        shape = EmbeddingShape(samples, tokens, delta.shape[1], delta.shape[0], delta.dtype)
+        new = look_up(place.clamp(min=0), delta.detach(), handle, handles.slot(name, shape))
+        if base.padding_idx is not None:
+            new = torch.where((indices == base.padding_idx).unsqueeze(-1), new.detach(), new)
+        new = new.to(base.weight.dtype)
+        new = new if scale is None else new * scale.to(new.dtype)
+        return torch.where((place >= 0).unsqueeze(-1), new.to(rows.dtype), rows)
+
+
+def check_adapter(name: str, module: nn.Module) -> None:
+    """Refuse adapters without a rule: DoRA's magnitudes of convolutions, LoRA on parameters.
 
     Raises:
         ValueError: naming the module.
     """
     kind = type(module)
+    if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "ParamWrapper":
+        raise ValueError(
+            f"module '{name}' adds LoRA to a parameter of another module (target_parameters), "
+            "whose layers it uses outside of their calls. Adapt layers by target_modules instead, "
+            "or train the experts' parameters themselves"
+        )
     if kind.__module__ == "peft.tuners.lora.dora" and kind.__name__ != "DoraLinearLayer":
         raise ValueError(
             f"module '{name}' is {kind.__name__}: DoRA has a rule for linear layers and "
