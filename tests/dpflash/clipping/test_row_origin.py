@@ -118,17 +118,17 @@ def _repeated_outside(x):
 
 
 ORDERS = {
-    "time first": (_time_first, _from_time_first),
+    "time-first": (_time_first, _from_time_first),
     "shuffled": (_shuffled, lambda x, like: x[ORDER.argsort()].view(like.shape)),
-    "scaled by a product from the left": (
+    "product-from-the-left": (
         lambda x: torch.eye(12).flip(0) @ x.reshape(-1, 6),
         None,
     ),
-    "repeated outside": (_repeated_outside, lambda x, like: x[:12].view(like.shape)),
+    "repeated-outside": (_repeated_outside, lambda x, like: x[:12].view(like.shape)),
 }
 
 
-@pytest.mark.parametrize("proof", [True, False], ids=["proof", "no proof"])
+@pytest.mark.parametrize("proof", [True, False], ids=["proof", "no-proof"])
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_rows_in_another_order_are_refused_by_the_layer_s_name(order, proof, private):
     """Without the proof of the first batch too."""
