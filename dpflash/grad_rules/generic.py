@@ -105,11 +105,12 @@ class PrivateLeaf(PrivateModule):
                 run = vmap(one, in_dims=in_dims, randomness="different")
                 outputs = run(per_sample, args, kwargs)
             except RuntimeError as error:
-                if "vmap" not in str(error) and "functorch" not in str(error):
+                misfit = context.backward.forward.misfit
+                if not (misfit or "vmap" in str(error) or "functorch" in str(error)):
                     raise
                 raise RuntimeError(
                     f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
                     f"own, and torch.func.vmap, which runs it for each sample, fails: {error} "
-                    "Freeze it with requires_grad_(False), or use another layer"
+                    f"Freeze it with requires_grad_(False), or use another layer{misfit}"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)

@@ -42,6 +42,8 @@ CONFIGS = {
     "rslora": lora(use_rslora=True, target_modules="all-linear"),
     "lora with biases": lora(lora_bias=True),
     "dora": lora(use_dora=True),
+    # It drops nothing, but then PEFT leaves the base's product to DoRA.
+    "dora with dropout": lora(use_dora=True, lora_dropout=1e-12),
     "lora of embeddings": lora(target_modules=["embed_tokens", "q_proj"]),
     "dora of embeddings": lora(target_modules=["embed_tokens", "q_proj"], use_dora=True),
     "trainable tokens": peft.TrainableTokensConfig(
@@ -131,6 +133,50 @@ def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, pri
         )
     moved = float((found[0] - found[1]).norm())
     assert 0.2 * bound < moved <= bound * (1 + 2.0**-18)
+
+
+@pytest.mark.parametrize("name", ["dora", "dora with dropout"])
+@pytest.mark.parametrize("base", ["biases", "transposed", "flattened"])
+def test_dora_beside_layers_of_other_kinds(base, name, private, oracle, sums, distance):
+    config = copy.deepcopy(CONFIGS[name])
+    if base == "biases":
+        plain = llama(attention_bias=True)
+        nn.init.normal_(plain.model.layers[0].self_attn.q_proj.bias)
+    elif base == "transposed":
+        config.target_modules, config.fan_in_fan_out = {"c_attn", "c_fc"}, True
+        plain = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=23,
+                n_positions=16,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                use_cache=False,
+            )
+        )
+    else:
+        config.target_modules = {"q_proj", "fc1", "fc2"}
+        plain = transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=23,
+                hidden_size=16,
+                ffn_dim=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=16,
+                word_embed_proj_dim=16,
+                dropout=0.0,
+                use_cache=False,
+            )
+        )
+    model, batch = adapted(config, plain), tokens()
+    expected = oracle(model, losses, batch)
+    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False)
+    engine.backward(losses(made, batch))
+    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
 
 
 def test_tokens_trained_in_a_table_that_is_the_head_too(private, oracle, sums, distance):
