@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..verification.random_state import random_state_kept
-
 
 class OutputShapes:
     """The shapes of one call's outputs.
@@ -40,9 +38,8 @@ class OutputShapes:
         by_tokens = [self._is_flattened] * len(self._rows)
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
             # Outputs without a batch, such as a table of positions, look alike for one sample.
-            first = next(t for t in _tensors((args, kwargs)))
             twice = map_tensors(lambda t: torch.cat([t[:1], t[:1]]), (args, kwargs))
-            with random_state_kept(first.device), torch.no_grad():
+            with torch.no_grad():
                 of_two = [len(t) if t.ndim else 1 for t in _tensors(self._plain(*twice))]
             pairs = zip(self._rows, of_two, strict=True)
             by_tokens = [rows != 1 and two == 2 * rows for rows, two in pairs]
