@@ -12,6 +12,7 @@ from ..clipping.backward import PrivateBackward
 from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
 from ..grad_rules import rule_for
+from ..grad_rules.batch_second import batch_second
 from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
 from ..optimize.levels import PLAIN
@@ -87,13 +88,15 @@ def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
     shapes: dict[str, list[tuple[int, ...]]] = {}
     modules = dict(subject.model.named_modules())
     hooks = []
+    second = batch_second(subject.model)
     for name, _ in owners(subject.model, subject.trained.values()):
 
         def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             if rule_for(module) is not PrivateLeaf:
                 inputs = inputs[:1]
-            shapes.setdefault(name or ITSELF, []).extend(t.shape[:1] for t in inputs)
+            dim = int(id(module) in second)
+            shapes.setdefault(name or ITSELF, []).extend(t.shape[dim : dim + 1] for t in inputs)
 
         hooks.append(modules[name].register_forward_pre_hook(note, with_kwargs=True))
     try:

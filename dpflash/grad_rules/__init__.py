@@ -11,6 +11,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -21,6 +22,7 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.Embedding.forward: PrivateEmbedding,
     nn.LayerNorm.forward: PrivateLayerNorm,
     nn.RMSNorm.forward: PrivateRMSNorm,
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
 }
@@ -28,6 +30,9 @@ RULES: dict[object, type[PrivateModule]] = {
 # Modules whose layers have rules of their own, and which run several of them as one node.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+    # The output projection alone may be trained.
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.TransformerEncoder.forward: PrivateTransformerEncoder,
 }
 
 
@@ -38,7 +43,7 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
     """The private class for a module that holds no parameters itself; None for most."""
-    return BLOCK_RULES.get(_name_of_forward(module))
+    return BLOCK_RULES.get(type(module).forward) or BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:
