@@ -11,6 +11,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .recurrent import PrivateRecurrent
 from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
@@ -23,6 +24,9 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.LayerNorm.forward: PrivateLayerNorm,
     nn.RMSNorm.forward: PrivateRMSNorm,
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.LSTM.forward: PrivateRecurrent,
+    nn.GRU.forward: PrivateRecurrent,
+    nn.RNN.forward: PrivateRecurrent,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
 }

@@ -59,6 +59,8 @@ def check_module(name: str, module: nn.Module) -> None:
         )
     if isinstance(module, nn.MultiheadAttention):
         _check_torch_layer(name, module, _OF_ATTENTION)
+    if isinstance(module, nn.RNNBase):
+        _check_torch_layer(name, module, module._flat_weights_names)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own:
         _check_owner(name, module, own)
@@ -107,10 +109,10 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     kind = type(module).__name__
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"module '{name}' is a lazy {kind}; run the model once before this call")
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+    if isinstance(module, nn.RNNCellBase):
         raise ValueError(
-            f"module '{name}' is {kind}: recurrent layers have no rule for private training. "
-            "Replace it by attention (dpflash.nn), or freeze it with requires_grad_(False)"
+            f"module '{name}' is {kind}: single cells have no rule for private training. Use "
+            "nn.LSTM, nn.GRU or nn.RNN, or freeze it with requires_grad_(False)"
         )
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")

@@ -163,7 +163,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return [found[id(x)] for x in inputs]
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Project to q [B, T, E], k and v [B, S, E], with the learned key and value of `add_bias_kv`."""
+        """Project to q [B, T, E] and to k and v [B, S, E], those of `add_bias_kv` included."""
         handles = self.private_handles(query.shape[0])
         width = self.embed_dim
         if self._parameters["in_proj_weight"] is None:
