@@ -33,6 +33,7 @@ class ModuleContext:
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
         has_positions: whether it received indices [T] of another length than B.
+        longest: most steps of the packed sequences that it received.
     """
 
     backward: PrivateBackward
@@ -40,10 +41,16 @@ class ModuleContext:
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
     has_positions: bool = False
+    longest: int = 0
 
     def note_positions(self) -> None:
         """Note that the module received indices [T] of another length than B."""
         self.has_positions = True
+
+    def note_length(self, length: int) -> int:
+        """The most steps of a packed sequence so far, this one's included."""
+        self.longest = max(self.longest, length)
+        return self.longest
 
     def check_batch(self, x: Tensor) -> Tensor:
         """Expand x to the batch size of the forward; refuse another first dimension."""

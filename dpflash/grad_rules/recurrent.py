@@ -19,7 +19,7 @@ from ..clipping.planner import LinearShape
 from ..clipping.precision import without_autocast
 from .base import Handles, PrivateModule, Slot, autocast_dtype
 from .batch_second import samples_first
-from .recurrent_cells import CELLS, Steps
+from .recurrent_cells import CELLS, Steps, cell_states
 
 
 class _Weights(NamedTuple):
@@ -103,21 +103,26 @@ def _run(
     c0: Tensor | None,
     weights: _Weights,
 ) -> tuple[Tensor, ...]:
-    """The forward of one layer and direction by torch's operator."""
+    """The forward of one layer and direction by torch's operator.
+
+    It runs the padding too: in torch's operator for packed sequences the bits of a sample depend
+    on how many others have as many steps.
+    """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
-    options = (weights.given, has_bias, 1, 0.0, False, False)
+    hx: Any = states if c0 is not None else states[0]
+    y, *last = forward(x.contiguous(), hx, weights.given, has_bias, 1, 0.0, False, False, True)
     if lengths is None:
-        hx: Any = states if c0 is not None else states[0]
-        y, *last = forward(x.contiguous(), hx, *options, True)
         return (y, *(h[0] for h in last))
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    assert packed.sorted_indices is not None and packed.unsorted_indices is not None
-    states = [h.index_select(1, packed.sorted_indices) for h in states]
-    hx = states if c0 is not None else states[0]
-    data, *last = forward(packed.data, packed.batch_sizes, hx, *options)
-    y, _ = pad_packed_sequence(packed._replace(data=data), True, total_length=x.shape[1])
-    return (y, *(h[0].index_select(0, packed.unsorted_indices) for h in last))
+    rows, step = torch.arange(len(x), device=x.device), lengths.to(x.device) - 1
+    h = y[rows, step]
+    y = y.masked_fill(torch.arange(x.shape[1], device=x.device)[:, None] > step[:, None, None], 0)
+    if c0 is None:
+        return y, h
+    before = torch.cat([h0.unsqueeze(1), y[:, :-1]], 1)
+    from_x = F.linear(x, weights.ih, weights.bias_ih)
+    gates = from_x + F.linear(before, weights.hh, weights.bias_hh)
+    return y, h, cell_states(gates.transpose(0, 1), c0)[step, rows]
 
 
 def _steps(
@@ -151,7 +156,18 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python.
+    then loops over the steps in Python. A step of training, forward and backward, takes 1.8 to
+    3.8 times that of the plain LSTM, GRU and RNN 0.7 to 1.7 times (one CPU thread, PyTorch 2.13,
+    16 x 128 steps x 256 units, 16 x 512 x 64, 4 x 64 x 512; mode "ghost" 1.5 to 5.8). The
+    backward takes about 16 B T H numbers of memory for a layer and direction while it runs there;
+    mode "book_keeping" keeps (I + P + G) B T of them to its end.
+
+    A PackedSequence is padded to the longest that the module has seen. Pack with
+    ``enforce_sorted=False`` and unpack with `total_length`: samples in another order, and layers
+    whose shapes depend on the longest sample of the batch, are refused in the first batch.
+
+    Guarantees:
+        Row i of all outputs depends on row i of the inputs and states alone.
     """
 
     mode: str
@@ -193,7 +209,8 @@ class PrivateRecurrent(PrivateModule):
         """The input [B, T, I], and the numbers of steps [B] of a packed one."""
         context = self._dpflash
         if isinstance(given, PackedSequence):
-            padded, lengths = pad_packed_sequence(given, batch_first=True)
+            length = context.note_length(len(given.batch_sizes))
+            padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
             return context.check_batch(padded), lengths
         if given.is_nested or given.ndim != 3:
             what = "is a nested tensor" if given.is_nested else f"has shape {tuple(given.shape)}"

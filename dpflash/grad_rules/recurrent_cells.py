@@ -62,6 +62,22 @@ class StepGrads(NamedTuple):
     projected: tuple[Tensor, Tensor] | None = None
 
 
+def cell_states(gates: Tensor, c0: Tensor) -> Tensor:
+    """Cell states of an LSTM after each step, [T, B, H], of its gates [T, B, 4 H]."""
+    i, f, g, _ = gates.unflatten(-1, (4, -1)).unbind(2)
+    f, added = f.sigmoid(), i.sigmoid() * g.tanh()
+    return f * _before(f, added, c0) + added
+
+
+def _before(f: Tensor, added: Tensor, c0: Tensor) -> Tensor:
+    """Cell states before each step, [T, B, H]."""
+    found, c = torch.empty_like(f), c0
+    for t in range(len(f)):
+        found[t] = c
+        c = torch.addcmul(added[t], f[t], c)
+    return found
+
+
 def lstm(s: Steps) -> StepGrads:
     """Cell c' = f c + i g with output o tanh(c'), or W_hr times it.
 
@@ -70,10 +86,8 @@ def lstm(s: Steps) -> StepGrads:
     assert s.c0 is not None and s.dc is not None
     i, f, g, o = (s.from_x + s.from_h).unflatten(-1, (4, -1)).unbind(2)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    added, c_before, c = i * g, torch.empty_like(f), s.c0
-    for t in range(len(f)):
-        c_before[t] = c
-        c = torch.addcmul(added[t], f[t], c)
+    added = i * g
+    c_before = _before(f, added, s.c0)
     tanh_c = (f * c_before + added).tanh()
     slopes = torch.stack(
         [added * (1 - i), c_before * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)], 2
