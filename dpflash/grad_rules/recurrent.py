@@ -156,11 +156,12 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python. A step of training, forward and backward, takes 1.8 to
-    3.8 times that of the plain LSTM, GRU and RNN 0.7 to 1.7 times (one CPU thread, PyTorch 2.13,
-    16 x 128 steps x 256 units, 16 x 512 x 64, 4 x 64 x 512; mode "ghost" 1.5 to 5.8). The
-    backward takes about 16 B T H numbers of memory for a layer and direction while it runs there;
-    mode "book_keeping" keeps (I + P + G) B T of them to its end.
+    then loops over the steps in Python.
+
+    Cost of a training step relative to the plain layer on one CPU thread (PyTorch 2.13; 16 samples
+    x 128 steps x 256 units, 16 x 512 x 64, 4 x 64 x 512): LSTM 1.8 to 3.8 times the time, GRU 0.7
+    to 1.7, RNN 0.9 to 1.6; with grad_sample_mode="ghost" 1.5 to 5.8. A layer's peak of memory is
+    1.6 to 2.5 times that of the plain one.
 
     A PackedSequence is padded to the longest that the module has seen. Pack with
     ``enforce_sorted=False`` and unpack with `total_length`: samples in another order, and layers

@@ -480,6 +480,7 @@ def test_an_empty_batch_gives_zeros(private, sums):
     assert not any(t.any() for t in sums(engine, model).values())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @every_order
 def test_a_compiled_encoder_agrees_with_an_eager_one(
