@@ -12,6 +12,7 @@ from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
 from .recurrent import PrivateRecurrent
+from .recurrent_step import PrivateRecurrentCell
 from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
@@ -27,6 +28,9 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.LSTM.forward: PrivateRecurrent,
     nn.GRU.forward: PrivateRecurrent,
     nn.RNN.forward: PrivateRecurrent,
+    nn.LSTMCell.forward: PrivateRecurrentCell,
+    nn.GRUCell.forward: PrivateRecurrentCell,
+    nn.RNNCell.forward: PrivateRecurrentCell,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
 }

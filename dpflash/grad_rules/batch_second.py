@@ -59,7 +59,7 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
     """
     forward = context.backward.forward
     size, known = x.shape[1], forward.known_batch_size()
-    if torch.compiler.is_compiling() or size == 1:
+    if torch.compiler.is_compiling():
         return x.transpose(0, 1)
     if known is not None and known != size:
         why = f"layers before it got inputs with {known} entries in the first dimension"
@@ -81,6 +81,6 @@ class BatchSecond(nn.Module):
     _dpflash: ModuleContext
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or input.ndim < 2:
+        if not torch.is_grad_enabled() or input.ndim < 3:
             return super().forward(input)
         return super().forward(samples_first(self._dpflash, input)).transpose(0, 1)

@@ -25,6 +25,7 @@ _OF_ATTENTION = (
     "v_proj_weight",
     "in_proj_bias",
 )
+_OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def check_model(model: nn.Module) -> None:
@@ -61,6 +62,8 @@ def check_module(name: str, module: nn.Module) -> None:
         _check_torch_layer(name, module, _OF_ATTENTION)
     if isinstance(module, nn.RNNBase):
         _check_torch_layer(name, module, module._flat_weights_names)
+    if isinstance(module, nn.RNNCellBase):
+        _check_torch_layer(name, module, _OF_CELL)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own:
         _check_owner(name, module, own)
@@ -109,11 +112,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     kind = type(module).__name__
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"module '{name}' is a lazy {kind}; run the model once before this call")
-    if isinstance(module, nn.RNNCellBase):
-        raise ValueError(
-            f"module '{name}' is {kind}: single cells have no rule for private training. Use "
-            "nn.LSTM, nn.GRU or nn.RNN, or freeze it with requires_grad_(False)"
-        )
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):

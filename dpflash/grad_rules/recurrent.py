@@ -152,6 +152,52 @@ def _samples_first(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.transpose(0, 1).to(dtype).contiguous()
 
 
+def recurrence(
+    module: PrivateModule,
+    handles: Handles,
+    mode: str,
+    suffix: str,
+    x: Tensor,
+    states: tuple[Tensor, Tensor | None],
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Run x [B, T, I] through the parameters of a module whose names end in `suffix`.
+
+    Returns:
+        Outputs [B, T, P] and the last states, [B, P] and [B, H].
+    """
+    names = [n + suffix for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")]
+    parameters = [module._parameters.get(n) for n in names]
+    dtype = autocast_dtype(x) or x.dtype
+    slots = []
+    for name, parameter in ((names[k], parameters[k]) for k in (0, 1, 4)):
+        slot = None
+        if parameter is not None:
+            outputs, inputs = parameter.shape
+            shape = LinearShape(x.shape[0], x.shape[1], inputs, outputs, dtype)
+            slot = handles.slot(name, shape)
+        slots.append(slot)
+    results: tuple[Tensor, ...] = _Recurrence.apply(
+        mode,
+        lengths,
+        tuple(slots),
+        x.to(dtype),
+        *(h if h is None else h.to(dtype) for h in states),
+        *(p if p is None else p.detach().to(dtype) for p in parameters),
+        *(handles[n] for n in names),
+    )
+    return results
+
+
+def refuse_compiler(name: str, kind: str) -> None:
+    """Raise under torch.compile."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"module '{name}' ({kind}) has no private backward under torch.compile; call the "
+            "model without it, or make_private with optimize='none' or 'conservative'"
+        )
+
+
 class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
@@ -184,12 +230,7 @@ class PrivateRecurrent(PrivateModule):
     def forward(self, input: Any, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)
-        name, kind = self._dpflash.name, self.mode
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"module '{name}' ({kind}) has no private backward under torch.compile; call the "
-                "model without it, or make_private with optimize='none' or 'conservative'"
-            )
+        refuse_compiler(self._dpflash.name, self.mode)
         x, lengths = self._samples_first(input)
         given = self._states(hx, x)
         handles = self.private_handles(x.shape[0])
@@ -253,28 +294,9 @@ class PrivateRecurrent(PrivateModule):
         states: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, ...]:
         """Outputs [B, T, P] and last states of one layer and direction."""
-        suffix = f"_l{layer}" + ("_reverse" if reverse else "")
-        names = [n + suffix for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")]
-        parameters = [self._parameters.get(n) for n in names]
-        dtype = autocast_dtype(x) or x.dtype
-        slots = []
-        for name, parameter in ((names[k], parameters[k]) for k in (0, 1, 4)):
-            slot = None
-            if parameter is not None:
-                outputs, inputs = parameter.shape
-                shape = LinearShape(x.shape[0], x.shape[1], inputs, outputs, dtype)
-                slot = handles.slot(name, shape)
-            slots.append(slot)
         x = _reversed(x, lengths) if reverse else x
-        y, *last = _Recurrence.apply(
-            self.mode,
-            lengths,
-            tuple(slots),
-            x.to(dtype),
-            *(h if h is None else h.to(dtype) for h in states),
-            *(p if p is None else p.detach().to(dtype) for p in parameters),
-            *(handles[n] for n in names),
-        )
+        suffix = f"_l{layer}" + ("_reverse" if reverse else "")
+        y, *last = recurrence(self, handles, self.mode, suffix, x, states, lengths)
         return (_reversed(y, lengths) if reverse else y, *last)
 
     def _as_given(self, y: Tensor, lengths: Tensor | None, given: Any) -> Any:

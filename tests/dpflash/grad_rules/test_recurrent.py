@@ -196,6 +196,59 @@ def test_a_module_called_twice_with_a_tied_weight_agrees(cell, kind, agree):
     agree(scrambled(Twice(cell)), (samples(),), kind)
 
 
+STEPS = {
+    "lstm": lambda bias: nn.LSTMCell(IN, H, bias),
+    "gru": lambda bias: nn.GRUCell(IN, H, bias),
+    "rnn": lambda bias: nn.RNNCell(IN, H, bias),
+    "relu": lambda bias: nn.RNNCell(IN, H, bias, nonlinearity="relu"),
+}
+
+
+class Stepwise(nn.Module):
+    def __init__(self, cell, bias=True):
+        super().__init__()
+        self.inner = nn.Linear(IN, IN)
+        self.cell = STEPS[cell](bias)
+
+    def forward(self, x):
+        state, found = None, []
+        for step in torch.tanh(self.inner(x)).unbind(1):
+            state = self.cell(step, state)
+            found.append(state[1] + state[0] if isinstance(state, tuple) else state)
+        return torch.stack(found, 1)
+
+
+@pytest.mark.cases(8)
+@every_kind
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("cell", STEPS)
+def test_single_steps_agree_with_torch_and_with_single_samples(cell, bias, kind, agree):
+    torch.manual_seed(0)
+    agree(scrambled(Stepwise(cell, bias)), (samples(),), kind)
+
+
+@pytest.mark.parametrize("cell", STEPS)
+def test_the_first_batch_proves_single_steps(cell, private):
+    torch.manual_seed(0)
+    engine, model, _, _ = private(Stepwise(cell))
+    engine.backward(loss_of(model, samples(20)))
+    assert engine.verified is True
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda m, x: m(x[0, 0])[0], r"unsqueeze\(0\)"),
+        (lambda m, x: m(x[:, 0], (torch.zeros(1, H),) * 2)[0], r"expected \(5, 4\)"),
+    ],
+    ids=["unbatched", "one_state"],
+)
+def test_a_single_step_that_tells_no_samples_is_refused(use, words, private):
+    _, model, _, _ = private(Uses(nn.LSTMCell(IN, H), use, first=False))
+    with pytest.raises(ValueError, match=words):
+        model(samples())
+
+
 class Checkpointed(Net):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -360,7 +413,7 @@ class OwnForward(nn.GRU):
         (lambda: OwnForward(IN, H), "OwnForward, a nn.GRU with a forward of its own"),
         (lambda: parametrizations.weight_norm(nn.LSTM(IN, H), "weight_hh_l0"), "weight_hh_l0"),
         (lambda: parametrizations.spectral_norm(nn.GRU(IN, H), "weight_ih_l0"), "weight_ih_l0"),
-        (lambda: nn.LSTMCell(IN, H), "LSTMCell: single cells have no rule.*nn.LSTM"),
+        (lambda: parametrizations.weight_norm(nn.LSTMCell(IN, H), "weight_hh"), "weight_hh"),
     ],
     ids=["forward", "weight_norm", "spectral_norm", "cell"],
 )

@@ -440,6 +440,12 @@ def test_a_use_that_tells_no_samples_is_refused_by_name(case, first, private):
     assert "'layer" in str(error.value)
 
 
+def test_samples_of_one_token_are_not_taken_for_the_tokens_of_one_sample(private):
+    _, model, _, _ = private(Uses(attention(), lambda m, x: m(x, x, x)[0]))
+    with pytest.raises(ValueError, match="a batch of 1, but no tensor"):
+        model(samples()[0][:, :1])
+
+
 def test_a_model_given_tokens_first_is_refused(private):
     _, model, _, _ = private(nn.Transformer(E, HEADS, 1, 1, 12))
     x, memory = samples()
