@@ -7,10 +7,15 @@ from torch import nn
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
+from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
+from .recurrent import PrivateRecurrent
+from .recurrent_step import PrivateRecurrentCell
+from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -21,24 +26,44 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.Embedding.forward: PrivateEmbedding,
     nn.LayerNorm.forward: PrivateLayerNorm,
     nn.RMSNorm.forward: PrivateRMSNorm,
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.LSTM.forward: PrivateRecurrent,
+    nn.GRU.forward: PrivateRecurrent,
+    nn.RNN.forward: PrivateRecurrent,
+    nn.LSTMCell.forward: PrivateRecurrentCell,
+    nn.GRUCell.forward: PrivateRecurrentCell,
+    nn.RNNCell.forward: PrivateRecurrentCell,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
+    "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
 # Modules whose layers have rules of their own, and which run several of them as one node.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+    # The output projection alone may be trained.
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.TransformerEncoder.forward: PrivateTransformerEncoder,
 }
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters, and whose children hold none."""
+    if is_experts(module):
+        return PrivateExperts
+    if is_adapter(module):
+        return RULES.get(_name_of_forward(module)) or PrivateLeaf
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that holds no parameters itself; None for most."""
-    return BLOCK_RULES.get(_name_of_forward(module))
+    """The private class for a module that has no trained parameters itself; None for most."""
+    if is_experts(module):
+        return PrivateExperts
+    if makes_prompts(module):
+        return PrivatePrompts
+    return BLOCK_RULES.get(type(module).forward) or BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:
