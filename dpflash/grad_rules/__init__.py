@@ -11,6 +11,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .owner import PrivateOwner
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -32,8 +33,10 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
-    """The private class for a module that holds parameters, and whose children hold none."""
-    return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
+    """The private class for a module that holds parameters."""
+    rule = RULES.get(type(module).forward) or RULES.get(_name_of_forward(module))
+    has_layers = any(True for child in module.children() for _ in child.parameters())
+    return rule or (PrivateOwner if has_layers else PrivateLeaf)
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:

@@ -96,13 +96,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
         )
-    if any(True for child in module.children() for _ in child.parameters()):
-        raise ValueError(
-            f"parameter '{own[0]}' hangs directly on module '{name}' ({kind}), which has other "
-            "layers below it and no rule for private training. Move the parameter into a module "
-            "of its own (nn.Embedding, nn.Linear or a leaf module), or freeze it with "
-            "requires_grad_(False)"
-        )
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         raise ValueError(
             f"module '{name}' is a {kind}: its parameters are used by another module, where no "
