@@ -11,7 +11,7 @@ from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
-from .owner import PrivateOwner
+from .owner import PrivateOwner, PrivateRelativeBias, PrivateSampleBySample
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -26,9 +26,12 @@ RULES: dict[object, type[PrivateModule]] = {
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
 }
 
-# Modules whose layers have rules of their own, and which run several of them as one node.
+# Modules without parameters of their own, around layers that have rules.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+    "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
+    "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
+    "transformers.models.opt.modeling_opt.OPTDecoderLayer.forward": PrivateSampleBySample,
 }
 
 

@@ -47,6 +47,12 @@ class PrivateLeaf(PrivateModule):
                 "arguments of their own"
             )
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
+        # transformers passes positions that all samples share as [T].
+        positions = {
+            k: kwargs.pop(k)
+            for k in ("position_ids",)
+            if isinstance(kwargs.get(k), Tensor) and kwargs[k].ndim == 1
+        }
         kwargs = {
             k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
         }
@@ -69,7 +75,7 @@ class PrivateLeaf(PrivateModule):
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleLookups(context.name):
-                outputs = functional_call(copied, shared, args, kwargs)
+                outputs = functional_call(copied, shared, args, {**kwargs, **positions})
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
@@ -80,6 +86,7 @@ class PrivateLeaf(PrivateModule):
             # Modules expect a batch dimension; theirs has one sample.
             inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
             named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}
+            named |= positions
             outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
             return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.squeeze(0), outputs)
 

@@ -11,7 +11,8 @@ Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ..verification.digests import tolerance
+from ..verification.random_state import RandomState, random_state_kept
 from .base import PrivateModule, plain_class, plain_copy
+from .embedding import PrivateEmbedding
 from .lookups import PerSampleLookups
 
 _functorch = torch._C._functorch
@@ -52,7 +56,7 @@ class PrivateOwner(PrivateModule):
             )
         leaves, structure = tree_flatten((args, kwargs))
         batch_size = self._batch_size(leaves)
-        leaves = [self._checked(leaf, batch_size) for leaf in leaves]
+        in_dims = [self._in_dim(leaf, batch_size) for leaf in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.dense(n)) is not None}
@@ -63,19 +67,13 @@ class PrivateOwner(PrivateModule):
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
-        copied = _copy_of(self)
-        in_dims = [
-            0 if isinstance(x, Tensor) and x.ndim and len(x) == batch_size else None for x in leaves
-        ]
+        copied: Any = plain_copy(self)
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.maybe_current_level()
             outside = _Outside(self._dpflash.name, batch_size, level)
             copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
-            copied.__dict__["_parameters"] = {
-                n: None if p is None else parameters.get(n, p.detach())
-                for n, p in self._parameters.items()
-            }
+            copied.__dict__["_parameters"] = {**self._parameters, **parameters}
             # Modules expect a batch dimension; theirs has one sample.
             rows = [
                 x if dim is None else x.unsqueeze(0)
@@ -85,9 +83,53 @@ class PrivateOwner(PrivateModule):
             outputs = copied.forward(*own_args, **own_kwargs)
             return tree_map_only(Tensor, self._row, outputs)
 
-        with PerSampleLookups(self._dpflash.name):
-            run = vmap(one, in_dims=(0, *in_dims), randomness="different")
-            return run(owned, *leaves)
+        run = vmap(one, in_dims=(0, *in_dims), randomness="different")
+        with PerSampleLookups(self._dpflash.name), self._named():
+            outputs = run(owned, *leaves)
+        if self._dpflash.backward.forward.rows is not None:
+            self._compare(outputs, args, kwargs)
+        return outputs
+
+    @property
+    def _described(self) -> str:
+        return f"module '{self._dpflash.name}' ({plain_class(self).__name__})"
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the module in what vmap raises about an operation that it cannot run."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "vmap" not in str(error).lower():
+                raise
+            raise RuntimeError(
+                f"{self._described} has an operation that cannot be told apart by sample: {error} "
+                "Move its parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            ) from error
+
+    def _compare(self, outputs: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a forward that gives one sample another result than it gives a batch.
+
+        Raises:
+            RuntimeError: outputs differ by more than rounding. Forwards with random masks are not
+                compared.
+        """
+        device = next(p.device for p in self.parameters())
+        with torch.no_grad(), random_state_kept(device):
+            before = RandomState(device)
+            expected = super().forward(*args, **kwargs)
+            if not RandomState(device).equals(before):
+                return
+        found = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
+        wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
+        if len(found) != len(wanted) or not all(map(_is_close, found, wanted)):
+            raise RuntimeError(
+                f"{self._described} gives a sample alone another result than in a batch, so "
+                "nothing was released: its forward mixes samples, or branches on the number of "
+                "samples. Move its parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            )
 
     def _batch_size(self, leaves: list[Any]) -> int:
         """The batch size of the call: of the first tensor whose first dimension is not shared."""
@@ -107,17 +149,22 @@ class PrivateOwner(PrivateModule):
             )
         return len(self._dpflash.check_batch(tensors[0]))
 
-    def _checked(self, leaf: Any, batch_size: int) -> Any:
-        """A tensor of the batch as it is; one that all samples share only without a gradient."""
-        if not isinstance(leaf, Tensor) or (leaf.ndim and len(leaf) == batch_size):
-            return self._dpflash.check_batch(leaf) if isinstance(leaf, Tensor) else leaf
-        if leaf.requires_grad:
+    def _in_dim(self, leaf: Any, batch_size: int) -> int | None:
+        """0 for a tensor of the batch; None for a plain value and for what all samples share."""
+        if not isinstance(leaf, Tensor):
+            return None
+        if leaf.ndim and len(leaf) == batch_size:
+            self._dpflash.check_batch(leaf)
+            return 0
+        # [T] and [T, T] are positions; anything larger may be tokens of all samples.
+        is_shared = leaf.ndim < 2 or len(leaf) in (1, leaf.shape[1])
+        if leaf.requires_grad or not is_shared:
             raise ValueError(
-                f"module '{self._dpflash.name}' ({plain_class(self).__name__}) got a tensor of "
-                f"shape {tuple(leaf.shape)} that depends on layers that are trained, in a batch "
-                f"of {batch_size}; its first dimension must be the batch"
+                f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
+                f"{batch_size}; its first dimension must be the batch, or 1 where it does not "
+                "depend on layers that are trained"
             )
-        return leaf
+        return None
 
     def _row(self, output: Tensor) -> Tensor:
         if not output.ndim or output.shape[0] != 1:
@@ -131,9 +178,39 @@ class PrivateOwner(PrivateModule):
         return output.squeeze(0)
 
 
-def _copy_of(module: nn.Module) -> Any:
-    """A copy with the original class, whose parameters and layers can be replaced."""
-    return plain_copy(module)
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether they differ by rounding alone; `[1, ...]` is what all samples share."""
+    if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
+        return False
+    if not found.is_floating_point():
+        return bool((found == expected).all())
+    apart = torch.where(found == expected, 0.0, found - expected).double().norm()
+    # Rows that are not finite are refused or dropped elsewhere.
+    return not bool(apart > tolerance({found.dtype}) * found.double().norm())
+
+
+class PrivateSampleBySample(PrivateOwner):
+    """A module without parameters of its own that hides the batch from layers below it.
+
+    T5's first attention looks up positions `[T, T]` that all samples share, and OPT's layers
+    flatten `[B, T, E]` to `[B T, E]`. The positions are looked up for each sample, which takes B
+    times the memory of the bias.
+    """
+
+    def is_private_call(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self._hidden())
+
+    def _hidden(self) -> Iterator[nn.Parameter]:
+        """Parameters of the layers that do not see the batch."""
+        return self.parameters()
+
+
+class PrivateRelativeBias(PrivateSampleBySample):
+    """Attention of T5, where a table of relative positions may be below it."""
+
+    def _hidden(self) -> Iterator[nn.Parameter]:
+        table = self._modules.get("relative_attention_bias")
+        return iter(()) if table is None else table.parameters()
 
 
 class _Outside:
@@ -178,40 +255,58 @@ class _Outside:
             )
         return _functorch._add_batch_dim(handle, 0, self.level)
 
-    def call(self, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, module: nn.Module, copied: Any, args: Any, kwargs: Any) -> Any:
         """Run a layer on the whole batch, and hand its outputs out sample by sample."""
         leaves, structure = tree_flatten((args, kwargs))
-        mapped = [isinstance(x, Tensor) and _functorch.is_batchedtensor(x) for x in leaves]
-        leaves = [
-            self._whole(module, x) if is_mapped else x
-            for x, is_mapped in zip(leaves, mapped, strict=True)
-        ]
+        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
+        # Without a dimension for the batch: tokens of a sample, or positions that all share.
+        is_bare = any(not x.ndim or x.shape[0] != 1 for x in mapped)
+        if is_bare and plain_class(module).forward not in _POINTWISE:
+            if any(True for _ in module.parameters()):
+                shapes = [tuple(x.shape) for x in mapped]
+                raise ValueError(
+                    f"module '{self.owner}' calls its layer {plain_class(module).__name__} with "
+                    f"tensors of shapes {shapes} for one sample; a module with parameters of its "
+                    "own calls such layers with tensors whose first dimension is the batch"
+                )
+            return plain_class(module).forward(copied, *args, **kwargs)
+        if not mapped and isinstance(module, PrivateEmbedding) and module.is_private_call():
+            leaves = [
+                x.expand(self.batch_size, *x.shape) if isinstance(x, Tensor) else x for x in leaves
+            ]
+            is_bare = True
+        leaves = [self._whole(x, is_bare) for x in leaves]
         with temporarily_pop_interpreter_stack():
             whole_args, whole_kwargs = tree_unflatten(leaves, structure)
             outputs = module(*whole_args, **whole_kwargs)
-        return tree_map_only(Tensor, lambda t: self._rows(module, t, any(mapped)), outputs)
+        if is_bare:
+            return tree_map_only(Tensor, self._mapped, outputs)
+        return tree_map_only(Tensor, lambda x: self._rows(module, x, bool(mapped)), outputs)
 
-    def _whole(self, module: Any, x: Tensor) -> Tensor:
-        """`[B, ...]` of what is `[1, ...]` for each sample."""
-        if not x.ndim or x.shape[0] != 1:
-            raise ValueError(
-                f"module '{self.owner}' calls its layer {type(module).__name__} with a tensor of "
-                f"shape {tuple(x.shape)} for one sample; a module with parameters of its own calls "
-                "layers with tensors whose first dimension is the batch"
-            )
-        row = _functorch._remove_batch_dim(x.squeeze(0), self.level, self.batch_size, 0)
-        return row
+    def _mapped(self, x: Tensor) -> Tensor:
+        return _functorch._add_batch_dim(x, 0, self.level)
 
-    def _rows(self, module: Any, x: Tensor, is_mapped: bool) -> Tensor:
+    def _whole(self, x: Any, is_bare: bool) -> Any:
+        """`[B, ...]` of what is `[1, ...]`, or bare, for each sample."""
+        if not isinstance(x, Tensor) or not _functorch.is_batchedtensor(x):
+            return x
+        row = x if is_bare else x.squeeze(0)
+        return _functorch._remove_batch_dim(row, self.level, self.batch_size, 0)
+
+    def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
         if x.ndim and x.shape[0] == self.batch_size and (is_mapped or self.batch_size != 1):
-            return _functorch._add_batch_dim(x.unsqueeze(1), 0, self.level)
+            return self._mapped(x.unsqueeze(1))
         if x.requires_grad or is_mapped:
             raise ValueError(
-                f"layer {type(module).__name__} below module '{self.owner}' returned a tensor of "
-                f"shape {tuple(x.shape)} in a batch of {self.batch_size}; its first dimension "
-                "must be the batch"
+                f"layer {plain_class(module).__name__} below module '{self.owner}' returned a "
+                f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
+                "dimension must be the batch"
             )
         return x
+
+
+# Layers that treat all dimensions but the last ones alike.
+_POINTWISE = frozenset({nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward})
 
 
 class _LayerOutside(nn.Module):
@@ -221,7 +316,7 @@ class _LayerOutside(nn.Module):
     _outside: _Outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._outside.call(self._module, args, kwargs)
+        return self._outside.call(self._module, self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._module._parameters:
