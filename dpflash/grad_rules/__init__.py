@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
-from .generic import PrivateLeaf
+from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
-from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .norm import FrozenBatchNorm, PrivateLayerNorm, PrivateRMSNorm
 from .owner import PrivateOwner, PrivateRelativeBias, PrivateSampleBySample
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
@@ -32,18 +34,24 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
     "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
     "transformers.models.opt.modeling_opt.OPTDecoderLayer.forward": PrivateSampleBySample,
+    "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
+    "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
 }
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters."""
+    if parametrize.is_parametrized(module):
+        return PrivateParametrized
     rule = RULES.get(type(module).forward) or RULES.get(_name_of_forward(module))
     has_layers = any(True for child in module.children() for _ in child.parameters())
     return rule or (PrivateOwner if has_layers else PrivateLeaf)
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that holds no parameters itself; None for most."""
+    """The private class for a module that holds no trained parameters itself; None for most."""
+    if isinstance(module, _BatchNorm):
+        return FrozenBatchNorm
     return BLOCK_RULES.get(_name_of_forward(module))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,14 @@ class ModuleContext:
 class Handles:
     """The handles of a module in one forward."""
 
-    def __init__(self, module: nn.Module, context: ModuleContext, batch_size: int):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        context: ModuleContext,
+        batch_size: int,
+    ):
         self._slots = context.slots
-        self._parameters = module._parameters
+        self._parameters = parameters
         self._gates: dict[int, Gate] = {}
         self._context = context
         self._batch_size = batch_size
@@ -121,13 +127,17 @@ class PrivateModule(nn.Module):
     _dpflash: ModuleContext
 
     def private_handles(self, batch_size: int) -> Handles:
-        return Handles(self, self._dpflash, batch_size)
+        return Handles(self._parameters, self._dpflash, batch_size)
 
     def is_private_call(self) -> bool:
         """Whether this call can lead to gradients of own parameters."""
+        return self._leads_to(self._parameters)
+
+    def _leads_to(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
+        """Whether this call can lead to gradients of some of these parameters."""
         context = self._dpflash
         trainable = False
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             if parameter is not None and parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +24,7 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
     """
-    for name, module in model.named_modules():
+    for name, module in _modules(model):
         check_module(name or "(the model itself)", module)
 
 
@@ -31,10 +32,11 @@ def check_module(name: str, module: nn.Module) -> None:
     """`check_model` for one module, without its children."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm) and not _is_frozen(module):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
-            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm"
+            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm, or "
+            "freeze it: .eval() and requires_grad_(False) before make_private"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(
@@ -58,6 +60,8 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
     and the step refuses the release.
     """
+    if parametrize.is_parametrized(module):
+        return dict(module.named_parameters())
     below = {id(p) for child in module.children() for p in child.parameters()}
     return {n: p for n, p in module._parameters.items() if p is not None and id(p) not in below}
 
@@ -79,17 +83,15 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
-        for flag in ("scale_grad_by_freq", "sparse"):
-            if getattr(module, flag):
-                raise ValueError(
-                    f"module '{name}' has {flag}=True, which has no rule for private training. "
-                    f"Set {flag}=False"
-                )
-    if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
-        raise ValueError(
-            f"module '{name}' is parametrized; its parameters have no rule for private training. "
-            "Call torch.nn.utils.parametrize.remove_parametrizations first"
-        )
+        # Gradients are dense, so sparse=True changes nothing.
+        if module.scale_grad_by_freq:
+            raise ValueError(
+                f"module '{name}' has scale_grad_by_freq=True, which has no rule for private "
+                "training. Set scale_grad_by_freq=False"
+            )
+    if parametrize.is_parametrized(module):
+        _check_parametrized(name, module)
+        return
     weight = module._parameters.get("weight", module)
     if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
         raise ValueError(
@@ -108,6 +110,39 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
         )
 
 
+def _is_frozen(module: _BatchNorm) -> bool:
+    """Whether a batch norm maps each sample by itself, by statistics that are kept."""
+    has_statistics = module.running_mean is not None and module.running_var is not None
+    trained = any(p.requires_grad for p in module.parameters())
+    return has_statistics and not module.training and not trained
+
+
+def _check_parametrized(name: str, module: nn.Module) -> None:
+    children = [m for n, m in module.named_modules() if n and "parametrizations" not in n]
+    parametrizations: Any = module.parametrizations
+    if any(True for child in children for _ in child.parameters()):
+        raise ValueError(
+            f"module '{name}' is parametrized and has layers below it, which has no rule for "
+            "private training. Call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if any(True for _ in parametrizations.buffers()):
+        raise ValueError(
+            f"module '{name}' has a parametrization that keeps statistics (spectral_norm), which "
+            "would be released without noise. Call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name. What computes a parametrized weight is a part of the layer."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
+        if id(module) not in inside:
+            yield name, module
+
+
 def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
@@ -115,7 +150,7 @@ def owners(
     wanted = {id(p) for p in trained}
     return [
         (name, own)
-        for name, module in model.named_modules()
+        for name, module in _modules(model)
         if (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
 
@@ -140,7 +175,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
     Objects, parameters, buffers and state_dict keys stay the same.
     """
-    for name, module in list(model.named_modules()):
+    for name, module in list(_modules(model)):
         own = _own_parameters(module)
         trained = any(p.requires_grad for p in own.values())
         rule = rule_for(module) if trained else block_rule_for(module)

@@ -7,18 +7,23 @@ gradient for it is the per-sample gradient. It is as slow as vmap; common layers
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .base import PrivateModule, plain_copy
+from .base import Handles, PrivateModule, plain_copy
 from .lookups import PerSampleLookups
 
 
 class PrivateLeaf(PrivateModule):
     """Any module whose forward treats the samples of its tensor arguments one by one."""
+
+    def _own(self) -> Mapping[str, nn.Parameter | None]:
+        """Own parameters by name."""
+        return self._parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_private_call():
@@ -63,7 +68,7 @@ class PrivateLeaf(PrivateModule):
                 f"dimensions {sorted(sizes)}; the generic rule needs the batch first in each"
             )
         batch_size = sizes.pop()
-        own = {n: p for n, p in self._parameters.items() if p is not None}
+        own = {n: p for n, p in self._own().items() if p is not None}
         copied = plain_copy(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
@@ -97,3 +102,19 @@ class PrivateLeaf(PrivateModule):
         )
         with PerSampleLookups(context.name):
             return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
+
+
+class PrivateParametrized(PrivateLeaf):
+    """A leaf whose weight torch.nn.utils.parametrize computes, by weight_norm for example.
+
+    The parameters of the computation count as its own, and it is repeated for each sample.
+    """
+
+    def _own(self) -> Mapping[str, nn.Parameter | None]:
+        return dict(self.named_parameters())
+
+    def is_private_call(self) -> bool:
+        return self._leads_to(self._own())
+
+    def private_handles(self, batch_size: int) -> Handles:
+        return Handles(self._own(), self._dpflash, batch_size)

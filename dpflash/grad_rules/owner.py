@@ -25,6 +25,7 @@ from ..verification.digests import tolerance
 from ..verification.random_state import RandomState, random_state_kept
 from .base import PrivateModule, plain_class, plain_copy
 from .embedding import PrivateEmbedding
+from .generic import PrivateLeaf
 from .lookups import PerSampleLookups
 
 _functorch = torch._C._functorch
@@ -71,7 +72,7 @@ class PrivateOwner(PrivateModule):
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.maybe_current_level()
-            outside = _Outside(self._dpflash.name, batch_size, level)
+            outside = _Outside(self._described, batch_size, level)
             copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             copied.__dict__["_parameters"] = {**self._parameters, **parameters}
             # Modules expect a batch dimension; theirs has one sample.
@@ -80,19 +81,21 @@ class PrivateOwner(PrivateModule):
                 for x, dim in zip(inputs, in_dims, strict=True)
             ]
             own_args, own_kwargs = tree_unflatten(rows, structure)
-            outputs = copied.forward(*own_args, **own_kwargs)
-            return tree_map_only(Tensor, self._row, outputs)
+            return tree_map_only(Tensor, outside.output, copied.forward(*own_args, **own_kwargs))
 
         run = vmap(one, in_dims=(0, *in_dims), randomness="different")
         with PerSampleLookups(self._dpflash.name), self._named():
             outputs = run(owned, *leaves)
+        # [1, ...] of each sample, or its windows.
+        outputs = tree_map_only(Tensor, lambda x: x.flatten(0, 1), outputs)
         if self._dpflash.backward.forward.rows is not None:
             self._compare(outputs, args, kwargs)
         return outputs
 
     @property
     def _described(self) -> str:
-        return f"module '{self._dpflash.name}' ({plain_class(self).__name__})"
+        name = self._dpflash.name or "(the model itself)"
+        return f"module '{name}' ({plain_class(self).__name__})"
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -133,18 +136,17 @@ class PrivateOwner(PrivateModule):
 
     def _batch_size(self, leaves: list[Any]) -> int:
         """The batch size of the call: of the first tensor whose first dimension is not shared."""
-        name, kind = self._dpflash.name, plain_class(self).__name__
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise ValueError(
-                    f"module '{name}' ({kind}) got a {type(leaf).__name__}, which may keep "
+                    f"{self._described} got a {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
                     "below it takes tensors and plain values. For a cache pass use_cache=False"
                 )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
             raise ValueError(
-                f"module '{name}' ({kind}) was called without a tensor, so the batch cannot be "
+                f"{self._described} was called without a tensor, so the batch cannot be "
                 "told; it has no rule for private training"
             )
         return len(self._dpflash.check_batch(tensors[0]))
@@ -165,17 +167,6 @@ class PrivateOwner(PrivateModule):
                 "depend on layers that are trained"
             )
         return None
-
-    def _row(self, output: Tensor) -> Tensor:
-        if not output.ndim or output.shape[0] != 1:
-            raise ValueError(
-                f"module '{self._dpflash.name}' ({plain_class(self).__name__}) returned a tensor "
-                f"of shape {tuple(output.shape)} for one sample; a module with parameters of its "
-                "own and layers below it returns tensors whose first dimension is the batch. "
-                "Move the parameters into a module of their own, or freeze them with "
-                "requires_grad_(False)"
-            )
-        return output.squeeze(0)
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
@@ -217,7 +208,7 @@ class _Outside:
     """Has the layers below an owner run outside of its vmap.
 
     Args:
-        owner: dotted name of the owner.
+        owner: the owner, for messages.
         batch_size: B.
         level: of the owner's vmap.
     """
@@ -239,6 +230,20 @@ class _Outside:
         copied.__dict__["_modules"] = {n: self.of(child) for n, child in module._modules.items()}
         return copied
 
+    def output(self, x: Tensor) -> Tensor:
+        """An output of the owner for one sample, at least of one dimension."""
+        if not x.ndim:
+            raise ValueError(
+                f"{self.owner} returned a number for one sample; a module with parameters of its "
+                "own and layers below it returns tensors whose first dimension is the batch. "
+                "Move the parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            )
+        if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
+            # What a hook kept of a layer below; the owner itself has seen rows alone.
+            return self._mapped(x.unsqueeze(1))
+        return x
+
     def parameter(self, module: nn.Module, name: str) -> Any:
         """A parameter that the owner's forward reads from a layer: its handle, as a batch."""
         parameter = module._parameters[name]
@@ -250,7 +255,7 @@ class _Outside:
                 handle = module.private_handles(self.batch_size).dense(name)
         if handle is None:
             raise RuntimeError(
-                f"module '{self.owner}' reads parameter '{name}' of a layer below it that is not "
+                f"{self.owner} reads parameter '{name}' of a layer below it that is not "
                 "private; freeze it with requires_grad_(False)"
             )
         return _functorch._add_batch_dim(handle, 0, self.level)
@@ -259,16 +264,12 @@ class _Outside:
         """Run a layer on the whole batch, and hand its outputs out sample by sample."""
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # Without a dimension for the batch: tokens of a sample, or positions that all share.
+        # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat
+        # them alike take all samples at once; others run for each sample, as the owner does.
         is_bare = any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
-            if any(True for _ in module.parameters()):
-                shapes = [tuple(x.shape) for x in mapped]
-                raise ValueError(
-                    f"module '{self.owner}' calls its layer {plain_class(module).__name__} with "
-                    f"tensors of shapes {shapes} for one sample; a module with parameters of its "
-                    "own calls such layers with tensors whose first dimension is the batch"
-                )
+            return plain_class(module).forward(copied, *args, **kwargs)
+        if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
             return plain_class(module).forward(copied, *args, **kwargs)
         if not mapped and isinstance(module, PrivateEmbedding) and module.is_private_call():
             leaves = [
@@ -298,7 +299,7 @@ class _Outside:
             return self._mapped(x.unsqueeze(1))
         if x.requires_grad or is_mapped:
             raise ValueError(
-                f"layer {plain_class(module).__name__} below module '{self.owner}' returned a "
+                f"layer {plain_class(module).__name__} below {self.owner} returned a "
                 f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
                 "dimension must be the batch"
             )

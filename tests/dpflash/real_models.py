@@ -83,11 +83,11 @@ class RealModel(NamedTuple):
     losses: Callable[..., torch.Tensor]
 
 
-def _built(name, head, config):
+def _built(name, head, config, config_name=None):
     def build():
         torch.manual_seed(0)
-        made = getattr(transformers, f"{name}Config")(**config)
-        made._attn_implementation = "eager"
+        made = getattr(transformers, f"{config_name or name}Config")(**config)
+        made._attn_implementation = made._experts_implementation = "eager"
         model = getattr(transformers, f"{name}{head}")(made).double().train()
         # Norms start at 1 and biases at 0, where mistakes do not show.
         with torch.no_grad():
@@ -197,14 +197,22 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA = {**SIZES, "state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 2}
 
 MODELS = {
-    "GPT2": RealModel(_built("GPT2", "LMHeadModel", {**NO_DROPOUT, **SIZES}), _tokens, _token_losses), #**SIZES),
+    "GPT2": RealModel(
+        _built("GPT2", "LMHeadModel", {**NO_DROPOUT, **SIZES}), _tokens, _token_losses
+    ),
     "Llama": _decoder("Llama", **GROUPED),
     "Qwen2": _decoder("Qwen2", **GROUPED),
     "Qwen3": _decoder("Qwen3", **GROUPED),
     "Mistral": _decoder("Mistral", **GROUPED, sliding_window=4),
     "Gemma": _decoder("Gemma", **GROUPED),
     "Gemma2": _decoder("Gemma2", **GROUPED, sliding_window=4),
-    "Gemma3": _decoder("Gemma3", attn=1, **GROUPED, sliding_window=4),
+    "Gemma3": RealModel(
+        _built(
+            "Gemma3", "ForCausalLM", {**NO_DROPOUT, **GROUPED, "sliding_window": 4}, "Gemma3Text"
+        ),
+        _tokens,
+        _token_losses,
+    ),
     "Phi3": _decoder("Phi3", **GROUPED),
     "GPT-NeoX": _decoder("GPTNeoX", **SIZES),
     "GPT-J": _decoder(
@@ -312,14 +320,23 @@ MODELS = {
         _pairs,
         _pair_losses,
     ),
-    "Swin": _classifier(
-        "Swin",
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 1],
-        num_heads=[2, 2],
-        window_size=2,
-        drop_path_rate=0.0,
+    "Swin": RealModel(
+        _built(
+            "Swin",
+            "ForImageClassification",
+            {
+                **NO_DROPOUT,
+                "image_size": 8,
+                "patch_size": 2,
+                "embed_dim": 8,
+                "depths": [2, 1],
+                "num_heads": [2, 2],
+                "window_size": 2,
+                "drop_path_rate": 0.0,
+            },
+        ),
+        _images,
+        _class_losses,
     ),
     "BEiT": _classifier("Beit", use_relative_position_bias=True, drop_path_rate=0.0),
     "DeiT": _classifier("DeiT"),
