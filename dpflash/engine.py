@@ -29,7 +29,7 @@ from .clipping.context_gate import ContextGate
 from .clipping.device_speed import ceilings_for
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .clipping.gate import Gate
-from .clipping.groups import Group
+from .clipping.groups import Bounds, Group
 from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
 from .config import (
@@ -188,7 +188,7 @@ class PrivacyEngine:
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         noise_multiplier: float = UNSET,
-        max_grad_norm: float = UNSET,
+        max_grad_norm: float | Bounds = UNSET,
         clipping: str | None = UNSET,
         clip_function: str = UNSET,
         sampling: str | None = UNSET,
@@ -267,7 +267,7 @@ class PrivacyEngine:
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         privacy, performance = resolved(asked, performance)
         assert privacy.noise_multiplier is not None and privacy.clipping is not None
-        noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.max_grad_norm
+        noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.bound
         clipping, mode = privacy.clipping, performance.grad_sample_mode
         loss_reduction, ranks = privacy.loss_reduction, self._ranks
         if self._model is not None:
@@ -305,7 +305,7 @@ class PrivacyEngine:
                 refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
                 level_name = f"optimize={performance.optimize!r}"
                 refuse_coarse_mean(level_name if optimization.autocast else None)
-            groups = make_groups(module, trained, clipping)
+            groups = make_groups(module, trained, clipping, privacy.bounds)
             check_allowed(module, trained, privacy.allow_buffers)
             return trained, loader, groups, entries, planned, optimization
 
@@ -317,7 +317,7 @@ class PrivacyEngine:
             "make_private",
             {
                 "noise_multiplier": noise_multiplier,
-                "max_grad_norm": max_grad_norm,
+                "max_grad_norm": privacy.max_grad_norm,
                 "clipping": clipping,
                 "clip_function": privacy.clip_function,
                 "grad_sample_mode": mode,
@@ -425,7 +425,7 @@ class PrivacyEngine:
         epochs: int,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
-        max_grad_norm: float = UNSET,
+        max_grad_norm: float | Bounds = UNSET,
         clipping: str | None = UNSET,
         clip_function: str = UNSET,
         sampling: str | None = UNSET,

@@ -12,7 +12,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..clipping.backward import PrivateBackward
-from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
+from ..clipping.groups import (
+    Bounds,
+    Group,
+    flat_groups,
+    per_block_groups,
+    per_layer_groups,
+    with_bounds,
+)
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
 from .linear import PrivateConv1D, PrivateLinear
@@ -83,12 +90,14 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
-        # Gradients are dense, so sparse=True changes nothing.
-        if module.scale_grad_by_freq:
-            raise ValueError(
-                f"module '{name}' has scale_grad_by_freq=True, which has no rule for private "
-                "training. Set scale_grad_by_freq=False"
-            )
+        # Gradients of PrivateEmbedding are dense, so sparse=True changes nothing there.
+        own_forward = type(module).forward is not nn.Embedding.forward
+        for flag in ("scale_grad_by_freq", *(["sparse"] if own_forward else [])):
+            if getattr(module, flag):
+                raise ValueError(
+                    f"module '{name}' has {flag}=True, which has no rule for private training. "
+                    f"Set {flag}=False"
+                )
     if parametrize.is_parametrized(module):
         _check_parametrized(name, module)
         return
@@ -138,7 +147,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     inside: set[int] = set()
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
+            inside |= {id(m) for m in module.parametrizations.modules()}
         if id(module) not in inside:
             yield name, module
 
@@ -200,11 +209,15 @@ def detach(model: nn.Module) -> None:
             object.__setattr__(module, "__class__", original)
 
 
-def make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
-    """The clipping groups of a kind of clipping."""
+def make_groups(
+    module: nn.Module, trained: list[nn.Parameter], clipping: str, bounds: Bounds | None = None
+) -> list[Group]:
+    """The clipping groups of a kind of clipping, with equal bounds where none are given."""
     if clipping == "flat":
         return flat_groups(trained)
     if clipping == "per_layer":
-        return per_layer_groups(owners(module, trained))
-    names = {p: n for n, p in module.named_parameters()}
-    return per_block_groups(trained, names, tileable(module))
+        groups = per_layer_groups(owners(module, trained))
+    else:
+        names = {p: n for n, p in module.named_parameters()}
+        groups = per_block_groups(trained, names, tileable(module))
+    return groups if bounds is None else with_bounds(groups, bounds)

@@ -107,7 +107,7 @@ class FrozenBatchNorm(PrivateModule):
                 "mixes the samples of a batch; call its .eval() after model.train()"
             )
         self.is_private_call()  # Raises where parameters were frozen and are not any more.
-        return super().forward(input)  # type: ignore[misc, no-any-return]
+        return super().forward(input)
 
 
 class PrivateRMSNorm(PrivateModule):

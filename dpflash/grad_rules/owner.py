@@ -71,7 +71,7 @@ class PrivateOwner(PrivateModule):
         copied: Any = plain_copy(self)
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
-            level = _functorch.maybe_current_level()
+            level = _functorch.current_level()
             outside = _Outside(self._described, batch_size, level)
             copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             copied.__dict__["_parameters"] = {**self._parameters, **parameters}
@@ -126,7 +126,8 @@ class PrivateOwner(PrivateModule):
                 return
         found = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
         wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
-        if len(found) != len(wanted) or not all(map(_is_close, found, wanted)):
+        # Hooks of an outer call may have added to the first outputs.
+        if len(found) < len(wanted) or not all(map(_is_close, found, wanted)):
             raise RuntimeError(
                 f"{self._described} gives a sample alone another result than in a batch, so "
                 "nothing was released: its forward mixes samples, or branches on the number of "
