@@ -22,7 +22,9 @@ from ..clipping.groups import (
 )
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
+from .generic import PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
+from .owner import PrivateOwner
 
 
 def check_model(model: nn.Module) -> None:
@@ -162,6 +164,16 @@ def owners(
         for name, module in _modules(model)
         if (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
+
+
+def untraceable(model: nn.Module) -> str | None:
+    """Name of the first module whose private forward torch.compile cannot trace; None if none."""
+    for name, module in _modules(model):
+        trained = any(p.requires_grad for p in _own_parameters(module).values())
+        rule = rule_for(module) if trained else block_rule_for(module)
+        if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
+            return name or "(the model itself)"
+    return None
 
 
 def tileable(model: nn.Module) -> set[int]:

@@ -12,7 +12,7 @@ Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,13 +51,16 @@ class PrivateOwner(PrivateModule):
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"module '{self._dpflash.name}' ({plain_class(self).__name__}) has parameters of "
-                "its own and layers below it, which torch.compile cannot trace; use "
-                "optimize='balanced', or leave out torch.compile"
+                f"{self._described} has parameters of its own and layers below it, which "
+                "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(leaf, batch_size) for leaf in leaves]
+        device = next(x.device for x in leaves if isinstance(x, Tensor))
+        # Under vmap autocast misses operations, so it holds for the layers below alone.
+        dtype = _autocast_dtype(device)
+        leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.dense(n)) is not None}
@@ -72,7 +75,7 @@ class PrivateOwner(PrivateModule):
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.current_level()
-            outside = _Outside(self._described, batch_size, level)
+            outside = _Outside(self._described, batch_size, level, device, dtype)
             copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             copied.__dict__["_parameters"] = {**self._parameters, **parameters}
             # Modules expect a batch dimension; theirs has one sample.
@@ -84,7 +87,7 @@ class PrivateOwner(PrivateModule):
             return tree_map_only(Tensor, outside.output, copied.forward(*own_args, **own_kwargs))
 
         run = vmap(one, in_dims=(0, *in_dims), randomness="different")
-        with PerSampleLookups(self._dpflash.name), self._named():
+        with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
             outputs = run(owned, *leaves)
         # [1, ...] of each sample, or its windows.
         outputs = tree_map_only(Tensor, lambda x: x.flatten(0, 1), outputs)
@@ -124,10 +127,14 @@ class PrivateOwner(PrivateModule):
             expected = super().forward(*args, **kwargs)
             if not RandomState(device).equals(before):
                 return
-        found = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
+        # Detached: checkpointing counts the tensors that a forward saves.
+        found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
         wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
         # Hooks of an outer call may have added to the first outputs.
-        if len(found) < len(wanted) or not all(map(_is_close, found, wanted)):
+        if len(found) < len(wanted) or not all(
+            _is_close(x, y, {x.dtype, _autocast_dtype(device) or x.dtype})
+            for x, y in zip(found, wanted, strict=False)
+        ):
             raise RuntimeError(
                 f"{self._described} gives a sample alone another result than in a batch, so "
                 "nothing was released: its forward mixes samples, or branches on the number of "
@@ -170,7 +177,24 @@ class PrivateOwner(PrivateModule):
         return None
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to a dtype; off for None."""
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _widened(x: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor of the dtype of autocast in float32; anything else as it is."""
+    return x.float() if dtype is not None and isinstance(x, Tensor) and x.dtype == dtype else x
+
+
+def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool:
     """Whether they differ by rounding alone; `[1, ...]` is what all samples share."""
     if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
         return False
@@ -178,7 +202,7 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
         return bool((found == expected).all())
     apart = torch.where(found == expected, 0.0, found - expected).double().norm()
     # Rows that are not finite are refused or dropped elsewhere.
-    return not bool(apart > tolerance({found.dtype}) * found.double().norm())
+    return not bool(apart > tolerance(dtypes) * found.double().norm())
 
 
 class PrivateSampleBySample(PrivateOwner):
@@ -212,12 +236,23 @@ class _Outside:
         owner: the owner, for messages.
         batch_size: B.
         level: of the owner's vmap.
+        device: of the batch.
+        dtype: of autocast in the layers below; None where it is off.
     """
 
-    def __init__(self, owner: str, batch_size: int, level: int):
+    def __init__(
+        self,
+        owner: str,
+        batch_size: int,
+        level: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ):
         self.owner = owner
         self.batch_size = batch_size
         self.level = level
+        self.device = device
+        self.dtype = dtype
 
     def of(self, module: nn.Module | None) -> nn.Module | None:
         """A copy of a layer, whose calls run the layer itself on the whole batch."""
@@ -278,7 +313,7 @@ class _Outside:
             ]
             is_bare = True
         leaves = [self._whole(x, is_bare) for x in leaves]
-        with temporarily_pop_interpreter_stack():
+        with temporarily_pop_interpreter_stack(), _autocast(self.device, self.dtype):
             whole_args, whole_kwargs = tree_unflatten(leaves, structure)
             outputs = module(*whole_args, **whole_kwargs)
         if is_bare:
@@ -286,7 +321,7 @@ class _Outside:
         return tree_map_only(Tensor, lambda x: self._rows(module, x, bool(mapped)), outputs)
 
     def _mapped(self, x: Tensor) -> Tensor:
-        return _functorch._add_batch_dim(x, 0, self.level)
+        return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
 
     def _whole(self, x: Any, is_bare: bool) -> Any:
         """`[B, ...]` of what is `[1, ...]`, or bare, for each sample."""
