@@ -452,6 +452,7 @@ def test_one_sample_moves_the_sum_by_at_most_the_bound(name, clipping, private, 
     assert moved >= bound * (0.999 if clipping in ("flat", "ghost") else 0.3)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_told_apart_by_sample_is_refused(name, private):
     data = MODELS[name].batch()
