@@ -37,8 +37,6 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 BANDS = 8
 # Every row is checked up to this T; of longer sequences, this many rows.
 CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
-# Every (sample, head) is checked up to this many scores, R T for each.
-CHECKED_SCORES = 2**24
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 # How often key j counts for query i in head h, elementwise.
@@ -65,11 +63,6 @@ class Case:
         return self.batch * self.pattern.edges(self.tokens, self.heads)
 
     @property
-    def scale(self) -> float:
-        """Softmax scale."""
-        return 1 / math.sqrt(self.head_dim)
-
-    @property
     def bytes_of_a_tensor(self) -> int:
         """Bytes of q, and of every other tensor of its shape."""
         size = getattr(torch, self.dtype).itemsize
@@ -92,24 +85,6 @@ class Case:
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
         generator = random.Random(seed)
         return torch.tensor([generator.randrange(a, b) for a, b in itertools.pairwise(borders)])
-
-    def checked_pairs(self) -> list[tuple[int, int]]:
-        """(sample, head): all of a small problem; else every sample and every head once."""
-        scores = self.batch * self.heads * len(self.checked_rows()) * self.tokens
-        if scores <= CHECKED_SCORES:
-            return list(itertools.product(range(self.batch), range(self.heads)))
-        count = max(self.batch, self.heads)
-        return [(i % self.batch, i % self.heads) for i in range(count)]
-
-    def figures(self, checked_pairs: int) -> dict[str, Any]:
-        """Columns of a row: the pattern, its density, and how much is checked."""
-        return {
-            "pattern_key": self.pattern.key,
-            "pairs": self.pairs,
-            "density": self.pairs / (self.batch * self.heads * self.tokens**2),
-            "checked_rows": len(self.checked_rows()),
-            "checked_pairs": checked_pairs,
-        }
 
 
 def document_borders(
@@ -209,7 +184,7 @@ def attend_rows(
     case: Case, bias: Bias, sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """`[R, D]`: attention of these query rows of a head, from its q, k and v `[T, D]`."""
-    scores = case.scale * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
+    scores = case.head_dim**-0.5 * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
     # A fully masked row has the output 0; its softmax would be NaN.
     masked = (scores == -math.inf).all(1, keepdim=True)
     return (scores.masked_fill(masked, 0.0).softmax(1) @ v) * ~masked
@@ -231,7 +206,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
     """The log of the gates as a function of q and k, for the blocks that the library chooses."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
-    chosen = pattern.choose(q.detach(), k.detach(), case.scale)[0].long()  # [B, H, n, K]
+    chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
 
     def bias(sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -239,7 +214,7 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
         q_means, k_means = (torch.stack([b.mean(0) for b in x.split(size)]) for x in (q, k))
         if pattern.causal:
             q_means = F.pad(q_means, (0, 0, 1, 0))[:-1]
-        scores = case.scale * (q_means.unsqueeze(1) * k_means[blocks.clamp(min=0)]).sum(2)
+        scores = case.head_dim**-0.5 * (q_means.unsqueeze(1) * k_means[blocks.clamp(min=0)]).sum(2)
         gates = torch.cat((torch.zeros_like(scores[:, :1]), F.logsigmoid(scores[:, 1:])), dim=1)
         nowhere = q.new_full((n, n + 1), -math.inf)
         table = nowhere.scatter(1, blocks.masked_fill(blocks < 0, n), gates)
@@ -269,7 +244,7 @@ def check(
     errors = {name: not_finite(x) for name, x in found.items()}
     found["o"] = found["o"][:, :, rows]
     bias = score_bias(case, q, k)
-    for sample, head in case.checked_pairs():
+    for sample, head in itertools.product(range(case.batch), range(case.heads)):
         leaves = [x.detach()[sample, head].double().requires_grad_(with_grads) for x in (q, k, v)]
         expected = attend_rows(case, bias, sample, head, rows, *leaves)
         exact = [expected.detach()]

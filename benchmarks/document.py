@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,6 @@ QUICK = (
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
 )
 BROKEN_OFF = "Broken off: only the rows that were measured until then are here."
-# Of an exponent in the insights; the interval of fewer says nothing.
-LEAST_SIZES = 4
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], Any]]  # header, and cell of a row
@@ -108,22 +106,21 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Columns: "key | key: header | ..." names keys of the rows or of their config.
+    """Columns; in a string "key | key: header | ..." of the rows, or of their config.
 
     A header in `computed` names a function of the row instead.
     """
     known = computed or {}
     found: list[Column] = []
     for part in parts:
-        names = part.split(" | ") if isinstance(part, str) else ()
-        found += [(name, known[name]) if name in known else _named(name) for name in names]
-        found += () if isinstance(part, str) else part
+        for one in part.split(" | ") if isinstance(part, str) else part:
+            found.append(_named(one, known) if isinstance(one, str) else one)
     return tuple(found)
 
 
-def _named(part: str) -> Column:
+def _named(part: str, known: Mapping[str, Callable[[Row], Any]] | None = None) -> Column:
     key, _, header = part.partition(": ")
-    return column(key, header or None)
+    return (key, known[key]) if known and key in known else column(key, header or None)
 
 
 def _value(key: str, row: Row) -> Any:
@@ -134,7 +131,7 @@ def chart(
     section: str,
     title: str,
     x: str | Column,
-    y: str,
+    y: str | Column,
     series: str,
     *,
     logarithmic: bool = True,
@@ -144,7 +141,7 @@ def chart(
 
     x and y are columns as "key: header", series the keys that name a line.
     """
-    label, value = _named(y)
+    label, value = _named(y) if isinstance(y, str) else y
 
     def figure(row: Row) -> Any:
         fits = all(row["config"].get(key) == wanted for key, wanted in (only or {}).items())
@@ -184,14 +181,14 @@ def milliseconds(row: Row) -> str | None:
     return f"{row['median_ms']:.4g} [{low:.4g}, {high:.4g}]{mark}"
 
 
-def with_interval(key: str, header: str, form: str, factor: float = 1.0) -> Column:
-    """A column of figures times a factor, each with its 95% interval."""
+def with_interval(key: str, header: str, form: str) -> Column:
+    """A column of figures, each with its 95% interval."""
 
     def cell(row: Row) -> str | None:
         if row.get(key) is None:
             return None
-        value, low, high = (factor * x for x in (row[key], *row[f"{key}_ci95"]))
-        return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+        low, high = row[f"{key}_ci95"]
+        return f"{row[key]:{form}} [{low:{form}}, {high:{form}}]"
 
     return header, cell
 
@@ -201,7 +198,6 @@ FIGURES = columns(TIME, "tokens_per_s: tokens/s | peak_memory_mb: peak MiB")
 ROOFS = columns("gflop_per_s: GFLOP/s | roof | roof_fraction: of its roof | bound: bound by")
 SPEEDUP = with_interval("speedup", "speed-up", ".2f")
 ratio = SPEEDUP[1]
-CORRECT = columns("correct")
 
 
 def overhead(row: Row) -> float | None:
@@ -209,15 +205,14 @@ def overhead(row: Row) -> float | None:
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 
-def shown_overhead(row: Row) -> str | None:
-    """The same with its interval."""
+def _shown_overhead(row: Row) -> str | None:
     if row.get("speedup") is None:
         return None
     low, high = row["speedup_ci95"]
     return f"{1 / row['speedup']:.2f} [{1 / high:.2f}, {1 / low:.2f}]"
 
 
-OVER_NONPRIVATE: Column = ("time over nonprivate", shown_overhead)
+OVER_NONPRIVATE: Column = ("time over nonprivate", _shown_overhead)
 
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
@@ -244,16 +239,9 @@ def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
                 markdown_table(head, cells),
                 *[table.note] * bool(table.note),
             ]
-    warned: dict[str, list[str]] = {}
-    for row in rows:
-        for text in row.get("warnings") or ():
-            warned.setdefault(" ".join(text.split()), []).append(row["name"])
     lost = [row for row in rows if row.get("failure") and not row.get("section")]
     lists = {
         "What the columns say": legend(headers),
-        "Warnings of what was measured": [
-            f"{text} ({', '.join(names)})" for text, names in warned.items()
-        ],
         "Failed as a whole": [f"{row['name']}: {row['failure']}" for row in lost],
     }
     for title, lines in lists.items():
@@ -267,48 +255,16 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def key_insights(rows: Sequence[Row]) -> list[str]:
-    """The suite's own insights (section "insights"), and how many rows have figures.
-
-    A suite without insights gets the range of each speed-up, and the exponents.
-    """
-    own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS and row.get("text")]
-    return [*(own or [*_speedups(rows), *_exponents(rows)]), _counts(rows)]
-
-
-def _speedups(rows: Sequence[Row]) -> Iterator[str]:
-    """The range of each speed-up; rows are named PLACE/OPERATOR, as their baselines are."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        if row.get("speedup") is not None and row.get("baseline"):
-            pair = row["name"].rsplit("/")[-1], row["baseline"].rsplit("/")[-1]
-            found.setdefault(pair, []).append(row["speedup"])
-    for (own, other), ratios in found.items():
-        span = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios))))
-        yield f"{own} is {span} times as fast as {other} (rows: {len(ratios)})."
-
-
-def _exponents(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        if row.get("exponent") is None or not row.get("curve"):
-            continue
-        if len(row["sizes"]) < LEAST_SIZES:
-            yield f"{row['curve']}: too few sizes for an exponent ({len(row['sizes'])})."
-        else:
-            low, high = row["exponent_ci95"]
-            yield f"{row['curve']}: the exponent is {row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
-
-
-def _counts(rows: Sequence[Row]) -> str:
+    """The suite's own insights (section "insights"), and how many rows have figures."""
+    own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS]
     timed = sum(row["median_ms"] is not None for row in rows)
     few, lacking = (sum(bool(row.get(key)) for row in rows) for key in ("range_ms", "needs"))
-    wrong = [row for row in rows if row["correct"] is False]
-    peers = sum(bool(row.get("peer")) for row in wrong)
-    text = f"{timed} rows were timed"
-    text += f", {few} of them with few calls, since they are slow" * bool(few)
-    text += f", {lacking} need time or things that are not here (they say what)" * bool(lacking)
-    return (
-        text + f", {len(wrong)} are wrong or failed, {peers} of them of peers" * bool(wrong) + "."
-    )
+    wrong = sum(row["correct"] is False for row in rows)
+    return [
+        *own,
+        f"Rows: {timed} timed ({few} with few calls, since they are slow), {lacking} that need "
+        f"what is not here, {wrong} wrong or failed.",
+    ]
 
 
 def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:

@@ -24,12 +24,7 @@ def usable_cores() -> int:
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
-    """What stands above a benchmark's rows.
-
-    Args:
-        device: "cpu" or "cuda".
-        threads: of each process.
-    """
+    """What stands above a benchmark's rows; the threads are those of each process."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU {cpu_model()}",

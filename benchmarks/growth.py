@@ -15,7 +15,6 @@ from .attention import DIRECTIONS, SHAPE, dilated_subject, is_small, shape
 from .document import (
     EXPONENTS,
     FIGURES,
-    LEAST_SIZES,
     OVER_NONPRIVATE,
     ROOFS,
     chart,
@@ -24,7 +23,6 @@ from .document import (
     insight,
     page,
 )
-from .memory import device_memory
 from .private import AUTO, NONPRIVATE, private_subject
 from .suite import Comparison, Measurement, Request, Row, Suite, compared, grouped, of_section
 
@@ -39,19 +37,12 @@ _LONGEST_BACKWARD = 4096
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
 # The optimal batch is the smallest one within this fraction of the most tokens/s.
 _CLOSE = 0.95
-# Memory that it may take: 8 GiB on a CPU, 80% of a GPU's.
-_CPU_LIMIT_MB = 8.0 * 1024
-_GPU_FRACTION = 0.8
 
 
 def _dilated(
-    section: str,
-    direction: str,
-    request: Request,
-    name: str,
-    sizes: Iterable[tuple[int, int, int]],
+    section: str, direction: str, request: Request, sizes: Iterable[tuple[int, int, int]]
 ) -> Comparison:
-    """Dilated attention, D = 64, not causal; a row for each (B, T, H), with the given name."""
+    """Dilated attention, D = 64, not causal; a row for each (B, T, H)."""
     measurements = []
     for batch, tokens, heads in sizes:
         segments: tuple[int, ...] = (tokens // 4, tokens // 2)
@@ -63,7 +54,7 @@ def _dilated(
             "dilation_rates": tuple(2**n for n in range(len(segments))),
             **shape(request, direction, tokens, batch, heads),
         }
-        place = f"{section}/{direction}/" + name.format(B=batch, T=tokens, H=heads)
+        place = f"{section}/{direction}/B{batch}-T{tokens}-H{heads}"
         measurements.append(Measurement(place, dilated_subject, given, {"section": section}))
     return Comparison(measurements)
 
@@ -75,9 +66,7 @@ def _private(
     request: Request,
 ) -> Iterator[Comparison]:
     """Private steps of attention: curves of (B, T, H, D)."""
-    where = request.where
-    is_gpu = where.type == "cuda"
-    limit = _GPU_FRACTION * device_memory(where) if is_gpu else _CPU_LIMIT_MB
+    dtype = "bfloat16" if request.where.type == "cuda" else "float32"
     for curve, shapes in curves.items():
         for batch, tokens, heads, head_dim in shapes:
             given = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
@@ -86,10 +75,10 @@ def _private(
                 private_subject,
                 "provider",
                 providers,
-                {"model": "attention", **given, "dtype": "bfloat16" if is_gpu else "float32"},
+                {"model": "attention", **given, "dtype": dtype},
                 section=section,
                 baseline=providers[0] if providers[1:] else None,
-                columns={"curve": curve, "memory_limit_mb": limit},
+                columns={"curve": curve},
                 curve=f"{section}/{curve}",
             )
 
@@ -105,9 +94,9 @@ def _sequences(request: Request) -> Iterator[Comparison]:
         for section, sizes in ((FIXED, once), (PROPORTIONAL, once), ("quick_table", table)):
             short = [size for size in sizes if size[1] <= _LONGEST_BACKWARD]
             tried = short if limited and section != FIXED else sizes
-            yield _dilated(section, direction, request, "B{B}-T{T}", tried)
+            yield _dilated(section, direction, request, tried)
     tried = [(1, tokens, 2) for tokens in long]
-    yield _dilated(LONG, "forward+backward", request, "B{B}-T{T}", tried)
+    yield _dilated(LONG, "forward+backward", request, tried)
     curves = {
         f"b16_h{heads}_d{dim}": [(16, tokens, heads, dim) for tokens in TOKENS]
         for heads, dim in ((12, 64), (16, 64), (20, 80))
@@ -121,7 +110,7 @@ def _batches(request: Request) -> Iterator[Comparison]:
     tokens, heads = (512, 2) if is_small(request) else (2048, 8)
     sizes = [(batch, tokens, heads) for batch in (1, 2, 4, 8)]
     for direction in DIRECTIONS:
-        yield _dilated("dilated_batch", direction, request, "B{B}", sizes)
+        yield _dilated("dilated_batch", direction, request, sizes)
     curves = {
         f"seq{tokens}_h{heads}_d{dim}": [(batch, tokens, heads, dim) for batch in BATCHES]
         for tokens, heads, dim in ((512, 12, 64), (1024, 16, 64), (2048, 20, 80))
@@ -136,26 +125,18 @@ def _heads(request: Request) -> Iterator[Comparison]:
     batch, tokens = (1, 512) if small else (2, 2048)
     sizes = [(batch, tokens, heads) for heads in ((2, 4, 8) if small else (2, 4, 8, 16, 32))]
     for direction in DIRECTIONS:
-        yield _dilated("heads", direction, request, "H{H}", sizes)
+        yield _dilated("heads", direction, request, sizes)
+
+
+def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
+    """The exponent of time over a size in each direction."""
+    for direction, own in _directions(rows, section).items():
+        name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
+        yield fitted_row(name, own, size, section="exponents", curve=curve)
 
 
 def _directions(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
     return grouped(of_section(rows, section), lambda row: row["config"]["direction"])
-
-
-def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
-    """The exponent of time over a size in each direction; a sentence too, of enough sizes."""
-    for direction, own in _directions(rows, section).items():
-        name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
-        row = fitted_row(name, own, size, section="exponents", curve=curve)
-        yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
-            low, high = row["exponent_ci95"]
-            text = (
-                f"The time of dilated attention ({curve}) grows with the {size} to the power "
-                f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}]."
-            )
-            yield insight(f"{section}/{direction}", text, exponent=row["exponent"])
 
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
@@ -171,17 +152,9 @@ def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
         measured = [row for row in own if row["peak_memory_mb"] is not None]
         if len(measured) >= 2:
             yield _bytes_per_token(direction, measured)
-    exponents = []
     for curve, own in _curves(rows, "private_sequence").items():
         name = f"private_sequence_exponent/{curve}"
-        row = fitted_row(name, own, "tokens", section="private_sequence_exponent", curve=curve)
-        yield row
-        if row["exponent"] is not None and len(row["sizes"]) >= LEAST_SIZES:
-            low, high = row["exponent_ci95"]
-            exponents.append(f"{row['exponent']:.2f} [{low:.2f}, {high:.2f}] ({curve})")
-    if exponents:
-        text = "The time of a private step grows with the tokens to the power "
-        yield insight("private_sequence/exponent", f"{text}{', '.join(exponents)}.")
+        yield fitted_row(name, own, "tokens", section="private_sequence_exponent", curve=curve)
 
 
 def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
@@ -196,20 +169,9 @@ def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
     found = [row for row in best if row["batch"] is not None]
     if found:
         mean = sum(row["batch"] for row in found) / len(found)
-        each = ", ".join(f"{row['batch']} ({row['curve']}{_untried(row)})" for row in found)
-        text = (
-            f"The optimal batch is {mean:.1f} on average: {each}; the smallest within 5% of the "
-            f"most tokens/s in {found[0]['memory_limit_mb'] / 1024:.0f} GiB."
-        )
+        each = ", ".join(f"{row['batch']} ({row['curve']})" for row in found)
+        text = f"The optimal batch is {mean:.1f} on average: {each}."
         yield insight("private_batch/optimal", text, mean_optimal_batch=mean)
-    steps = of_section(rows, "private_batch")
-    ratios = [1 / row["speedup"] for row in steps if row.get("speedup") is not None]
-    if ratios:
-        text = (
-            f"A private step takes {min(ratios):.2f} to {max(ratios):.2f} times as long as a "
-            f"nonprivate one, at {len(ratios)} sizes."
-        )
-        yield insight("private_batch/overhead", text, least=min(ratios), most=max(ratios))
 
 
 def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
@@ -219,29 +181,23 @@ def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
 
 
 def optimal_batch(curve: str, rows: Sequence[Row]) -> Row:
-    """The smallest batch within 5% of the most tokens/s that the limit of memory allows."""
-    limit = rows[0]["memory_limit_mb"]
-    measured = {row["config"]["batch"]: row for row in rows if row.get("tokens_per_s") is not None}
+    """The smallest batch within 5% of the most tokens/s."""
     speeds = {
-        batch: row["tokens_per_s"]
-        for batch, row in measured.items()
-        if row["peak_memory_mb"] is None or row["peak_memory_mb"] <= limit
+        row["config"]["batch"]: row["tokens_per_s"]
+        for row in rows
+        if row.get("tokens_per_s") is not None
     }
     best = [b for b, speed in speeds.items() if speed >= _CLOSE * max(speeds.values())]
-    found = {
-        "section": "private_batch_optimal",
-        "curve": curve,
-        "memory_limit_mb": limit,
-        "not_measured": [b for row in rows if (b := row["config"]["batch"]) not in measured],
-        "batch": min(best, default=None),
-        "tokens_per_s": speeds[min(best)] if best else None,
-    }
-    lacking = {} if best else {"needs": "a size that was measured and fits the limit"}
-    return output.row(f"private_batch_optimal/{curve}", {}, **found, **lacking)
-
-
-def _untried(row: Mapping[str, Any]) -> str:
-    return f"; not measured: {_not_measured(row)}" * bool(row["not_measured"])
+    return output.row(
+        f"private_batch_optimal/{curve}",
+        {},
+        section="private_batch_optimal",
+        curve=curve,
+        not_measured=[b for row in rows if (b := row["config"]["batch"]) not in speeds],
+        batch=min(best, default=None),
+        tokens_per_s=speeds[min(best)] if best else None,
+        needs=None if best else "a size that was measured",
+    )
 
 
 def _not_measured(row: Mapping[str, Any]) -> str:
@@ -249,54 +205,37 @@ def _not_measured(row: Mapping[str, Any]) -> str:
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
-    """Bytes for each further token: measured, and the sizes of the results and sums."""
+    """Bytes for each further token."""
     tokens = [row["config"]["batch"] * row["config"]["tokens"] for row in rows]
     peaks = [_MIB * row["peak_memory_mb"] for row in rows]
-    given = rows[0]["config"]
-    # o and lse; with the backward dq, dk, dv and rowsum(o do) too. The sums are float32.
-    tensors, sums = (4, 2) if direction == "forward+backward" else (1, 1)
-    itemsize = 4 if given["dtype"] == "float32" else 2
     return output.row(
         f"bytes_per_token/{direction}",
         {"direction": direction, "tokens": tokens},
         section="bytes_per_token",
         measured=float(scipy.stats.linregress(tokens, peaks).slope),
-        model=float(given["heads"] * (tensors * given["head_dim"] * itemsize + 4 * sums)),
     )
 
 
-_DILATED = columns(
-    "direction | segment_lengths: segments",
-    SHAPE,
-    FIGURES,
-    ROOFS,
-    "density | checked_rows: checked rows | correct",
-)
+_CHECKED = "density | checked_rows: checked rows | correct"
+_DILATED = columns("direction | segment_lengths: segments", SHAPE, FIGURES, ROOFS, _CHECKED)
 _SEQUENCE_TABLES = {
     "private_sequence": columns("curve | tokens", FIGURES, ROOFS),
     "private_sequence_exponent": EXPONENTS,
     **dict.fromkeys((FIXED, LONG, PROPORTIONAL, "quick_table"), _DILATED),
     "exponents": EXPONENTS,
-    "bytes_per_token": columns(
-        "direction | measured: bytes/token, measured | model: bytes/token, o, gradients and sums"
-    ),
+    "bytes_per_token": columns("direction | measured: bytes/token"),
 }
 BATCH_TABLES = {
     "private_batch": columns("curve | batch | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
     "private_batch_exponent": EXPONENTS,
     "private_batch_optimal": columns(
-        "curve | batch: optimal batch | tokens_per_s: tokens/s",
-        "memory_limit_mb: memory limit MiB",
-        [("not measured", _not_measured)],
+        "curve | batch: optimal batch | tokens_per_s: tokens/s", [("not measured", _not_measured)]
     ),
     "dilated_batch": _DILATED,
     "exponents": EXPONENTS,
 }
-_PRIVATE, _MS, _SPEED = (
-    "Private training step of attention",
-    "median_ms: ms",
-    "tokens_per_s: tokens/s",
-)
+_PRIVATE = "Private training step of attention"
+_MS, _SPEED = "median_ms: ms", "tokens_per_s: tokens/s"
 
 SEQUENCE = Suite(
     name="sequence",

@@ -10,20 +10,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
 from tqdm import tqdm
 
 from dpflash.distributed.collectives import RankError
@@ -43,6 +38,8 @@ _SECONDS_FOR_OTHERS = 3.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+Call = tuple[Callable[..., Any], Mapping[str, Any]]
+
 
 class Failed(Exception):
     """The process ended without a result."""
@@ -56,14 +53,6 @@ class OutOfTime(Failed):
     """The function took longer than its limit."""
 
 
-def _server() -> Any:
-    """Starts processes as copies of a server, which imports torch and the benchmarks once."""
-    context = multiprocessing.get_context("forkserver")
-    # An optimizer imports torch._dynamo.
-    context.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
-    return context
-
-
 def run_isolated(
     function: Callable[..., Any],
     *,
@@ -72,47 +61,121 @@ def run_isolated(
     threads: int | None = None,
     **arguments: Any,
 ) -> Any:
-    """Returns ``function(**arguments)``, called in a fresh process.
+    """Returns ``function(**arguments)`` of a fresh process, to which they travel by pickle.
 
-    Args:
-        function: of a module; it, its arguments and its result travel by pickle.
-        memory_limit: bytes of private memory that the process may take (Linux).
-        timeout: seconds, after which the process is killed.
-        threads: of torch; those of this process by default.
+    The limits are bytes of private memory (Linux) and seconds; `threads` of torch are those of
+    this process by default.
 
     Raises:
-        OutOfMemory: it needed more than the limit, or the system killed it.
-        OutOfTime: it took longer.
+        OutOfMemory, OutOfTime: it needed more than a limit.
         Failed: its process died, or raised what does not travel by pickle.
         Exception: whatever else the function raised.
     """
-    context = _server()
-    ours, theirs = context.Pipe(duplex=False)
     threads = threads or torch.get_num_threads()
-    process = context.Process(
-        target=_work, args=(theirs, function, arguments, memory_limit, threads), daemon=True
-    )
-    process.start()
-    theirs.close()
+    for _, result in _results([(function, arguments)], threads, timeout, memory_limit):
+        if isinstance(result, Exception):
+            raise result
+    return result
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *,
+    device: str,
+    timeout: float,
+    **arguments: Any,
+) -> list[Any]:
+    """Returns what ``function(place, **arguments)`` returned on each rank, a fresh process.
+
+    On "cpu" ranks have a thread each and gloo, on "cuda" a GPU each and nccl. The timeout is in
+    seconds, beside two minutes to start.
+
+    Raises:
+        OutOfMemory: a rank needed more memory than there is.
+        Failed: a rank raised or died, or the time is up; all processes have ended then.
+    """
+    found: dict[int, Any] = {}
+    limit = _SECONDS_TO_START + timeout
+    with tempfile.TemporaryDirectory(prefix="dpflash-bench-") as folder:
+        given = {
+            "function": function,
+            "arguments": arguments,
+            "world_size": world_size,
+            "device": device,
+            "store": str(Path(folder) / "store"),
+            "timeout": limit + _SECONDS_BEHIND,
+        }
+        calls = [(_run_rank, {**given, "rank": rank}) for rank in range(world_size)]
+        try:
+            for rank, result in _results(calls, 1, limit, None):
+                if isinstance(result, Exception):
+                    kind = OutOfMemory if isinstance(result, OutOfMemory) else Failed
+                    raise kind(f"rank {rank} of {world_size} failed: {result}")
+                found[rank] = result
+        except OutOfTime:
+            raise Failed(
+                f"the ranks did not end within timeout={timeout:g} seconds, and "
+                f"{_SECONDS_TO_START:g} to start; all were ended. Pass a longer timeout, or "
+                "smaller sizes"
+            ) from None
+    return [found[rank] for rank in range(world_size)]
+
+
+def _results(
+    calls: Sequence[Call], threads: int, timeout: float | None, memory_limit: int | None
+) -> Iterator[tuple[int, Any]]:
+    """The number of each call and what it returned or raised, in the order in which they end.
+
+    When the caller stops asking, the processes that still run are killed.
+    """
+    # Processes are copies of a server, which imports torch and the benchmarks once.
+    context: Any = multiprocessing.get_context("forkserver")
+    # An optimizer imports torch._dynamo.
+    context.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
+    running: dict[Any, tuple[int, Any]] = {}  # by the pipe of its result
     try:
-        if not ours.poll(timeout):
-            raise OutOfTime(f"it took longer than {timeout:g} seconds")
-        kind, value = ours.recv()
+        for number, call in enumerate(calls):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(theirs, call, memory_limit, threads), daemon=True
+            )
+            process.start()
+            theirs.close()
+            running[ours] = (number, process)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(running), left)
+            if not ready:
+                raise OutOfTime(f"it took longer than {timeout:g} seconds")
+            for pipe in running.keys() & set(ready):
+                number, process = running[pipe]
+                result = _received(pipe, process)
+                _end(pipe, process)
+                del running[pipe]
+                yield number, result
+    finally:
+        for pipe, (_, process) in running.items():
+            _end(pipe, process)
+
+
+def _end(pipe: Connection, process: Any) -> None:
+    process.kill()
+    process.join()
+    pipe.close()
+
+
+def _received(pipe: Connection, process: Any) -> Any:
+    """What a process sent, or why it sent nothing."""
+    try:
+        return pipe.recv()
     except EOFError:
         process.join()
-        if process.exitcode == -9:
-            raise OutOfMemory("the system ended it, most likely for memory") from None
-        why = _NO_GUARD if process.exitcode == 1 else ""
-        raise Failed(f"its process ended with exit code {process.exitcode}{why}") from None
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-    if kind == "memory":
-        raise OutOfMemory(value)
-    if kind == "failed":
-        raise value
-    return value
+    if process.exitcode == -signal.SIGKILL:
+        return OutOfMemory("the system ended it, most likely for memory")
+    why = _NO_GUARD if process.exitcode == 1 else ""
+    return Failed(f"its process ended with exit code {process.exitcode}{why}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -127,46 +190,27 @@ def brief(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _begin(threads: int) -> None:
-    """Prepares a fresh process that another one waits for and kills."""
+def _work(pipe: Connection, call: Call, memory_limit: int | None, threads: int) -> None:
+    """What a fresh process does: it sends what the function returns or raises."""
     # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
     tqdm.set_lock(threading.RLock())
     torch.set_num_threads(threads)
-
-
-def _work(
-    pipe: Connection,
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    memory_limit: int | None,
-    threads: int,
-) -> None:
-    _begin(threads)
     if memory_limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))
+    function, arguments = call
     try:
-        pipe.send(("done", function(**arguments)))
+        pipe.send(function(**arguments))
     except Exception as error:
         if is_out_of_memory(error):
-            pipe.send(("memory", brief(error).splitlines()[0]))
+            pipe.send(OutOfMemory(brief(error).splitlines()[0]))
         else:
-            pipe.send(("failed", error if _travels(error) else Failed(brief(error))))
-    finally:
-        pipe.close()
-
-
-def _travels(error: Exception) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
-
-
-class RankFailed(RuntimeError):
-    """A rank raised, died, or did not end in time."""
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                error = Failed(brief(error))
+            pipe.send(error)
 
 
 @dataclass(frozen=True)
@@ -188,71 +232,15 @@ class Place:
         return bool(least.item())
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *,
-    device: str,
-    timeout: float,
-    **arguments: Any,
-) -> list[Any]:
-    """Returns what ``function(place, **arguments)`` returned on each rank.
-
-    Args:
-        function: of a module; it, its arguments and its result travel by pickle.
-        world_size: number of processes, which are fresh.
-        device: "cpu" (gloo, one thread each) or "cuda" (nccl, one GPU each).
-        timeout: seconds that it may take, beside two minutes to start.
-
-    Raises:
-        RankFailed: a rank raised or died, or the time is up; all processes have ended then.
-    """
-    _server()
-    deadline = time.monotonic() + _SECONDS_TO_START + timeout
-    with tempfile.TemporaryDirectory(prefix="dpflash-bench-") as folder:
-        given = (function, arguments, world_size, device, Path(folder), timeout)
-        ranks = start_processes(
-            _run_rank, given, world_size, join=False, daemon=True, start_method="forkserver"
-        )
-        try:
-            while not ranks.join(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() > deadline:
-                    raise RankFailed(
-                        f"the ranks did not end within timeout={timeout:g} seconds, and "
-                        f"{_SECONDS_TO_START:g} to start; all were ended. Pass a longer timeout, "
-                        "or smaller sizes"
-                    )
-        except ProcessRaisedException as error:
-            raise RankFailed(
-                f"rank {error.error_index} of {world_size} failed:\n{error}"
-            ) from None
-        except ProcessExitedException as error:
-            raise RankFailed(
-                f"rank {error.error_index} of {world_size} died with exit code "
-                f"{error.exit_code}; if it was killed for memory, pass smaller sizes or fewer "
-                "ranks"
-            ) from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-        return [pickle.loads(_result(Path(folder), n).read_bytes()) for n in range(world_size)]
-
-
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"result-{rank}"
-
-
 def _run_rank(
-    rank: int,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
+    rank: int,
     world_size: int,
     device: str,
-    folder: Path,
+    store: str,
     timeout: float,
-) -> None:
-    _begin(threads=1)
+) -> Any:
     own = torch.device("cpu")
     if device == "cuda":
         own = torch.device("cuda", rank)
@@ -260,10 +248,10 @@ def _run_rank(
     try:
         dist.init_process_group(
             _BACKENDS[device],
-            store=dist.FileStore(str(folder / "store"), world_size),
+            store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=_SECONDS_TO_START + timeout + _SECONDS_BEHIND),
+            timeout=timedelta(seconds=timeout),
         )
         place = Place(rank, world_size, own)
         place.barrier()
@@ -271,7 +259,9 @@ def _run_rank(
         place.barrier()
         dist.destroy_process_group()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         if isinstance(error, RankError) or any(text in str(error) for text in _LOST):
             threading.Event().wait(_SECONDS_FOR_OTHERS)
-        raise
-    _result(folder, rank).write_bytes(pickle.dumps(result))
+        raise Failed(f"\n{traceback.format_exc()}") from None
+    return result

@@ -22,7 +22,7 @@ from .document import Row, chart, columns, page, why_not
 from .isolated import Failed, OutOfMemory, OutOfTime, run_isolated
 from .memory import device_memory, peak_growth
 from .peers import build_run
-from .suite import Part, Request, Suite, refuse
+from .suite import Part, Request, Suite, refuse, worst
 from .timing import Stopwatch
 from .variants import VARIANTS, Variant, fixed
 
@@ -41,10 +41,10 @@ _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
 
 _OWN = {
-    "LongNet": Variant("LongNet's own segments, five of them up to 32,768", fixed(LONGNET)),
-    "SlidingWindow": Variant("1,024 tokens back", fixed(SlidingWindow, window=1024)),
+    "LongNet": Variant(fixed(LONGNET)),
+    "SlidingWindow": Variant(fixed(SlidingWindow, window=1024)),
 }
-_SHARED = ["DilatedAttention", "BranchByBranch", "BlockSparse", "BlockSparseOptimized"]
+_SHARED = ["DilatedAttention", "BlockSparse", "BlockSparseOptimized"]
 _SHARED += ["BlockSparseHierarchical", "BlockSparseAdaptive", "Dense", "SDPA"]
 SEARCHED = _OWN | {name: VARIANTS[name] for name in _SHARED}
 _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA")
@@ -104,12 +104,9 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def search(why_failed: Callable[[int], str | None], first: int, ceiling: int) -> Found:
-    """Doubles or halves T until calls begin to fail, then bisects.
+    """Doubles or halves T from the first until calls begin to fail, then bisects.
 
-    Args:
-        why_failed: makes a call with this T, and returns why it failed or None.
-        first: T of the first call.
-        ceiling: the largest T that is tried.
+    `why_failed` makes a call with this T, and returns why it failed or None.
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
@@ -124,34 +121,16 @@ def search(why_failed: Callable[[int], str | None], first: int, ceiling: int) ->
     return Found(good or None, bad, reason)
 
 
-class _WrongResult(Exception):
-    """A result is wrong; the argument is its relative error."""
-
-
 def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any]:
     device = request.where
     is_cuda = device.type == "cuda"
     dtype = "bfloat16" if is_cuda else "float32"
     limit = int(device_memory(device) * 2**20) if is_cuda else _CPU_MEMORY
     call_seconds = request.limit / _CALLS
-    first, ceiling = _range(request)
-    given: dict[str, Any] = {"variant": variant, "direction": direction}
-    row = output.row(
-        f"{SECTION}/{variant}/{direction}",
-        {
-            **given,
-            "batch": 1,
-            "heads": _HEADS,
-            "head_dim": _HEAD_DIM,
-            "dtype": dtype,
-            "causal": True,
-            "ceiling": ceiling,
-        },
-        section=SECTION,
-        about=SEARCHED[variant].about,
-        limit_bytes=limit,
-        call_limit_s=call_seconds,
-    )
+    given: dict[str, Any] = {"variant": variant, "direction": direction, "dtype": dtype}
+    shape = {"batch": 1, "heads": _HEADS, "head_dim": _HEAD_DIM, "causal": True}
+    name = f"{SECTION}/{variant}/{direction}"
+    row = output.row(name, {**given, **shape}, section=SECTION, limit_bytes=limit)
     calls: dict[int, Measured] = {}
 
     def failure(tokens: int) -> str | None:
@@ -163,7 +142,6 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
                 timeout=call_seconds + _SECONDS_AROUND,
                 **given,
                 tokens=tokens,
-                dtype=dtype,
                 device=device.type,
                 seed=request.seed,
             )
@@ -173,27 +151,22 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
             return "time"
         except Failed as error:
             return f"failure: {error}"
-        if not measured.error <= TOLERANCES[dtype]:
-            raise _WrongResult(measured.error)
         calls[tokens] = measured
         return "time" if measured.seconds > call_seconds else None
 
     try:
-        found = search(failure, first, ceiling)
-    except _WrongResult as wrong_result:
-        return {**row, "correct": False, "error": wrong_result.args[0]}
+        longest, shortest, stopped_by = search(failure, *_range(request))
     except Exception as error:
         refuse(row, error)
         return row
-    longest, shortest, stopped_by = found
-    row.update(max_tokens=longest, failed_tokens=shortest, stopped_by=stopped_by)
     if calls:
-        row.update(correct=True, error=max(one.error for one in calls.values()))
+        row["error"] = worst(one.error for one in calls.values())
+        row["correct"] = row["error"] <= TOLERANCES[dtype]
+        if not row["correct"]:
+            return row
+    row.update(max_tokens=longest, failed_tokens=shortest, stopped_by=stopped_by)
     if longest is not None:
-        _, seconds, peak = calls[longest]
-        row.update(call_seconds=seconds, peak_memory_mb=peak)
-        if peak is not None:
-            row["bytes_per_token"] = peak * 2**20 / longest
+        _, row["call_seconds"], row["peak_memory_mb"] = calls[longest]
     return row
 
 
@@ -225,8 +198,7 @@ _COLUMNS = columns(
     "variant | direction | dtype",
     [("longest T", _shown_tokens)],
     "stopped_by: stopped by | failed_tokens: failed at | limit_bytes: limit of memory, bytes",
-    "peak_memory_mb: peak MiB there | bytes_per_token: bytes a token",
-    "call_seconds: seconds there, one cold call | call_limit_s: limit, seconds | correct",
+    "peak_memory_mb: peak MiB there | call_seconds: seconds there, one cold call | correct",
 )
 _TITLE = "Longest sequence within the limits (or the ceiling of the search)"
 SUITE = Suite(

@@ -8,10 +8,8 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 _MIB = 2**20
 _PROCESS = Path("/proc/self")
@@ -30,20 +28,13 @@ class PeakMemory:
     cpu_mb: float | None = None
     gpu_mb: float | None = None
 
-    def __str__(self) -> str:
-        """Such as "64.1 MiB on the CPU, 12 MiB on the GPU"."""
-        parts = [
-            f"{grown:.4g} MiB on the {where}"
-            for where, grown in (("CPU", self.cpu_mb), ("GPU", self.gpu_mb))
-            if grown is not None
-        ]
-        return (
-            ", ".join(parts) or "not measured (the block has not ended, or no system reports it)"
-        )
-
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        self._held = self._begin_gpu() if torch.cuda.is_available() else None
+        self._held: int | None = None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._held = torch.cuda.memory_allocated()
         self._before = _begin_resident()
         return self
 
@@ -53,11 +44,6 @@ class PeakMemory:
         if self._held is not None:
             torch.cuda.synchronize()
             self.gpu_mb = (torch.cuda.max_memory_allocated() - self._held) / _MIB
-
-    def _begin_gpu(self) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return int(torch.cuda.memory_allocated())
 
 
 def peak_growth(step: Callable[[], object], device: torch.device) -> float | None:
@@ -78,45 +64,18 @@ def device_memory(device: torch.device) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
 
 
-def saved_bytes(forward: Callable[[], object]) -> int:
-    """Bytes that autograd keeps between forward and backward, inputs among them."""
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def unpack(x: Tensor) -> Tensor:
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = forward()
-    del output
-    return sum(kept.values())
-
-
 def _begin_resident() -> float | None:
     """MiB that are resident, where a new peak begins; None where the system does not report it."""
     try:
-        _give_back()
+        # Free memory goes back to the system, so that using it again is growth.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
         (_PROCESS / "clear_refs").write_text("5")
-        return _resident()
+        pages = int((_PROCESS / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
     except OSError:
         return None
-
-
-def _give_back() -> None:
-    """Hands free memory back to the system, so that using it again is growth."""
-    library: Any = ctypes.CDLL(None)
-    trim = getattr(library, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _resident() -> float:
-    pages = int((_PROCESS / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
 
 
 def _peak() -> float:

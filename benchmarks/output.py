@@ -1,6 +1,6 @@
 """Writes a benchmark's results as JSON, Markdown tables and a picture.
 
-The JSON is ``{"schema": 2, "environment": {...}, "rows": [...]}``. Each row has at least the keys
+The JSON is ``{"schema": 3, "environment": {...}, "rows": [...]}``. Each row has at least the keys
 of `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was
 timed), the peak memory, and whether its result was right. Keys that end in "_mb" are in MiB (2^20
 bytes). Scripts outside rely on the names; `schema` upgrades older files.

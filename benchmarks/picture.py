@@ -9,10 +9,9 @@ if TYPE_CHECKING:
     from .document import Chart, Row
     from .suite import Suite
 
-_GREY = "#666666"
 # Eleven markers and ten colours: 110 series that differ.
 _MARKERS = "os^DvPX<>*p"
-_SHAPE = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D", "steps": "steps"}
+_SHAPE = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
 
 
 def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
@@ -42,15 +41,16 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
         for row in rows
         if row.get("section") == chart.section and x(row) is not None and y(row) is not None
     ]
-    series: dict[str, list[Row]] = {}
-    for row in drawn:
-        series.setdefault(chart.series(row), []).append(row)
-    panel.set_title(_title(chart, drawn, list(series)), fontsize=10)
     panel.set(xlabel=x_label, ylabel=y_label)
+    panel.set_title(chart.title, fontsize=10)
     if not drawn:
         panel.text(0.5, 0.5, "nothing was measured", ha="center", transform=panel.transAxes)
         panel.set(xticks=[], yticks=[])
         return
+    series: dict[str, list[Row]] = {}
+    for row in drawn:
+        series.setdefault(chart.series(row), []).append(row)
+    panel.set_title(f"{chart.title}\n{_shape(drawn, chart.x[0])}".strip(), fontsize=10)
     has_words = isinstance(x(drawn[0]), str)
     for name, own in series.items():
         look = looks.setdefault(name, len(looks))
@@ -70,17 +70,15 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
     if has_words:
         panel.tick_params(axis="x", rotation=30, labelsize=8)
     elif min(map(x, drawn)) >= 1:
-        _sizes(panel, sorted(set(map(x, drawn))))
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(_plain)
     heights = [y(row) for row in drawn]
     if chart.logarithmic and min(heights) > 0:
         _logarithmic(panel, max(heights) / min(heights))
     else:
         panel.set_ylim(bottom=0)
-    if all(row.get("speedup") == y(row) for row in drawn):
-        panel.axhline(1, color=_GREY, linewidth=1, zorder=0)
     panel.grid(color="#dddddd", linewidth=0.5)
-    if len(series) > 1:
-        panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
@@ -92,24 +90,14 @@ def _reach(row: Row, value: float) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _title(chart: Chart, drawn: Sequence[Row], names: Sequence[str]) -> str:
-    """With what all rows have in common, or the range of it."""
-    parts = list(names) if len(names) == 1 else []
+def _shape(drawn: Sequence[Row], across: str) -> str:
+    """The sizes of the rows, but for those along the axis."""
+    parts = []
     for key, letter in _SHAPE.items():
         found = sorted({row["config"][key] for row in drawn if key in row["config"]})
-        if found and chart.x[0] not in (key, letter):
+        if found and across not in (key, letter):
             parts.append(f"{letter} {found[0]}" + f" to {found[-1]}" * (len(found) > 1))
-    parts += sorted({row["config"]["dtype"] for row in drawn if "dtype" in row["config"]})
-    return chart.title + f"\n{', '.join(parts)}" * bool(parts)
-
-
-def _sizes(panel: Any, sizes: Sequence[float]) -> None:
-    """An axis to the base of 2, with the sizes themselves as ticks where these are few."""
-    panel.set_xscale("log", base=2)
-    if len(sizes) <= 9 and all(b > 1.25 * a for a, b in zip(sizes, sizes[1:], strict=False)):
-        panel.set_xticks(sizes, minor=False)
-        panel.set_xticks([], minor=True)
-    panel.xaxis.set_major_formatter(_plain)
+    return ", ".join(parts)
 
 
 def _logarithmic(panel: Any, span: float) -> None:

@@ -12,8 +12,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +23,23 @@ from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.grad_rules.convert import make_groups
 
-from .private_tasks import Task, ghost_task, head_task, make_task
+from .private_tasks import Task, make_task
 from .suite import Subject, Unsupported, worst
 from .timing import Step
 from .work import Work, count_work
 
 NONPRIVATE = "nonprivate"
 AUTO = "dpflash-flat-auto"
-# Clipping and grad_sample_mode; the names are those that older results have too.
+# Clipping and grad_sample_mode.
 DPFLASH = {
     AUTO: ("flat", "auto"),
-    "dpflash-flat-stored": ("flat", "instantiate"),
+    "dpflash-flat-instantiate": ("flat", "instantiate"),
     "dpflash-flat-book_keeping": ("flat", "book_keeping"),
-    "dpflash-flat-two_pass": ("flat", "ghost"),
+    "dpflash-flat-ghost": ("flat", "ghost"),
     "dpflash-per_layer": ("per_layer", "auto"),
     "dpflash-per_block": ("per_block", "auto"),
 }
-OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-ghost-registered")
+OPACUS = ("opacus-hooks", "opacus-ghost")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
 
 # Below the norms of all samples in all layers, so that each sample is clipped.
@@ -59,37 +59,36 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def private_subject(*, provider: str, noise_multiplier: float = 1.0, **task: Any) -> Subject:
-    """A training step of one of PROVIDERS; `task` is given to `private_tasks.make_task`.
+def private_subject(*, provider: str, **given: Any) -> Subject:
+    """A training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
+
+    Its error is that of the sum of clipped gradients, without noise.
 
     Raises:
         Unsupported: Opacus is not installed.
     """
-    return subject_of(make_task(**task), provider, noise_multiplier=noise_multiplier)
+    return private_step(provider=provider, **given)[0]
 
 
-def subject_of(task: Task, provider: str, *, noise_multiplier: float = 1.0) -> Subject:
-    """A training step; its error is that of the sum of clipped gradients, without noise."""
-    training = make_training(task, provider, noise_multiplier=noise_multiplier, optimize=adamw)
+def private_step(*, provider: str, **given: Any) -> tuple[Subject, PrivacyEngine | None]:
+    """The same, and the engine where the step is dpflash's."""
+    task = make_task(**given)
+    step, engine = make_training(task, provider, noise_multiplier=1.0, optimize=adamw)
 
     def work() -> Work:
-        if task.x.is_cuda and training.engine is not None:
-            plain = make_training(task, NONPRIVATE, noise_multiplier=0.0, optimize=adamw)
-            return add_planned_work(count_work(plain.step), training.engine)
-        return count_work(training.step)
+        if task.x.is_cuda and engine is not None:
+            plain, _ = make_training(task, NONPRIVATE, noise_multiplier=0.0, optimize=adamw)
+            return add_planned_work(count_work(plain), engine)
+        return count_work(step)
 
-    return Subject(
-        training.step,
-        lambda: gradient_error(task, provider),
-        TOLERANCES[task.dtype],
-        tokens=task.batch * task.x.shape[1],
-        work=work,
-        dtype=task.dtype,
-    )
+    def error() -> float:
+        return gradient_error(task, provider)
+
+    tokens, tolerance = task.batch * task.x.shape[1], TOLERANCES[task.dtype]
+    return Subject(step, error, tolerance, tokens, work, task.dtype), engine
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """A whole training step, and the engine where it is dpflash's."""
 
     step: Step
@@ -116,7 +115,7 @@ def make_training(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if provider in OPACUS:
         model, optimizer, loader, losses = _make_opacus(task, provider.split("-")[1], given)
-        context = functools.partial(_inside_opacus, provider.endswith("-registered"))
+        context = _inside_opacus
     elif provider != NONPRIVATE:
         if provider in DPFLASH:
             given["clipping"], given["grad_sample_mode"] = DPFLASH[provider]
@@ -296,19 +295,11 @@ def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, 
 
 
 @contextlib.contextmanager
-def _inside_opacus(is_registered: bool = False) -> Iterator[None]:
-    """Ignores warnings about Opacus' noise and hooks; in it dpflash's norms may be registered."""
-    from dpflash.integrations import opacus as integration
-
+def _inside_opacus() -> Iterator[None]:
+    """Ignores warnings about Opacus' noise and hooks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if is_registered:
-            integration.register()
-        try:
-            yield
-        finally:
-            if is_registered:
-                integration.unregister()
+        yield
 
 
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
@@ -321,13 +312,3 @@ def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
         plain.flops + sum(use.flops for use in uses),
         plain.moved_bytes + sum(use.moved_bytes for use in uses),
     )
-
-
-def ghost_subject(*, provider: str, **task: Any) -> Subject:
-    """A step of a model without attention; `task` is given to `private_tasks.ghost_task`."""
-    return subject_of(ghost_task(**task), provider)
-
-
-def head_subject(*, provider: str, **task: Any) -> Subject:
-    """A step of a language model's head; `task` is given to `private_tasks.head_task`."""
-    return subject_of(head_task(**task), provider)

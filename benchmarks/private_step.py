@@ -1,117 +1,53 @@
-"""The suite "private-step": private training steps beside no privacy and beside Opacus."""
+"""The suites "private-step" and "optimize": private training steps.
+
+"private-step" is beside no privacy and beside Opacus, "optimize" at each level of
+`make_private(optimize=...)`, with a transformer of one block over bytes. Where a batch there is
+larger than a physical one, the timed step is that of its first physical batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from dpflash.clipping.planner import LEVELS
 
 from .document import (
     FIGURES,
     OVER_NONPRIVATE,
     ROOFS,
     SPEEDUP,
-    Chart,
+    Row,
     chart,
-    column,
     columns,
-    insight,
     overhead,
     page,
-    shown_overhead,
 )
-from .private import (
-    AUTO,
-    DPFLASH,
-    NONPRIVATE,
-    OPACUS,
-    ghost_subject,
-    head_subject,
-    private_subject,
-)
-from .suite import Comparison, Measurement, Request, Row, Suite, compared, needs, of_section
-from .timing import Ratio, speedup
+from .output import row
+from .private import DPFLASH, NONPRIVATE, OPACUS, private_step, private_subject
+from .suite import Comparison, Request, Subject, Suite, compared
 
-# Libraries that are not measured, and why.
-ABSENT = {
-    "opacus-flash_fuse": "not measured here: it takes a fork of Opacus in place of the package",
-    "fastDP": "not measured here: fastDP of github.com/awslabs/fast-differential-privacy",
-    "jax_privacy": "not measured here: it takes a model written for JAX, and none of torch",
-}
-
-_Shape = Mapping[str, Any]
-
-
-def _lm(batch: int, tokens: int, heads: int, head_dim: int, layers: int) -> _Shape:
-    names = ("batch", "tokens", "heads", "head_dim", "layers")
-    return dict(zip(names, (batch, tokens, heads, head_dim, layers), strict=True))
-
-
-_QUICK_LM = _lm(4, 128, 2, 32, 1)
-_PEERS = OPACUS[:2]  # registered, Opacus runs with dpflash's norms, and is no peer
-_ALL = (NONPRIVATE, *DPFLASH, *_PEERS)
+_LM = ("batch", "tokens", "heads", "head_dim", "layers")
+_ALL = (NONPRIVATE, *DPFLASH, *OPACUS)
 # Without those that short sequences show to be slow; they take minutes on long ones.
-_SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-two_pass", "opacus-ghost")
+_SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-ghost", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
-_STEPS: Mapping[str, Sequence[tuple[_Shape, Sequence[str]]]] = {
-    "quick": [(_QUICK_LM, _ALL)],
-    "cpu": [(_lm(16, 256, 8, 32, 2), _ALL), (_lm(4, 2048, 8, 32, 2), _SOME)],
-    "cuda": [(_lm(4, 4096, 16, 64, 12), _ALL), (_lm(1, 16384, 16, 64, 12), _ALL)],
-}
-_GHOST_TOKENS = {
-    "quick": (512,),
-    "cpu": (512, 1024, 2048, 4096),
-    "cuda": (512, 1024, 2048, 4096, 8192, 16384),
-}
-# Batch, tokens and classes.
-_HEADS = {"quick": (2, 128, 2048), "cpu": (1, 2048, 32000), "cuda": (2, 8192, 50000)}
-HEAD_FAMILIES = {
-    NONPRIVATE: (("dense", NONPRIVATE), ("chunked", NONPRIVATE)),
-    "private": (
-        ("dense", AUTO),
-        ("chunked", AUTO),
-        ("chunked", "dpflash-flat-book_keeping"),
-        ("chunked", "dpflash-flat-two_pass"),
-    ),
+_STEPS: Mapping[str, Sequence[tuple[tuple[int, ...], Sequence[str]]]] = {  # sizes of _LM
+    "quick": [((4, 128, 2, 32, 1), _ALL)],
+    "cpu": [((16, 256, 8, 32, 2), _ALL), ((4, 2048, 8, 32, 2), _SOME)],
+    "cuda": [((4, 4096, 16, 64, 12), _ALL), ((1, 16384, 16, 64, 12), _ALL)],
 }
 
 
-def _plan(request: Request) -> Iterator[Comparison | Callable[[Request], Sequence[Row]]]:
+def _plan(request: Request) -> Iterator[Comparison]:
     size = "quick" if request.quick else request.where.type
     dtype = {"dtype": "bfloat16" if request.where.type == "cuda" else "float32"}
-    for lm_shape, providers in _STEPS[size]:
-        yield steps({**lm_shape, **dtype}, providers)
-    yield lambda request: [
-        needs(f"step/{name}", {"provider": name}, reason, section="step")
-        for name, reason in ABSENT.items()
-    ]
-    for tokens in _GHOST_TOKENS[size]:
-        yield compared(
-            f"ghost/T{tokens}",
-            ghost_subject,
-            "provider",
-            (NONPRIVATE, *OPACUS[1:]),
-            {"batch": 1, "tokens": tokens, "width": 256, "layers": 2},
-            section="ghost",
-            baseline="opacus-ghost",
-            peers=_PEERS,
-        )
-    batch, tokens, classes = _HEADS[size]
-    shape: _Shape = {"batch": batch, "tokens": tokens, "classes": classes, "width": 256}
-    for family, members in HEAD_FAMILIES.items():
-        own = {"section": "head", "family": family}
-        rows = [
-            Measurement(
-                f"head/{head}-{name}",
-                head_subject,
-                {"provider": name, "head": head, **shape},
-                own,
-            )
-            for head, name in members
-        ]
-        yield Comparison(rows, rows[0].name)
+    for sizes, providers in _STEPS[size]:
+        yield steps({**dict(zip(_LM, sizes, strict=True)), **dtype}, providers)
 
 
-def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
+def steps(shape: Mapping[str, Any], providers: Sequence[str]) -> Comparison:
     """A whole step by each provider."""
     name = f"B{shape['batch']}-T{shape['tokens']}"
     return compared(
@@ -122,87 +58,106 @@ def steps(shape: _Shape, providers: Sequence[str]) -> Comparison:
         {"model": "lm", **shape},
         section="step",
         baseline=providers[0],
-        peers=_PEERS,
+        peers=OPACUS,
         columns={"shape": name},
     )
 
 
-def _derive(rows: Sequence[Row]) -> Iterator[Row]:
-    shapes: dict[str, dict[str, Row]] = {}
-    for row in _timed(rows, "step"):
-        shapes.setdefault(row["shape"], {})[row["config"]["provider"]] = row
-    for shape, own in shapes.items():
-        yield from _best_clipping(shape, own)
-        yield from _beside_opacus(shape, own)
-
-
-def _timed(rows: Sequence[Row], section: str) -> list[Row]:
-    """The rows of a section whose times have an interval."""
-    own = of_section(rows, section)
-    return [row for row in own if row["median_ms"] is not None and not row.get("range_ms")]
-
-
-def _times(row: Row, other: Row) -> Ratio:
-    """The time of a row over that of another in the same comparison."""
-    return speedup(other["samples_ms"], row["samples_ms"])
-
-
-def _shown(ratio: Ratio) -> str:
-    low, high = ratio.ci95
-    return f"{ratio.median:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _best_clipping(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
-    ours = {provider: own[provider] for provider in DPFLASH if provider in own}
-    if not ours:
-        return
-    fastest = min(ours, key=lambda provider: ours[provider]["median_ms"])
-    best = ours[fastest]
-    text = f"{shape}: {fastest} is the fastest private step, {best['median_ms']:.0f} ms"
-    if best.get("speedup") is not None:
-        text += f", {shown_overhead(best)} times a nonprivate one"
-    close = [p for p, row in ours.items() if row is not best and _times(row, best).ci95[0] <= 1]
-    if close:
-        text += f"; no slower for certain: {', '.join(close)}"
-    known = {p: row["peak_memory_mb"] for p, row in ours.items() if row["peak_memory_mb"]}
-    if known:
-        least = min(known, key=lambda provider: known[provider])
-        text += f"; {least} takes the least memory, {known[least]:.0f} MiB"
-    yield insight(f"clipping/{shape}", text + ".", median_ms=best["median_ms"])
-
-
-def _beside_opacus(shape: str, own: Mapping[str, Row]) -> Iterator[Row]:
-    for peer in _PEERS:
-        if AUTO in own and peer in own:
-            times = _times(own[peer], own[AUTO])
-            low, high = times.ci95
-            text = f"{shape}: {peer} takes {_shown(times)} times as long as {AUTO}."
-            yield insight(f"{peer}/{shape}", text, ratio=times.median, low=low, high=high)
-
-
+_STEP_COLUMNS = columns("shape | layers | provider", FIGURES, [OVER_NONPRIVATE], ROOFS)
+_TITLE = "Time over that of a nonprivate step"
 SUITE = Suite(
     name="private-step",
+    **page("private-step", {"step": _STEP_COLUMNS}),
     plan=_plan,
-    derive=_derive,
-    **page(
-        "private-step",
-        {
-            "step": columns("shape | layers | provider", FIGURES, [OVER_NONPRIVATE], ROOFS),
-            "ghost": columns("tokens | provider", FIGURES, [SPEEDUP]),
-            "head": columns(
-                "family | head | provider | batch | tokens | classes", FIGURES, [SPEEDUP]
-            ),
-        },
-    ),
+    charts=[chart("step", _TITLE, "shape", ("times", overhead), "provider", logarithmic=False)],
+)
+
+# Batch, tokens, heads, head dim.
+WORKLOADS = ((8, 512, 12, 64), (32, 512, 12, 64), (64, 1024, 16, 64), (16, 2048, 20, 80))
+_QUICK_WORKLOAD = (4, 64, 4, 16)
+# Tokens of a physical batch for 8 to 15 heads; fewer of more heads.
+_PHYSICAL = {"cpu": 2048, "cuda": 2**17}
+_SIXTEEN_BITS = ("balanced", "aggressive")
+
+
+def optimize_subject(
+    *, level: str, batch: int, physical_batch: int, device: str, seed: int, **shape: int
+) -> Subject:
+    """A private training step at a level, on a physical batch of a workload."""
+    dtype = "bfloat16" if level in _SIXTEEN_BITS else "float32"
+    shape.update(batch=physical_batch)
+    given = {"model": "lm", "dtype": dtype, "device": device, "seed": seed, **shape}
+    subject, engine = private_step(provider=f"optimize-{level}", **given)
+    assert engine is not None
+    requested = engine.optimization
+
+    def used() -> dict[str, Any]:
+        found = engine.optimization
+        return {
+            "dtype": "bfloat16" if found.autocast else "float32",
+            "clipping": found.clipping,
+            "compiled": found.compiled,
+            # The last change is that of a compiler that failed.
+            "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
+        }
+
+    return replace(subject, late_figures=used)
+
+
+def _plan_levels(request: Request) -> Iterator[Comparison]:
+    seen: list[Any] = []
+    for batch, tokens, heads, head_dim in (_QUICK_WORKLOAD,) if request.quick else WORKLOADS:
+        physical = min(batch, max(2, _PHYSICAL[request.where.type] // tokens // (heads // 8 or 1)))
+        name = f"B{batch}-T{tokens}-H{heads}-D{head_dim}"
+        shape = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
+        given = {"batch": batch, "physical_batch": physical, **shape}
+        # A larger batch may have the physical batch, and so the step, of another workload.
+        if (physical, shape) not in seen:
+            seen.append((physical, shape))
+            yield compared(
+                f"optimize/{name}", optimize_subject, "level", LEVELS, given, "levels", "none"
+            )
+
+
+def _gains(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The range of each level's gains over the workloads."""
+    gains: dict[str, list[float]] = {}
+    for one in rows:
+        if one.get("speedup") is not None and one.get("fell_back") is None:
+            gains.setdefault(one["config"]["level"], []).append(one["speedup"])
+    for level, found in gains.items():
+        figures = {"least": min(found), "most": max(found), "workloads": len(found)}
+        yield row(f"gain/{level}", {"level": level}, section="gains", **figures)
+
+
+def _compiled(row: Row) -> str | None:
+    # A "NO", as other columns show False, would look like a failure.
+    return {True: "yes", False: "no", None: None}[row.get("compiled")]
+
+
+_LEVEL_COLUMNS = columns(
+    "batch: B | physical_batch: physical | tokens: N | heads: H | head_dim: D | level | dtype",
+    "clipping",
+    [("compiled", _compiled)],
+    FIGURES,
+    [SPEEDUP],
+    ROOFS,
+    "fell_back: fell back | correct",
+)
+_LEVELS = {"levels": _LEVEL_COLUMNS, "gains": columns("level | least | most | workloads")}
+OPTIMIZE = Suite(
+    name="optimize",
+    **page("optimize", _LEVELS),
+    plan=_plan_levels,
     charts=[
-        Chart(
-            "step",
-            "Time over that of a nonprivate step",
-            column("shape"),
-            ("times", overhead),
-            lambda row: str(row["config"]["provider"]),
+        chart(
+            "levels",
+            "Speed-up over none",
+            "level",
+            "speedup: speed-up",
+            "tokens",
             logarithmic=False,
-        ),
-        chart("ghost", "Opacus' ghost clipping", "tokens", "median_ms: ms", "provider"),
+        )
     ],
+    derive=_gains,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpflash import losses
-from dpflash.nn import LinearCrossEntropy, LongContextLM, MultiheadAttention
+from dpflash.nn import LongContextLM, MultiheadAttention
 
 VOCABULARY = 256
 
@@ -53,7 +53,10 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
     `given` are the further arguments of `bytes_task`.
     """
     if model == "lm":
-        return bytes_task(lambda: lm(given["tokens"], heads, head_dim, layers), **given)
+        shape = (VOCABULARY, heads * head_dim, layers, heads)
+        # Opacus' ghost clipping refuses tied weights, so none are tied here.
+        free = {"max_seq_len": given["tokens"], "tie_embeddings": False}
+        return bytes_task(lambda: LongContextLM(*shape, **free), **given)
     assert model == "attention", model
     if layers != 1:
         raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
@@ -74,46 +77,6 @@ def bytes_task(
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
     return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
-
-
-def ghost_task(*, width: int, layers: int, **given: Any) -> Task:
-    """An embedding, layers (LayerNorm, Linear, GELU) and a head; `given` as in `make_task`."""
-
-    def make() -> nn.Module:
-        parts: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
-        for _ in range(layers):
-            parts += [nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()]
-        return nn.Sequential(*parts, nn.Linear(width, VOCABULARY))
-
-    return bytes_task(make, **given)
-
-
-def head_task(
-    *, head: str, batch: int, tokens: int, classes: int, width: int, device: str, seed: int
-) -> Task:
-    """A language model's head and the gradient of its input, `[batch, tokens, width]`.
-
-    head is "dense" (a linear layer and its logits) or "chunked" (`LinearCrossEntropy`).
-    """
-    is_chunked = head == "chunked"
-
-    def make() -> nn.Module:
-        if is_chunked:
-            return LinearCrossEntropy(width, classes)
-        return nn.Linear(width, classes, bias=False)
-
-    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        output: Tensor = model(x, y) if is_chunked else model(x)
-        return output
-
-    def loss(output: Tensor, y: Tensor) -> Tensor:
-        return output if is_chunked else losses.cross_entropy(output, y)
-
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, tokens, width, generator=generator).to(device)
-    y = torch.randint(0, classes, (batch, tokens), generator=generator).to(device)
-    return Task(_built(make, device, seed), x, y, loss, forward)
 
 
 def _attention_task(
@@ -140,14 +103,6 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.attention(x, is_causal=True)[0]
         return output
-
-
-def lm(tokens: int, heads: int, head_dim: int, layers: int) -> LongContextLM:
-    """The language model over bytes, for at most this number of tokens."""
-    # Opacus' ghost clipping refuses tied weights, so none are tied here.
-    return LongContextLM(
-        VOCABULARY, heads * head_dim, layers, heads, max_seq_len=tokens, tie_embeddings=False
-    )
 
 
 def _built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:

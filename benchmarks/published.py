@@ -94,13 +94,6 @@ class Reported:
             for row in answer.rows(files)
         ]
 
-    def has_figures(self, devices: Mapping[str, Files]) -> bool:
-        """Whether any row of ours for it was measured, and was right."""
-        return any(
-            row["correct"] is not False and not row.get("needs")
-            for _, row in self.measured(devices)
-        )
-
 
 @dataclass(frozen=True)
 class ReportTable:
@@ -217,10 +210,9 @@ def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
 
 
 def _shape(config: Mapping[str, Any]) -> str:
-    letters = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
+    letters = {"batch": "B", "physical_batch": "physical B", "tokens": "T"}
+    letters |= {"heads": "H", "head_dim": "D"}
     parts = [f"{letter} {config[key]}" for key, letter in letters.items() if key in config]
-    if config.get("physical_batch") is not None:
-        parts.append(f"a physical batch of {config['physical_batch']} was timed")
     parts += [config["dtype"]] if "dtype" in config else []
     return f" ({', '.join(parts)})" * bool(parts)
 

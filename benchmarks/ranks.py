@@ -5,14 +5,14 @@ Letters: B samples, T tokens, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from . import output
-from .document import Chart, Column, column, columns, insight, milliseconds, page, ratio
+from .document import Chart, Column, column, columns, milliseconds, page
 from .environment import usable_cores
 from .isolated import run_ranks
 from .scaling_tasks import TrainingCase, measure_training
@@ -23,6 +23,8 @@ from .timing import columns as time_columns
 SAMPLES, CONTEXT, NODE = "private_training", "context", "nodes"
 RANKS = (1, 2, 4, 8, 16)
 CONTEXT_RANKS = NODES = (1, 2, 4, 8)
+# B and T of the steps; 12 heads of 64, as in a published table.
+SIZES = ((8, 256), (16, 512))
 
 _TIMEOUT = 900.0  # of one launch of ranks, seconds
 
@@ -36,11 +38,8 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
     if not row["correct"]:
         return
     first = returned[0]
-    row.update(first["columns"])
-    for key in ("peak_memory_mb", "saved_mb"):
-        if key in first:
-            each = [one[key] for one in returned]
-            row.update({key: None if None in each else max(each), f"{key}_per_rank": each})
+    peaks = [one["peak_memory_mb"] for one in returned]
+    row["peak_memory_mb"] = None if None in peaks else max(peaks)
     if "seconds" not in first:
         return
     # A trial ends when its slowest rank does.
@@ -48,7 +47,7 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
     row.update(time_columns(seconds, is_short=is_short), alone=None, speedup=1.0, efficiency=1.0)
     row["tokens_per_s"] = 1e3 * first["tokens"] / row["median_ms"]
     gain = first["tokens"] / first["tokens_alone"]
-    if "alone_seconds" in first:
+    if first.get("alone_seconds"):
         over = speedup(seconds, first["alone_seconds"])
         row["alone"] = summarize(first["alone_seconds"]).as_row()
         row["speedup"] = gain * over.median
@@ -56,14 +55,8 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
         if not is_short:
             row["speedup_ci95"] = [gain * end for end in over.ci95]
             row["efficiency_ci95"] = [end / len(returned) for end in row["speedup_ci95"]]
-    if "edges_per_rank" in row:
-        edges, work = row["edges_per_rank"], sum(row["edges_per_rank"])
-        row["work_efficiency"] = row["efficiency"] * work / row.pop("edges_alone") / gain
-        row["balance"] = max(edges) * len(edges) / work
-    if "counted" in first:
-        row["bytes_counted"] = [one["counted"] for one in returned]
-        row["bytes_predicted"] = [one["predicted"] for one in returned]
-        row["bytes_equal"] = row["bytes_counted"] == row["bytes_predicted"]
+    if "edges" in first:
+        row["work_efficiency"] = row["efficiency"] * first["edges"] / first["edges_alone"] / gain
 
 
 def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:
@@ -136,37 +129,17 @@ def step_seconds(case: TrainingCase, request: Request) -> float:
     return float(found["seconds"][0]) if found["correct"] else 0.0
 
 
-def sample_cases(request: Request) -> list[TrainingCase]:
-    """B and T of the steps, the smallest first; 12 heads of 64, as in a published table."""
-    sizes = [(batch, tokens) for batch in (8, 16, 32) for tokens in (256, 512, 1024)]
-    cases = [
-        TrainingCase("replicated", *size, width=768, layers=1, heads=12)
-        for size in ([(8, 32)] if request.quick else sizes)
-    ]
-    return sorted(cases, key=lambda case: (case.batch * case.tokens, case.batch))
-
-
 def sample_rows(request: Request) -> Iterator[Row]:
     """Strong scaling: the samples of a step are spread over the ranks."""
-    slow: list[tuple[TrainingCase, float]] = []
-    for case in sample_cases(request):
-        # A step with as many samples and tokens, or more, takes no less time.
-        known = [
-            one for one in slow if case.batch >= one[0].batch and case.tokens >= one[0].tokens
-        ]
-        effort = None
-        if not known:
-            seconds = step_seconds(case, request)
-            effort = request.calls.within(seconds, request.limit)
-            known = [(case, seconds)]
-            slow += known if effort is None else []
+    for size in [(8, 32)] if request.quick else SIZES:
+        case = TrainingCase("replicated", *size, width=768, layers=1, heads=12)
+        seconds = step_seconds(case, request)
+        effort = request.calls.within(seconds, request.limit)
         for ranks in RANKS:
             if effort is not None:
                 yield training_row(SAMPLES, case, case, ranks, request, effort)
                 continue
-            other, seconds = known[0]
-            size = "" if other == case else f" of B {other.batch}, T {other.tokens} already"
-            reason = too_slow(f"one rank's step{size} takes {seconds:.3g} s", request.limit)
+            reason = too_slow(f"one rank's step takes {seconds:.3g} s", request.limit)
             row = blank_row(SAMPLES, f"B{case.batch}/T{case.tokens}", case, ranks)
             yield {**row, "needs": reason}
 
@@ -181,29 +154,11 @@ def context_rows(request: Request) -> Iterator[Row]:
 
 def node_rows(request: Request) -> Iterator[Row]:
     """Rows that need several machines."""
+    command = "dpflash train --shard-parameters"
     for nodes in NODES:
-        yield needs(
-            f"{NODE}/P{nodes}",
-            {"ranks": nodes, "model": "7B"},
-            f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model: "
-            f"torchrun --nnodes {nodes} -m dpflash train --shard-parameters",
-            section=NODE,
-            ranks=nodes,
-        )
-
-
-def throughput_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """The speed-up of further ranks, as sentences."""
-    for row in rows:
-        if row.get("efficiency_ci95") is not None:
-            ranks, case = row["ranks"], row["config"]
-            yield insight(
-                row["name"],
-                f"{ranks} ranks with B = {case['batch']}, T = {case['tokens']:,} train "
-                f"{ratio(row)} times the tokens/s of one, "
-                f"{row['efficiency']:.0%} of {ranks} times.",
-                efficiency=row["efficiency"],
-            )
+        machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"
+        reason = f"{machines}: torchrun --nnodes {nodes} -m {command}"
+        yield needs(f"{NODE}/P{nodes}", {"ranks": nodes}, reason, section=NODE, ranks=nodes)
 
 
 _STEPS = columns(
@@ -214,27 +169,22 @@ _STEPS = columns(
     [EFFICIENCY, PEAK],
     "correct",
 )
-_MACHINES = columns("ranks: machines", [("", milliseconds)])
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    return f"B {row['config']['batch']}, T {row['config']['tokens']}"
+
+
 SUITE = Suite(
     name="ranks",
     plan=lambda request: [sample_rows, context_rows, node_rows],
-    derive=throughput_rows,
     on_ranks=True,
-    **page("ranks", {SAMPLES: _STEPS, CONTEXT: _STEPS, NODE: _MACHINES}),
-    charts=(
-        Chart(
-            SAMPLES,
-            "Throughput, strong scaling",
-            X,
-            column("tasks_per_s", "steps/s"),
-            lambda row: f"B {row['config']['batch']}, T {row['config']['tokens']}",
-        ),
-        Chart(
-            CONTEXT,
-            "Tokens/s, weak scaling",
-            X,
-            column("tokens_per_s", "tokens/s"),
-            lambda row: f"B {row['config']['batch']}",
-        ),
+    **page(
+        "ranks",
+        {SAMPLES: _STEPS, CONTEXT: _STEPS, NODE: columns("ranks: machines", [("", milliseconds)])},
     ),
+    charts=[
+        Chart(SAMPLES, "Throughput", X, column("tasks_per_s", "steps/s"), _shape),
+        Chart(CONTEXT, "Tokens/s", X, column("tokens_per_s", "tokens/s"), lambda row: ""),
+    ],
 )

@@ -20,19 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.distributed import (
-    Layout,
-    context_parallel,
-    count_traffic,
-    edges_per_rank,
-    ring_attention,
-    sent_bytes,
-)
+from dpflash.distributed import Layout, context_parallel, ring_attention
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
 from .isolated import Place
-from .memory import peak_growth, saved_bytes
+from .memory import peak_growth
 from .private import MAX_GRAD_NORM, GradientKeeper, Optimize, clipped_sums
 from .private_tasks import Task, bytes_task
 from .suite import worst
@@ -54,9 +47,9 @@ MODES = ("ring", "all_gather", "ulysses")
 SCHEMES = ("replicated", "fsdp2", "context")
 
 _DTYPE = torch.float32
-_MIB = 2**20
 _TOLERANCE = 1e-4
-_CHECKED_TOKENS = 64
+# T of the smaller calls that are compared with one process: attention's, a training step's.
+_CHECKED_ATTENTION, _CHECKED_TOKENS = 2051, 64
 
 
 def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -75,13 +68,12 @@ class AttentionCase:
 
     pattern: str  # of PATTERNS
     tokens: int  # T, over all ranks
-    heads: int
-    head_dim: int
+    heads: int = 8
+    head_dim: int = 64
     batch: int = 1
     sharding: str = "contiguous"  # or "zigzag"
     mode: str = "ring"  # of MODES, how keys and values travel
     backward: bool = True  # the call computes gradients too
-    checked_tokens: int = 2051  # T of the smaller call that is compared with one process
 
 
 @dataclass(frozen=True)
@@ -104,54 +96,40 @@ class TrainingCase:
 def measure_attention(
     place: Place, cases: Sequence[AttentionCase], tokens_alone: int, effort: Effort | None
 ) -> list[dict[str, Any]]:
-    """Checks, counts and times calls, which take turns with rank 0 by itself.
+    """Checks and times calls of unlike modes, which take turns with rank 0 by itself.
 
-    Args:
-        place: where this runs.
-        cases: the calls.
-        tokens_alone: T of the same call by rank 0 alone, while the others wait.
-        effort: how often each is made; None to measure memory alone.
+    Rank 0 alone has `tokens_alone`, while the others wait. Without effort nothing is timed.
 
     Returns:
         For each case "error" (of the check, relative) and "correct"; where it is correct also
-        "peak_memory_mb" of a call and either "saved_mb", or the figures for `ranks.fill`:
-        "seconds" of each trial, "alone_seconds" (rank 0 of several), "tokens", "tokens_alone",
-        "counted" and "predicted" bytes that this rank sent, and further "columns" of the row.
+        "peak_memory_mb" of a call, "tokens", "tokens_alone", the pairs "edges" and "edges_alone",
+        and of timed calls "seconds" of each trial and "alone_seconds" (rank 0 of several).
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
-    alone: dict[str, Callable[[], Step]] = {}
-    by_itself = Place(0, 1, place.device)
-    for number, (case, figures) in enumerate(zip(cases, found, strict=True)):
+    for case, figures in zip(cases, found, strict=True):
         if not figures["correct"]:
             continue
-        step = _attention_step(place, case, case.tokens)
+        step = steps[case.mode] = _attention_step(place, case)
+        step()
         place.barrier()
-        if effort is None:
-            figures.update(peak_memory_mb=peak_growth(step, place.device), columns={})
-            place.barrier()
-            figures["saved_mb"] = saved_bytes(step) / _MIB
-            continue
-        with count_traffic() as count:
-            step()
-        place.barrier()
-        figures.update(
-            **_work(place, case, tokens_alone),
-            counted=[count.forward, count.backward],
-            peak_memory_mb=peak_growth(step, place.device),
-        )
-        steps[str(number)] = step
-        # The modes are the same call on one rank.
-        alone[f"alone {case.backward}"] = functools.partial(
-            _attention_step, by_itself, case, tokens_alone
-        )
-    if effort is not None:
-        seconds = _timed(place, steps, alone, effort)
-        for number, (case, figures) in enumerate(zip(cases, found, strict=True)):
-            if figures["correct"]:
-                figures["seconds"] = seconds[str(number)]
-                if place.world_size > 1:
-                    figures["alone_seconds"] = seconds[f"alone {case.backward}"]
+        figures["peak_memory_mb"] = peak_growth(step, place.device)
+        for key, tokens in (("", case.tokens), ("_alone", tokens_alone)):
+            edges = PATTERNS[case.pattern].edges(tokens, case.heads)
+            figures.update(
+                {f"tokens{key}": case.batch * tokens, f"edges{key}": case.batch * edges}
+            )
+    if effort is None or not steps:
+        return found
+    # The modes are the same call on one rank.
+    alone = functools.partial(
+        _attention_step, Place(0, 1, place.device), replace(cases[0], tokens=tokens_alone)
+    )
+    seconds = _timed(place, steps, alone, effort)
+    for case, figures in zip(cases, found, strict=True):
+        if figures["correct"]:
+            figures["seconds"] = seconds[case.mode]
+            figures["alone_seconds"] = seconds.get("alone_seconds")
     return found
 
 
@@ -160,45 +138,18 @@ def _checked(place: Place, error: float) -> dict[str, Any]:
 
 
 def _timed(
-    place: Place, steps: dict[str, Step], alone: Mapping[str, Callable[[], Step]], effort: Effort
+    place: Place, steps: Mapping[str, Step], alone: Callable[[], Step], effort: Effort
 ) -> dict[str, list[float]]:
-    """Seconds of steps of all ranks, and of those that rank 0 of several makes by itself."""
-
-    def wait() -> None:
-        pass
-
+    """Seconds of steps of all ranks, and "alone_seconds" of one by rank 0 of several."""
     if place.world_size > 1:
-        own = {name: make() if place.rank == 0 else wait for name, make in alone.items()}
-        steps = {**steps, **own}
+        own: Step = alone() if place.rank == 0 else _wait
+        steps = {**steps, "alone_seconds": own}
     stopwatch = Stopwatch(place.device, wall=True)
     return time_steps(steps, effort=effort, stopwatch=stopwatch, before=place.barrier)
 
 
-def _work(place: Place, case: AttentionCase, tokens_alone: int) -> dict[str, Any]:
-    """The bytes that a call sends by the formula, and the pairs that each rank computes."""
-    count = functools.partial(edges_per_rank, PATTERNS[case.pattern])
-    edges = count(case.tokens, case.heads, place.world_size, case.sharding)
-    forward, backward = sent_bytes(
-        PATTERNS[case.pattern],
-        case.tokens,
-        case.heads,
-        head_dim=case.head_dim,
-        dtype=_DTYPE,
-        batch=case.batch,
-        world_size=place.world_size,
-        sharding=case.sharding,
-        mode=case.mode,
-        rank=place.rank,
-    )
-    return {
-        "tokens": case.batch * case.tokens,
-        "tokens_alone": case.batch * tokens_alone,
-        "predicted": [forward, backward if case.backward else 0],
-        "columns": {
-            "edges_per_rank": [case.batch * number for number in edges],
-            "edges_alone": case.batch * sum(count(tokens_alone, case.heads, 1)),
-        },
-    }
+def _wait() -> None:
+    """The turn of another rank."""
 
 
 def _call(place: Place, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
@@ -208,16 +159,13 @@ def _call(place: Place, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) ->
     return ring_attention(q, k, v, pattern=pattern, mode=case.mode, sharding=case.sharding)
 
 
-def _shards(place: Place, case: AttentionCase, tokens: int) -> list[Tensor]:
-    """q, k, v and do of this rank; times do not depend on their values."""
-    own = Layout(tokens, place.world_size, case.sharding).local_length(place.rank)
+def _attention_step(place: Place, case: AttentionCase) -> Step:
+    # Times do not depend on values.
+    own = Layout(case.tokens, place.world_size, case.sharding).local_length(place.rank)
     shape = (case.batch, case.heads, own, case.head_dim)
-    drawn = [torch.randn(shape, dtype=_DTYPE, device=place.device) for _ in range(4)]
-    return [*(x.requires_grad_(case.backward) for x in drawn[:3]), drawn[3]]
-
-
-def _attention_step(place: Place, case: AttentionCase, tokens: int) -> Step:
-    q, k, v, do = _shards(place, case, tokens)
+    q, k, v, do = (torch.randn(shape, dtype=_DTYPE, device=place.device) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_(case.backward)
 
     def step() -> object:
         if case.backward:
@@ -231,11 +179,12 @@ def _attention_step(place: Place, case: AttentionCase, tokens: int) -> Step:
 def _attention_error(place: Place, case: AttentionCase) -> float:
     """The error of o, dq, dk and dv of a smaller call, compared with those of one process."""
     generator = torch.Generator().manual_seed(0)
-    shape = (1, case.heads, case.checked_tokens, case.head_dim)
+    tokens = min(case.tokens, _CHECKED_ATTENTION)
+    shape = (1, case.heads, tokens, case.head_dim)
     q, k, v, do = (
         torch.randn(shape, generator=generator, dtype=_DTYPE).to(place.device) for _ in range(4)
     )
-    layout = Layout(case.checked_tokens, place.world_size, case.sharding)
+    layout = Layout(tokens, place.world_size, case.sharding)
     at = layout.positions(place.rank, place.device)
 
     def results(place: Place, inputs: Sequence[Tensor], do: Tensor) -> list[Tensor]:
@@ -257,7 +206,7 @@ def measure_training(
     """Checks and times private steps, which take turns with `alone` on rank 0 by itself.
 
     Returns:
-        One item, as of `measure_attention` without bytes; "error" is that of a noiseless step
+        One item, as of `measure_attention` without pairs; "error" is that of a noiseless step
         against a loop over single samples.
     """
     with warnings.catch_warnings():
@@ -270,17 +219,13 @@ def measure_training(
         trained.step()
         place.barrier()
         figures["peak_memory_mb"] = peak_growth(trained.step, place.device)
-        by_itself = Place(0, 1, place.device)
-        others = {"alone_seconds": lambda: _Training(by_itself, alone).step}
-        figures.update(_timed(place, {"seconds": trained.step}, others, effort))
-    return [
-        {
-            **figures,
-            "tokens": case.batch * case.tokens,
-            "tokens_alone": alone.batch * alone.tokens,
-            "columns": {"parameters": trained.parameters},
-        }
-    ]
+
+        def by_itself() -> Step:
+            return _Training(Place(0, 1, place.device), alone).step
+
+        figures.update(_timed(place, {"seconds": trained.step}, by_itself, effort))
+    tokens, tokens_alone = (one.batch * one.tokens for one in (case, alone))
+    return [{**figures, "tokens": tokens, "tokens_alone": tokens_alone}]
 
 
 class _Training:
@@ -295,7 +240,6 @@ class _Training:
     ) -> None:
         task = _task(case, place.device)
         model: Any = task.build()
-        self.parameters = sum(p.numel() for p in model.parameters())
         mesh = None
         if place.world_size > 1:
             name = "context" if case.scheme == "context" else "data"

@@ -9,18 +9,18 @@ also after Ctrl-C, so that nothing is lost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from dpflash import _validate
 from dpflash.clipping.device_speed import Ceilings
@@ -174,12 +174,8 @@ class Request:
         return self.max_seconds or (10.0 if self.quick else 60.0)
 
 
-# A function that makes rows of its own. Progress shows its docstring.
+# A function that makes rows of its own.
 Part = Callable[[Request], Iterable[Row]]
-
-
-def _no_rows(rows: Sequence[Row]) -> Iterable[Row]:
-    return ()
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,9 @@ class Suite:
     plan: Callable[[Request], Iterable[Comparison | Part]]  # called before anything is measured
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
-    derive: Callable[[Sequence[Row]], Iterable[Row]] = _no_rows  # further rows from those measured
+    derive: Callable[[Sequence[Row]], Iterable[Row]] = (
+        lambda rows: ()
+    )  # further rows from those measured
     # Its parts start ranks of one thread each. Their time is the wall clock's: a rank that waits
     # uses no processor time.
     on_ranks: bool = False
@@ -212,18 +210,14 @@ def run_suite(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        return _run(suite, request, folder, Progress(suite.name, request.has_progress))
+        return _run(suite, request, folder)
     finally:
         torch.set_num_threads(before)
 
 
-def _run(suite: Suite, request: Request, folder: Path, progress: Progress) -> dict[str, Any]:
+def _run(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
     device, path = request.where, folder / f"{suite.name}.json"
     plan = list(suite.plan(request))
-    progress.total = sum(
-        len(item.measurements) if isinstance(item, Comparison) else 1 for item in plan
-    )
-    progress.say("measuring the machine's roofs: bytes/s of its memory, FLOP/s of its products")
     roofs = measured_roofs(device, quick=request.quick)
     stopwatch = Stopwatch(device, wall=suite.on_ranks)
     rows: list[Row] = []
@@ -241,17 +235,22 @@ def _run(suite: Suite, request: Request, folder: Path, progress: Progress) -> di
         "complete": False,
         "rows": rows,
     }
-    bench = Bench(request, stopwatch, roofs, folder / "traces", progress)
+    total = sum(len(item.measurements) if isinstance(item, Comparison) else 1 for item in plan)
+    shown = {"desc": suite.name, "unit": "row", "disable": not request.has_progress}
     try:
-        for number, item in enumerate(plan):
-            if isinstance(item, Comparison):
-                rows += bench.rows(item)
-            else:
-                _add_part(rows, item, number, request, progress)
-            output.write_json(path, found)
-        progress.say("deriving")
-        measured = tuple(rows)
-        _add(rows, "derived", lambda: suite.derive(measured))
+        with tqdm(total=total, file=sys.stderr, **shown) as progress:
+            bench = Bench(request, stopwatch, roofs, folder / "traces", progress)
+            for number, item in enumerate(plan):
+                if isinstance(item, Comparison):
+                    rows += bench.rows(item)
+                else:
+                    name = getattr(item, "__name__", "part").strip("_<>")
+                    for row in _made(f"{name}/{number}", functools.partial(item, request)):
+                        rows.append(row)
+                        progress.set_postfix_str(row["name"])
+                    progress.update()
+                output.write_json(path, found)
+        rows += list(_made("derived", functools.partial(suite.derive, tuple(rows))))
         found["complete"] = True
     finally:
         output.write_json(path, found)
@@ -260,64 +259,21 @@ def _run(suite: Suite, request: Request, folder: Path, progress: Progress) -> di
     return found
 
 
-def _add_part(
-    rows: list[Row], part: Part, number: int, request: Request, progress: Progress
-) -> None:
-    """Adds the rows that a part of the plan makes, each as it comes."""
-    # For a nested function, the name of the function around it.
-    name = getattr(part, "__qualname__", type(part).__name__).split(".")[0].strip("_<>")
-    about = (part.__doc__ or name.replace("_", " ")).splitlines()[0].rstrip(".")
-    progress.begin(about, "part")
-    _add(
-        rows,
-        f"{name}/{number}",
-        lambda: part(request),
-        lambda name: progress.say(f"{about}: {name}"),
-    )
-
-
-def _add(
-    rows: list[Row],
-    name: str,
-    make: Callable[[], Iterable[Row]],
-    report: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Adds the rows that `make` yields. If it raises, adds a row of this name with the error."""
+def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows of a function; after an exception, a row of this name with the error."""
     try:
-        for row in make():
-            rows.append(row)
-            report(row["name"])
+        yield from make()
     except Exception as error:
         failed = output.row(name, {})
         refuse(failed, error)
-        rows.append(failed)
-
-
-class Progress:
-    """Reports on stderr which row is measured, and counts rows."""
-
-    def __init__(self, name: str, is_shown: bool = True):
-        self.total = self._row = 0  # a part that makes rows of its own counts as one
-        self._name, self._is_shown, self._begin = name, is_shown, time.monotonic()
-
-    def say(self, text: str) -> None:
-        """Writes a line."""
-        if self._is_shown:
-            seconds = int(time.monotonic() - self._begin)
-            taken = f"{seconds // 60}:{seconds % 60:02}"
-            print(f"{self._name} {taken} {text}", file=sys.stderr, flush=True)
-
-    def begin(self, text: str, unit: str = "row") -> None:
-        """Goes on to the next row, or part."""
-        self._row += 1
-        self.say(f"{unit} {self._row} of {self.total}: {text}")
+        yield failed
 
 
 def refuse(row: Row, error: Exception) -> None:
     """Writes into a row why it has no figures: what it needs, or that it failed."""
-    if isinstance(error, Unsupported | OutOfMemory | OutOfTime):
+    if isinstance(error, Unsupported | OutOfTime):
         row["needs"] = str(error)
-    elif is_out_of_memory(error):
+    elif isinstance(error, OutOfMemory) or is_out_of_memory(error):
         row["needs"] = f"more memory: {str(error).splitlines()[0]}"
     else:
         # Other rows of the run must not be lost.
@@ -339,7 +295,7 @@ class Bench:
     stopwatch: Stopwatch
     roofs: Ceilings
     traces: Path  # a folder
-    progress: Progress
+    progress: tqdm[Any]
     slow: dict[str, str] = field(default_factory=dict)  # the row that was too slow, by curve
 
     def rows(self, comparison: Comparison) -> list[Row]:
@@ -347,23 +303,21 @@ class Bench:
         rows: dict[str, Row] = {}
         checked: dict[str, _Checked] = {}
         slow = dict(self.slow)
-        for measurement in comparison.measurements:
-            self.progress.begin(f"{measurement.name}: probing, checking")
-            row = output.row(measurement.name, measurement.config, **measurement.columns)
-            assert measurement.name not in rows, measurement.name
-            rows[measurement.name] = row
-            if comparison.curve in slow:
-                row["needs"] = f"a faster device: {slow[comparison.curve]} is too slow already"
-                continue
-            right = self._checked(measurement, row, comparison.curve)
-            gc.collect()
-            if self.request.where.type == "cuda":
-                torch.cuda.empty_cache()
-            if right is not None:
-                checked[measurement.name] = right
         with warnings.catch_warnings():
-            # They were recorded by the check; printing one takes time.
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # printing one takes time
+            for measurement in comparison.measurements:
+                self.progress.set_postfix_str(f"{measurement.name}: probing, checking")
+                row = output.row(measurement.name, measurement.config, **measurement.columns)
+                assert measurement.name not in rows, measurement.name
+                rows[measurement.name] = row
+                if comparison.curve in slow:
+                    row["needs"] = f"a faster device: {slow[comparison.curve]} is too slow already"
+                elif right := self._checked(measurement, row, comparison.curve):
+                    checked[measurement.name] = right
+                gc.collect()
+                if self.request.where.type == "cuda":
+                    torch.cuda.empty_cache()
+                self.progress.update()
             full = {n: c for n, c in checked.items() if c.effort == self.request.calls}
             self._time(full, self.request.calls, rows, comparison.baseline)
             for name, one in checked.items():
@@ -373,15 +327,12 @@ class Bench:
 
     def _checked(self, measurement: Measurement, row: Row, curve: str) -> _Checked | None:
         """The subject of a row, where it runs here and is right; else the row says why not."""
-        warned: list[str] = []
         try:
             probed, effort = self._probed(measurement)
-            warned += probed.warned
-            with recorded_warnings(warned):
-                subject = measurement.build(
-                    device=self.request.where.type, seed=self.request.seed, **measurement.config
-                )
-                row.update(subject.figures, error=subject.error())
+            subject = measurement.build(
+                device=self.request.where.type, seed=self.request.seed, **measurement.config
+            )
+            row.update(subject.figures, error=subject.error())
             # An error that is NaN is not within the tolerance.
             row["correct"] = row["error"] <= subject.tolerance
         except Exception as error:
@@ -389,9 +340,6 @@ class Bench:
             if isinstance(error, OutOfTime) and curve:
                 self.slow[curve] = measurement.name
             return None
-        finally:
-            if warned:
-                row["warnings"] = list(dict.fromkeys(warned))
         if not row["correct"]:
             return None
         row["peak_memory_mb"] = probed.peak_mb
@@ -410,17 +358,11 @@ class Bench:
             probed = _probe(**given)
         else:
             memory = int(_MOST_MEMORY * device_memory(request.where) * _MIB)
+            seconds = limit + _SECONDS_TO_PREPARE
             try:
-                probed = run_isolated(
-                    _probe, memory_limit=memory, timeout=limit + _SECONDS_TO_PREPARE, **given
-                )
-            except OutOfMemory as reason:
-                raise OutOfMemory(f"more memory than {memory / 2**30:.0f} GiB: {reason}") from None
+                probed = run_isolated(_probe, memory_limit=memory, timeout=seconds, **given)
             except OutOfTime as reason:
-                raise OutOfTime(
-                    f"a faster device: {reason} (limit of the row: {limit:g} s, "
-                    f"--max-seconds, and {_SECONDS_TO_PREPARE} s to get ready)"
-                ) from None
+                raise OutOfTime(f"a faster device or a higher --max-seconds: {reason}") from None
         effort = request.calls.within(probed.seconds, limit)
         if effort is None:
             raise OutOfTime(too_slow(f"one call takes {probed.seconds:.3g} s", limit))
@@ -436,32 +378,19 @@ class Bench:
         """Times calls that take turns, and writes the figures into their rows."""
         if not checked:
             return
-        first, *others = checked
-        beside = f" and {len(others)} that take turns with it" * bool(others)
-        self.progress.say(
-            f"timing {first}{beside}: {effort.warm_ups} + {effort.trials} calls each"
-        )
-        failed: dict[Step, Exception] = {}
-
-        def stopwatch(step: Step) -> float:
-            if step not in failed:
-                try:
-                    return self.stopwatch(step)
-                except Exception as error:
-                    failed[step] = error
-            return math.nan
-
+        self.progress.set_postfix_str(f"{next(iter(checked))}: timing {len(checked)} in turns")
         steps = {name: one.subject.step for name, one in checked.items()}
-        seconds = time_steps(steps, effort=effort, stopwatch=stopwatch)
-        figures: dict[str, Row] = {}
-        for name, (subject, _) in checked.items():
-            try:
-                if subject.step in failed:
-                    raise failed[subject.step]
-                figures[name] = self._figures(name, subject, seconds[name], rows[name], effort)
-            except Exception as error:
+        try:
+            seconds = time_steps(steps, effort=effort, stopwatch=self.stopwatch)
+            figures = {
+                name: self._figures(name, one.subject, seconds[name], rows[name], effort)
+                for name, one in checked.items()
+            }
+        except Exception as error:
+            for name in checked:
                 rows[name].update(correct=None, peak_memory_mb=None)
                 refuse(rows[name], error)
+            return
         for name, own in figures.items():
             rows[name].update(own)
             if baseline in figures and baseline != name:
@@ -498,37 +427,27 @@ def too_slow(reason: str, limit: float) -> str:
 
 
 class _Probed(NamedTuple):
-    """Growth of memory and duration of the second call, and all warnings."""
+    """Growth of memory and duration of the second call."""
 
     peak_mb: float | None
     seconds: float
-    warned: list[str]
 
 
 def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _Probed:
     where = torch.device(device)
     stopwatch = Stopwatch(where)
-    seconds, warned = 0.0, list[str]()
+    seconds = 0.0
 
     def step() -> None:
         nonlocal seconds
         seconds = stopwatch(subject.step)
 
-    with recorded_warnings(warned):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         subject = build(device=device, seed=seed, **config)
         subject.step()
         peak = peak_growth(step, where)
-    return _Probed(peak, seconds, warned)
-
-
-@contextmanager
-def recorded_warnings(into: list[str]) -> Iterator[None]:
-    """Collects warnings instead of printing them, as "Category: message"."""
-    with warnings.catch_warnings(record=True) as caught:
-        try:
-            yield
-        finally:
-            into += [f"{one.category.__name__}: {one.message}" for one in caught]
+    return _Probed(peak, seconds)
 
 
 def has_figures(found: Mapping[str, Any]) -> bool:
@@ -550,17 +469,6 @@ def wrong_rows(found: Mapping[str, Any], *, peers: bool = False) -> list[str]:
 def needs(name: str, config: Mapping[str, Any], reason: str, **columns: Any) -> Row:
     """A row of something that cannot be measured here."""
     return output.row(name, config, needs=reason, **columns)
-
-
-def not_measured(measurements: Sequence[Measurement], reason: str) -> Part:
-    """A part of a plan: the rows of measurements that are left out here, with the reason."""
-
-    def left_out(request: Request) -> Iterator[Row]:
-        """Listing rows that are not measured here."""
-        for one in measurements:
-            yield needs(one.name, one.config, reason, **one.columns)
-
-    return left_out
 
 
 def of_section(rows: Iterable[Row], section: str) -> Iterator[Row]:

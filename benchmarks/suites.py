@@ -14,7 +14,7 @@ SUITES = {
     "published reports name them, of other sparse patterns and of dense attention; what each "
     "costs in the held-out loss of a small model",
     "attention": "time and memory of every attention pattern of dpflash over sequence lengths, "
-    "beside torch's SDPA, FlexAttention and flash-attn",
+    "beside torch's SDPA and FlexAttention",
     "sequence": "time and memory of private training steps and of dilated attention over sequence "
     "lengths, and the exponents of their growth",
     "batch": "tokens/s and memory of private training steps and of dilated attention over batch "
@@ -27,8 +27,8 @@ SUITES = {
     "make_private(optimize=...), and the gain over none",
     "max-length": "the longest sequence that fits in memory and time for each attention, forward "
     "and forward+backward",
-    "accounting": "time and tightness of epsilons and noise multipliers by dpflash's accountants, "
-    "Opacus' and Google's dp_accounting",
+    "accounting": "time and tightness of epsilons by dpflash's accountants, Opacus' and Google's "
+    "dp_accounting",
     "ranks": "throughput and efficiency of private training over numbers of ranks",
     "scaling": "attention, its memory and private training on several ranks, and the bytes that "
     "they send",
@@ -40,6 +40,7 @@ _MODULES = {
     "heads": "growth:HEADS",
     "max-length": "max_length",
     "private-step": "private_step",
+    "optimize": "private_step:OPTIMIZE",
 }
 
 

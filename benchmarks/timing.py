@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -62,16 +62,6 @@ class Statistics:
     cv: float | None  # standard deviation over mean; None of one trial
     trials: int  # how many were timed
     outliers: int  # how many of them were left out
-
-    def __str__(self) -> str:
-        """Such as "12.3 ms (95% 12.1 to 12.5, 20 trials)"."""
-        low, high = self.ci95_ms
-        text = f"{self.median_ms:.4g} ms (95% {low:.4g} to {high:.4g}, {self.trials} trials"
-        if self.outliers:
-            text += f", {self.outliers} of them outliers"
-        if self.high_variance:
-            text += ", high variance" if self.cv is None else f", high variance: CV {self.cv:.0%}"
-        return f"{text})"
 
     @property
     def high_variance(self) -> bool:
@@ -209,15 +199,10 @@ def time_call(
         ValueError: call cannot be called, a number is too small, or torch finds no such device.
     """
     if not callable(call):
-        raise ValueError(
-            f"call={call!r}: expected a function without arguments; pass the function and not "
-            "what it returns, such as lambda: step(batch)"
-        )
+        raise ValueError(f"call={call!r}: expected a function without arguments; pass a lambda")
     _validate.positive_int(trials=trials)
     if isinstance(warm_ups, bool) or not isinstance(warm_ups, int) or warm_ups < 0:
-        raise ValueError(
-            f"warm_ups={warm_ups!r}: expected a whole number of 0 or more; 5 is the usual one"
-        )
+        raise ValueError(f"warm_ups={warm_ups!r}: expected a whole number of 0 or more, such as 5")
     stopwatch = Stopwatch(usable_device(device))
     seconds = time_steps({"": call}, effort=Effort(warm_ups, trials), stopwatch=stopwatch)
     return summarize(seconds[""])
@@ -234,22 +219,14 @@ def usable_device(device: str) -> torch.device:
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
-        # What people call it by.
-        meant = "'cuda'" if str(device).startswith("gpu") else "one of these"
-        raise ValueError(f"device={device!r}: expected 'cpu' or 'cuda'; pass {meant}")
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            raise ValueError(f"device={device!r}: torch finds no GPU here; pass device='cpu'")
-        if (found.index or 0) >= count:
-            raise ValueError(
-                f"device={device!r}: torch finds {count} here; pass 'cuda:{count - 1}' or a lower"
-            )
+        raise ValueError(f"device={device!r}: expected 'cpu' or 'cuda'; pass one of these")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ValueError(f"device={device!r}: torch finds {count} GPUs here; pass device='cpu'")
     return found
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """The speed-up of a call over another one that took turns with it, over the rounds."""
 
     median: float

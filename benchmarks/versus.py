@@ -21,10 +21,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,11 +32,11 @@ from tqdm import tqdm
 from dpflash import _validate
 
 from . import output
-from .compare_files import run_compare
+from .compare import run_compare
 from .environment import commit, environment
 from .suite import worst
 from .timing import summarize
-from .versus_worker import JOBS, SMALL
+from .versus_worker import JOBS
 
 Row = dict[str, Any]
 
@@ -46,17 +45,6 @@ FULL, QUICK = (8, 6), (4, 3)
 _PACKAGES = ("kernels", "accounting")
 _HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-
-
-def names_that_begin(beginnings: Sequence[str]) -> list[str]:
-    """The jobs of `versus_worker.JOBS` whose name begins with one of these."""
-    for beginning in beginnings:
-        if not any(name.startswith(beginning) for name in JOBS):
-            raise ValueError(
-                f"only={beginning!r}: no measurement begins so; pass the beginning of some of "
-                f"{', '.join(JOBS)}"
-            )
-    return [name for name in JOBS if name.startswith(tuple(beginnings))]
 
 
 class WorkerError(ValueError):
@@ -68,39 +56,25 @@ def run_versus(
     new_checkout: str | os.PathLike[str],
     *,
     out: str | os.PathLike[str],
-    quick: bool = False,
-    names: Sequence[str] = tuple(SMALL),
-    launches: int | None = None,
-    rounds: int | None = None,
-    threshold: float = 0.05,
+    names: Sequence[str] = tuple(JOBS),
+    launches: int = FULL[0],
+    rounds: int = FULL[1],
     has_progress: bool = True,
 ) -> int:
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
     What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
     have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's.
-
-    Args:
-        old_checkout: folder of a checkout, the baseline.
-        new_checkout: folder of the one that is judged.
-        out: folder of the results, made if missing; comparison.json goes there too.
-        quick: 4 launches of 3 rounds instead of 8 of 6: a look, which misses small slowdowns.
-        names: of `versus_worker.JOBS`; by default those that take milliseconds.
-        launches: pairs of fresh processes, 3 or more to be compared launch by launch.
-        rounds: of each launch; in each every job has its turn in both.
-        threshold: share by which a time may grow.
-        has_progress: whether a bar is drawn on stderr.
+    A launch is a pair of fresh processes, in which every job has its turn in both in each round;
+    the comparison, also in comparison.json, is by launches where there are 3 or more.
 
     Returns:
-        What `compare_files.run_compare` returns: 1 for a regression, 0 for none.
+        What `compare.run_compare` returns: 1 for a regression, 0 for none.
 
     Raises:
-        ValueError: a folder is no checkout of dpflash, or a name is unknown.
+        ValueError: a folder is no checkout of dpflash.
         WorkerError: a checkout's process died.
     """
-    usual = QUICK if quick else FULL
-    launches = usual[0] if launches is None else launches
-    rounds = usual[1] if rounds is None else rounds
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:
         raise ValueError("launches=1, rounds=1: one trial shows no spread; pass 2 or more rounds")
@@ -109,10 +83,9 @@ def run_versus(
     with tempfile.TemporaryDirectory(prefix="dpflash-versus-") as scratch:
         found = _measure(checkouts, Path(scratch), names, launches, rounds, has_progress)
     for side, result in found.items():
-        result["environment"]["quick"] = quick
         output.write_json(folder / f"{side}.json", result)
     old, new = (folder / f"{side}.json" for side in checkouts)
-    return run_compare(old, new, threshold=threshold, json_path=folder / "comparison.json")
+    return run_compare(old, new, json_path=folder / "comparison.json")
 
 
 def _measure(
@@ -124,18 +97,15 @@ def _measure(
     has_progress: bool,
 ) -> dict[str, dict[str, Any]]:
     harness = _copy_harness(scratch / "harness")
-    trees = {side: _copy_sources(path, scratch / side) for side, path in checkouts.items()}
-    rows: dict[str, dict[str, Row]] = {side: {} for side in trees}
+    rows: dict[str, dict[str, Row]] = {side: {} for side in checkouts}
     with ExitStack() as stack:
-        workers = {
-            side: stack.enter_context(
-                _Worker(tree, harness, scratch / f"{side}.txt", checkouts[side])
-            )
-            for side, tree in trees.items()
-        }
-        for launch in tqdm(
-            range(launches), unit="launch", disable=not has_progress, file=sys.stderr
-        ):
+        workers = {}
+        for side, checkout in checkouts.items():
+            tree = _copy_sources(checkout, scratch / side)
+            made = _worker(tree, harness, scratch / f"{side}.txt", checkout)
+            workers[side] = stack.enter_context(made)
+        numbers = range(launches)
+        for launch in tqdm(numbers, unit="launch", disable=not has_progress, file=sys.stderr):
             _launch(workers, names, rounds, launch, rows, scratch)
         versions = {side: worker.version for side, worker in workers.items()}
     run = {"run": uuid.uuid4().hex, "launches": launches, "rounds": rounds}
@@ -153,7 +123,7 @@ def _measure(
             "complete": True,
             "rows": [_finished(row) for row in rows[side].values()],
         }
-        for side in trees
+        for side in checkouts
     }
 
 
@@ -258,61 +228,57 @@ def _finished(row: Row) -> Row:
     return {**row, **summarize([ms / 1e3 for ms in row["samples_ms"]]).as_row()}
 
 
+@contextmanager
+def _worker(tree: Path, harness: Path, log: Path, checkout: Path) -> Iterator[_Worker]:
+    """The process of a checkout."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "versus_harness.worker"],
+            cwd=harness,
+            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.fspath(tree)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        yield _Worker(process, tree, log, checkout)
+    finally:
+        # Also in the middle of a launch, whose copy reads the same pipe.
+        process.communicate()
+
+
 class _Worker:
-    """The process of a checkout, used in a `with` block."""
+    """Asks the process of a checkout."""
 
-    def __init__(self, tree: Path, harness: Path, log: Path, checkout: Path) -> None:
-        self._log, self._checkout = log, checkout
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "versus_harness.worker"],
-                cwd=harness,
-                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.fspath(tree)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self._tree = tree
-
-    def __enter__(self) -> _Worker:
+    def __init__(
+        self, process: subprocess.Popen[str], tree: Path, log: Path, checkout: Path
+    ) -> None:
+        self.process, self._tree, self._log, self._checkout = process, tree, log, checkout
         hello = self._answer()
-        strangers = [f for f in hello["files"] if not Path(f).is_relative_to(self._tree.resolve())]
+        strangers = [f for f in hello["files"] if not Path(f).is_relative_to(tree.resolve())]
         assert not strangers, strangers
         self.version = hello["version"]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # Also in the middle of a launch, whose copy reads the same pipe.
-        self._process.communicate()
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer to a command."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            print(json.dumps(command), file=self._process.stdin, flush=True)
+            print(json.dumps(command), file=self.process.stdin, flush=True)
         except BrokenPipeError:
-            self._fail()
+            pass  # no answer comes either
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
-            self._fail()
+            self.process.kill()
+            self.process.wait()
+            said = self._log.read_text(errors="replace").strip()
+            raise WorkerError(
+                f"the process of {self._tree.name} ended: {said[-2000:]}; mend "
+                f"{os.fspath(self._checkout)!r} or pass a checkout of dpflash that runs"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _fail(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        said = self._log.read_text(errors="replace").strip()
-        raise WorkerError(
-            f"the process of {self._tree.name} ended: {said[-2000:]}; mend "
-            f"{os.fspath(self._checkout)!r} or pass a checkout of dpflash that runs"
-        )

@@ -1,21 +1,18 @@
 """The process that `versus` starts for each of two checkouts: what is measured, and on call.
 
 This file is copied out of the dpflash that compares, beside `memory`, and runs against the dpflash
-of either one. It uses what dpflash exports and what older versions have too, and nothing of
-`dpflash.bench`.
+of either one. It uses what dpflash exports and what older versions have too.
 
-A line of JSON on stdin is a command, a line on stdout its answer: ``{"do": "launch", "cpu": C}``
-begins a launch (``{}``) on that CPU, or on any for null, in which ``{"do": "build", "name": N,
-"result": FILE}`` gives tolerance and peak_memory_mb, or needs, and saves the result to a file
-that is not null; ``{"do": "time", "name": N}`` gives the seconds of one call, by the process's own
-clock; ``{"do": "end"}`` ends it (``{}``). The next command is not written before the answer was
-read.
+A line of JSON on stdin is a command, a line on stdout its answer, read before the next command:
+``{"do": "launch", "cpu": C}`` begins a launch (``{}``) on that CPU, or on any for null, in which
+``{"do": "build", "name": N, "result": FILE}`` gives tolerance and peak_memory_mb, or needs, and
+saves the result where the file is not null; ``{"do": "time", "name": N}`` gives the seconds of one
+call, by the process's own clock; ``{"do": "end"}`` ends it (``{}``).
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import json
 import os
@@ -73,7 +70,6 @@ def private_step(
     layers: int,
     heads: int,
     vocabulary: int,
-    grad_sample_mode: str = "auto",
 ) -> Job:
     """Forward, backward, noise and AdamW of a language model; its result is without noise."""
     x, y = torch.randint(
@@ -89,9 +85,6 @@ def private_step(
     def private(noise_multiplier: float) -> tuple[Any, nn.Module, Any]:
         module = model()
         engine = dpflash.PrivacyEngine()
-        mode: dict[str, Any] = {"grad_sample_mode": grad_sample_mode}
-        if "grad_sample_mode" not in inspect.signature(engine.make_private).parameters:
-            mode = {"way": {"instantiate": "stored"}.get(grad_sample_mode, grad_sample_mode)}
         made, optimizer, _ = engine.make_private(
             module=module,
             optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3),
@@ -99,7 +92,6 @@ def private_step(
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             clipping=clipping,
-            **mode,
         )
         return engine, made, optimizer
 
@@ -146,16 +138,8 @@ _MODEL = {
     "heads": 4,
     "vocabulary": 256,
 }
-_STEP = {"width": 256, "layers": 2, "heads": 8, "vocabulary": 256}
-_SHAPES = {"B16-T256": {"batch": 16, "tokens": 256}, "B4-T2048": {"batch": 4, "tokens": 2048}}
-_CLIPPINGS = {
-    "flat-auto": {"clipping": "flat"},
-    "flat-stored": {"clipping": "flat", "grad_sample_mode": "instantiate"},
-    "per_layer": {"clipping": "per_layer"},
-    "per_block": {"clipping": "per_block"},
-}
 # Some 10 to 60 ms each on one CPU thread.
-SMALL: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
+JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
     "attention/dense/T1024": (attention, {"pattern": "Dense", "tokens": 1024, **_HEADS}),
     "attention/dilated/T2048": (
         attention,
@@ -182,13 +166,6 @@ SMALL: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
     "private step/per_layer": (private_step, {"clipping": "per_layer", **_MODEL}),
     "accounting/contour": (epsilon_query, {"accountant": "contour", "phases": 4, "steps": 250}),
 }
-# About a second each.
-LARGE: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
-    f"private step/{shape}/{name}": (private_step, {**clipping, **sizes, **_STEP})
-    for shape, sizes in _SHAPES.items()
-    for name, clipping in _CLIPPINGS.items()
-}
-JOBS = {**SMALL, **LARGE}
 
 
 def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:

@@ -26,7 +26,6 @@ _BALANCED = 1.25
 _FAR_BELOW = 0.5
 # From this fraction of the device's memory on, memory is what keeps a call from being larger.
 _FULL = 0.8
-_PROFILED_ROWS = 30
 
 
 class Work(NamedTuple):
@@ -152,11 +151,7 @@ def place_under_roofs(
 
 
 def trace_call(call: Callable[[], object], path: Path) -> Path:
-    """Profiles one call.
-
-    Writes the trace to PATH.json (Chrome's format), and a table of the operations that took
-    longest to PATH.txt, whose path it returns.
-    """
+    """Profiles one call and writes the trace, in Chrome's format, to a path, which it returns."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -164,10 +159,4 @@ def trace_call(call: Callable[[], object], path: Path) -> Path:
         call()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
-    order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-    table = path.with_suffix(".txt")
-    text = profiler.key_averages().table(
-        sort_by=order, row_limit=_PROFILED_ROWS, max_name_column_width=80
-    )
-    table.write_text(text + "\n", encoding="utf-8")
-    return table
+    return path

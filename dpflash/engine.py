@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,17 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Checked(NamedTuple):
+    """Results of checking make_private's arguments, before anything is changed."""
+
+    trained: list[nn.Parameter]
+    loader: PrivateDataLoader
+    groups: list[Group]
+    entries: list[str]  # digests of some entries of the dataset, where there are several ranks
+    planned_batch_size: int  # rows of a microbatch for the planner's costs
+    optimization: Optimization
 
 
 class PrivacyEngine:
@@ -267,74 +278,20 @@ class PrivacyEngine:
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         privacy, performance = resolved(asked, performance)
         assert privacy.noise_multiplier is not None and privacy.clipping is not None
-        noise_multiplier, max_grad_norm = privacy.noise_multiplier, privacy.bound
-        clipping, mode = privacy.clipping, performance.grad_sample_mode
-        loss_reduction, ranks = privacy.loss_reduction, self._ranks
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
-
-        def checked() -> tuple[
-            list[nn.Parameter], PrivateDataLoader, list[Group], list[str], int, Optimization
-        ]:
-            check_module(module, ranks)
-            check_model(module)
-            self._check_joint(privacy.sampling, mode)
-            loader = PrivateDataLoader(
-                data_loader,
-                sampling=privacy.sampling,
-                key=self._keys.sampling,
-                physical_batch_size=performance.physical_batch_size,
-                max_batch_size=privacy.max_batch_size,
-                rank_part=(ranks.data_rank, ranks.data_size),
-                public_size=privacy.public_size,
-                public_length=privacy.public_length,
-            )
-            check_slots(loader.expected_batch_size, max_grad_norm)
-            refuse_mixing(data_loader, may_sort=loader.slots is None)
-            trained = trained_parameters(module, optimizer)
-            entries = []
-            if ranks.everyone is not None:
-                entries = digests_of(loader.dataset, self._keys.master)
-            expected = math.ceil(loader.expected_batch_size / ranks.data_size)
-            planned = performance.physical_batch_size or expected
-            memory = performance.memory_budget or default_memory_budget(trained[0].device)
-            level = Asked(performance.optimize, asked.clipping, mode, planned, memory, ranks)
-            optimization = choose(level, module, trained)
-            if loss_reduction == "mean":
-                narrow = narrow_parameters(module)
-                refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
-                level_name = f"optimize={performance.optimize!r}"
-                refuse_coarse_mean(level_name if optimization.autocast else None)
-            groups = make_groups(module, trained, clipping, privacy.bounds)
-            check_allowed(module, trained, privacy.allow_buffers)
-            return trained, loader, groups, entries, planned, optimization
-
-        trained, loader, groups, entries, planned, optimization = ranks.run_on_all(
-            "make_private", checked
-        )
-        names = {p: n for n, p in module.named_parameters()}
-        self._ranks.agree(
+        ranks = self._ranks
+        checked = ranks.run_on_all(
             "make_private",
-            {
-                "noise_multiplier": noise_multiplier,
-                "max_grad_norm": privacy.max_grad_norm,
-                "clipping": clipping,
-                "clip_function": privacy.clip_function,
-                "grad_sample_mode": mode,
-                "optimize": performance.optimize,
-                "exact": privacy.exact,
-                "sampling": self._sampling_of(loader),
-                "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
-                "physical_batch_size": performance.physical_batch_size,
-                "loss_reduction": loss_reduction,
-                "budget": privacy.budget,
-                "verify_first_batch": privacy.verify_first_batch,
-                "allow_buffers": sorted(privacy.allow_buffers),
-                "parameters": [(names[p], tuple(p.shape), p.dtype) for p in trained],
-            },
+            lambda: self._checked(
+                module, optimizer, data_loader, privacy, performance, asked.clipping
+            ),
         )
-        require_same_data(entries, ranks)
-        self._spending.begin(loader.event(noise_multiplier), privacy.budget)
+        trained, loader = checked.trained, checked.loader
+        names = {p: n for n, p in module.named_parameters()}
+        self._agree_on(checked, names, privacy, performance)
+        require_same_data(checked.entries, ranks)
+        self._spending.begin(loader.event(privacy.noise_multiplier), privacy.budget)
         synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
@@ -345,9 +302,9 @@ class PrivacyEngine:
             spending=self._spending,
             keys=self._keys,
             ranks=ranks,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            divisor=1.0 if loss_reduction == "sum" else loader.expected_batch_size,
+            noise_multiplier=privacy.noise_multiplier,
+            max_grad_norm=privacy.bound,
+            divisor=1.0 if privacy.loss_reduction == "sum" else loader.expected_batch_size,
             exact=privacy.exact is not False,
         )
         most = privacy.max_batch_size
@@ -355,42 +312,12 @@ class PrivacyEngine:
             warnings.warn(
                 f"max_batch_size={most!r} is below the expected batch size, so most "
                 "draws are cut and epsilon is infinite; pass one well above it",
-                stacklevel=2,
+                stacklevel=3,
             )
         for parameter in trained:
             parameter.grad = None
         unchanged = Unchanged(module, trained, privacy.allow_buffers)
-        proof = Proof(
-            module.modules(),
-            device=trained[0].device,
-            group=ranks.everyone if step.is_sharded else ranks.context,
-            context=ranks.context,
-            is_on=privacy.verify_first_batch,
-        )
-        if privacy.verify_first_batch:
-            allow_second_backwards()
-        device = trained[0].device
-        planner = Planner(
-            mode="instantiate"
-            if performance.optimize == "none" or privacy.exact is True
-            else mode,
-            memory_budget=self._common(performance.memory_budget or default_memory_budget(device)),
-            batch_size=planned,
-            ghost_allowed=loss_reduction is None and clipping == "flat",
-            book_keeping_allowed=ranks.context is None,
-            ceilings=ceilings_for(device),
-        )
-        backward = PrivateBackward(
-            groups,
-            step,
-            planner,
-            loss_reduction=loss_reduction,
-            clip_function=privacy.clip_function,
-            gate_type=Gate if ranks.context is None else ContextGate,
-            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
-            proof=proof,
-            refusal=unchanged.before_backward,
-        )
+        backward = self._new_backward(module, checked, step, unchanged, privacy, performance)
         attach(module, backward)
 
         def place() -> tuple[object, ...]:
@@ -398,6 +325,7 @@ class PrivacyEngine:
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
         masks = SecretMasks(devices, lambda: self._keys.noise, place)
+        optimization = checked.optimization
         self._wrapper = ForwardWrapper(
             module, backward, optimization, unchanged, masks, loader.order
         )
@@ -407,12 +335,126 @@ class PrivacyEngine:
             optimizer,
             step,
             expected_batch_size=loader.expected_batch_size,
-            loss_reduction=loss_reduction,
+            loss_reduction=privacy.loss_reduction,
         )
         self._model, self._backward, self._step = module, backward, step
-        self._clipping = clipping
+        self._clipping = privacy.clipping
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
+
+    def _checked(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        privacy: PrivacyConfig,
+        performance: PerformanceConfig,
+        clipping_asked: str | None,
+    ) -> _Checked:
+        """Check the arguments of make_private together; nothing is changed yet."""
+        ranks, mode = self._ranks, performance.grad_sample_mode
+        check_module(module, ranks)
+        check_model(module)
+        self._check_joint(privacy.sampling, mode)
+        loader = PrivateDataLoader(
+            data_loader,
+            sampling=privacy.sampling,
+            key=self._keys.sampling,
+            physical_batch_size=performance.physical_batch_size,
+            max_batch_size=privacy.max_batch_size,
+            rank_part=(ranks.data_rank, ranks.data_size),
+            public_size=privacy.public_size,
+            public_length=privacy.public_length,
+        )
+        check_slots(loader.expected_batch_size, privacy.bound)
+        refuse_mixing(data_loader, may_sort=loader.slots is None)
+        trained = trained_parameters(module, optimizer)
+        entries = []
+        if ranks.everyone is not None:
+            entries = digests_of(loader.dataset, self._keys.master)
+        expected = math.ceil(loader.expected_batch_size / ranks.data_size)
+        planned = performance.physical_batch_size or expected
+        memory = performance.memory_budget or default_memory_budget(trained[0].device)
+        level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
+        optimization = choose(level, module, trained)
+        if privacy.loss_reduction == "mean":
+            narrow = narrow_parameters(module)
+            refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
+            level_name = f"optimize={performance.optimize!r}"
+            refuse_coarse_mean(level_name if optimization.autocast else None)
+        assert privacy.clipping is not None
+        groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
+        check_allowed(module, trained, privacy.allow_buffers)
+        return _Checked(trained, loader, groups, entries, planned, optimization)
+
+    def _agree_on(
+        self,
+        checked: _Checked,
+        names: Mapping[nn.Parameter, str],
+        privacy: PrivacyConfig,
+        performance: PerformanceConfig,
+    ) -> None:
+        """Raise where the ranks passed different arguments."""
+        self._ranks.agree(
+            "make_private",
+            {
+                "noise_multiplier": privacy.noise_multiplier,
+                "max_grad_norm": privacy.max_grad_norm,
+                "clipping": privacy.clipping,
+                "clip_function": privacy.clip_function,
+                "grad_sample_mode": performance.grad_sample_mode,
+                "optimize": performance.optimize,
+                "exact": privacy.exact,
+                "sampling": self._sampling_of(checked.loader),
+                "entries of the dataset": len(checked.loader.dataset),  # type: ignore[arg-type]
+                "physical_batch_size": performance.physical_batch_size,
+                "loss_reduction": privacy.loss_reduction,
+                "budget": privacy.budget,
+                "verify_first_batch": privacy.verify_first_batch,
+                "allow_buffers": sorted(privacy.allow_buffers),
+                "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
+            },
+        )
+
+    def _new_backward(
+        self,
+        module: nn.Module,
+        checked: _Checked,
+        step: PrivateStep,
+        unchanged: Unchanged,
+        privacy: PrivacyConfig,
+        performance: PerformanceConfig,
+    ) -> PrivateBackward:
+        ranks, device = self._ranks, checked.trained[0].device
+        proof = Proof(
+            module.modules(),
+            device=device,
+            group=ranks.everyone if step.is_sharded else ranks.context,
+            context=ranks.context,
+            is_on=privacy.verify_first_batch,
+        )
+        if privacy.verify_first_batch:
+            allow_second_backwards()
+        only_instantiate = performance.optimize == "none" or privacy.exact is True
+        planner = Planner(
+            mode="instantiate" if only_instantiate else performance.grad_sample_mode,
+            memory_budget=self._common(performance.memory_budget or default_memory_budget(device)),
+            batch_size=checked.planned_batch_size,
+            ghost_allowed=privacy.loss_reduction is None and privacy.clipping == "flat",
+            book_keeping_allowed=ranks.context is None,
+            ceilings=ceilings_for(device),
+        )
+        return PrivateBackward(
+            checked.groups,
+            step,
+            planner,
+            loss_reduction=privacy.loss_reduction,
+            clip_function=privacy.clip_function,
+            gate_type=Gate if ranks.context is None else ContextGate,
+            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
+            proof=proof,
+            refusal=unchanged.before_backward,
+        )
 
     def make_private_with_epsilon(
         self,

@@ -70,8 +70,8 @@ class Sampler(Protocol):
     """Draws the logical batches."""
 
     @property
-    def sampler_name(self) -> str:
-        """The sampler's name. With "shuffled", an event covers a whole epoch."""
+    def event_covers_epoch(self) -> bool:
+        """Whether `event` is the cost of a whole epoch."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -598,7 +598,7 @@ class PrivateStep(ClippedSums):
     def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
         """The event that the next release is charged as; None if it is already charged."""
         event = self._sampler.event(noise_multiplier)
-        if self._sampler.sampler_name == "shuffled" and not new_epoch:
+        if self._sampler.event_covers_epoch and not new_epoch:
             # Batches of an epoch are disjoint, so the step with the least noise covers all.
             epoch, least = self._paid
             if epoch == self.tracker.epochs and noise_multiplier >= least:
@@ -617,7 +617,7 @@ class PrivateStep(ClippedSums):
         if self._spending.budget is None:
             return None
         fit = self._spending.remaining(self._sampler.event(self.noise_multiplier))
-        if self._sampler.sampler_name != "shuffled":
+        if not self._sampler.event_covers_epoch:
             return fit
         left, whole = self.tracker.left_of_epoch, self._sampler.steps_per_epoch
         if self._next_event(self.noise_multiplier) is None:

@@ -39,7 +39,7 @@ MAY_IMPORT = {
 ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION = {"opacus", "dp_accounting"}
 DPFLASH_MAY_IMPORT_AT_THE_TOP = {"torch", "numpy", "scipy", "cryptography", "tqdm", "dpflash"}
 
-HOUSES = {
+FOLDERS = {
     "dpflash": [],
     "kernels": ["kernels"],
     "accounting": ["accounting"],
@@ -95,7 +95,7 @@ def _run_time_tree(path: Path) -> ast.Module:
 def _imports(path: Path, tree: ast.AST) -> Iterator[tuple[str, str | None]]:
     """Every import of a file as (absolute module, name taken from it)."""
     first, *rest = path.relative_to(ROOT).parent.parts
-    package = ["dpflash", *HOUSES.get(first, [first]), *rest]
+    package = ["dpflash", *FOLDERS.get(first, [first]), *rest]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -109,9 +109,9 @@ def _imports(path: Path, tree: ast.AST) -> Iterator[tuple[str, str | None]]:
                 yield module, alias.name
 
 
-def _strangers(path: Path, house: str, allowed: set[str], tree: ast.AST) -> set[str]:
-    """What a file of a sealed house imports and may not."""
-    inside = f"dpflash.{house}"
+def _strangers(path: Path, folder: str, allowed: set[str], tree: ast.AST) -> set[str]:
+    """What a file of a sealed package imports and may not."""
+    inside = f"dpflash.{folder}"
     return {
         module
         for module, _ in _imports(path, tree)
@@ -123,13 +123,13 @@ def _strangers(path: Path, house: str, allowed: set[str], tree: ast.AST) -> set[
 
 def test_kernels_and_accounting_import_only_their_libraries_and_themselves() -> None:
     wrong = {}
-    for house, allowed in MAY_IMPORT.items():
+    for folder, allowed in MAY_IMPORT.items():
         within = allowed | (
-            ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION if house == "accounting" else set()
+            ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION if folder == "accounting" else set()
         )
-        for path in _python_files(house):
-            found = _strangers(path, house, within, _tree(path))
-            found |= _strangers(path, house, allowed, _import_time_tree(path))
+        for path in _python_files(folder):
+            found = _strangers(path, folder, within, _tree(path))
+            found |= _strangers(path, folder, allowed, _import_time_tree(path))
             if found:
                 wrong[_name(path)] = found
     assert not wrong
@@ -181,7 +181,7 @@ def test_at_most_twelve_files_stand_directly_in_dpflash() -> None:
 def _declared_attributes() -> dict[str, set[str]]:
     """File -> attributes that its classes declare, or set on themselves."""
     found: dict[str, set[str]] = {}
-    for folder in HOUSES:
+    for folder in FOLDERS:
         for path in _python_files(folder):
             own = found.setdefault(_name(path), set())
             for node in ast.walk(_tree(path)):
@@ -241,9 +241,9 @@ def test_dpflash_needs_only_its_dependencies_when_imported() -> None:
     assert not {(path, m) for path, m in needed if m.split(".")[0] not in allowed}
 
 
-def test_nobody_imports_a_house_by_its_folder_name() -> None:
+def test_nobody_imports_a_package_by_its_folder_name() -> None:
     wrong = []
-    for path in [p for folder in (*HOUSES, "tests") for p in _python_files(folder)]:
+    for path in [p for folder in (*FOLDERS, "tests") for p in _python_files(folder)]:
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]

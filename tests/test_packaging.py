@@ -16,7 +16,7 @@ from dpflash.kernels import native
 tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from 3.11 on")
 
 ROOT = Path(__file__).resolve().parent.parent
-HOUSES = {
+FOLDERS = {
     "dpflash": "dpflash",
     "kernels": "dpflash.kernels",
     "accounting": "dpflash.accounting",
@@ -27,7 +27,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def _packages_on_disk() -> set[str]:
     found = set()
-    for folder, package in HOUSES.items():
+    for folder, package in FOLDERS.items():
         for init in (ROOT / folder).rglob("__init__.py"):
             below = init.parent.relative_to(ROOT / folder).parts
             found.add(".".join([package, *below]))
@@ -38,9 +38,9 @@ def test_every_package_is_listed_and_every_listed_package_exists() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == _packages_on_disk()
 
 
-def test_every_house_is_mapped_to_its_folder() -> None:
+def test_every_package_is_mapped_to_its_folder() -> None:
     mapped = PYPROJECT["tool"]["setuptools"]["package-dir"]
-    assert mapped == {package: folder for folder, package in HOUSES.items()}
+    assert mapped == {package: folder for folder, package in FOLDERS.items()}
 
 
 def test_version_is_the_same_in_the_project_file_and_the_library() -> None:
@@ -52,9 +52,9 @@ def test_console_script_points_at_something_callable() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_type_checkers_find_both_houses_through_the_links() -> None:
+def test_type_checkers_find_the_packages_through_the_links() -> None:
     for folder in ("kernels", "accounting", "benchmarks"):
-        link = ROOT / "tests" / "typing" / HOUSES[folder].replace(".", "/")
+        link = ROOT / "tests" / "typing" / FOLDERS[folder].replace(".", "/")
         assert link.resolve() == ROOT / folder
 
 
@@ -64,7 +64,7 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> 
     # Built from a copy: a build leaves folders behind, and an old one's leftovers enter the wheel.
     source = tmp_path / "source"
     junk = shutil.ignore_patterns("__pycache__")
-    for folder in HOUSES:
+    for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=junk)
     for name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
         if (ROOT / name).exists():
@@ -83,7 +83,7 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> 
     assert "dpflash/py.typed" in inside
     expected = {
         "/".join([*package.split("."), *path.relative_to(source / folder).parts])
-        for folder, package in HOUSES.items()
+        for folder, package in FOLDERS.items()
         for path in (source / folder).rglob("*.py")
         if not {"build", "scripts"} & set(path.parts)
     }

@@ -1,4 +1,4 @@
-"""Where the time goes on this GPU: ceilings, attention beside others, gradient kernels, steps.
+"""Where the time goes on this GPU: ceilings, attention beside others, private steps.
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
@@ -14,7 +14,6 @@ import math
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -22,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpflash
-from dpflash import kernels, patterns
+from dpflash import patterns
 from dpflash.bench.attention import DIRECTIONS, case_subject
+from dpflash.bench.isolated import brief
+from dpflash.bench.output import write_text
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
+from dpflash.bench.work import measured_roofs
 
-Rows = Iterator[dict[str, Any]]
+Row = dict[str, Any]
+Rows = Iterator[Row]
 DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
 DRY = DEVICE.type == "cpu"
 DTYPE = "float32" if DRY else "bfloat16"
@@ -45,23 +48,19 @@ def size(size: int) -> int:
     return min(size, 64) if DRY else size
 
 
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE))
-
-
 def medians(calls: dict[str, Step]) -> dict[str, float]:
     """Median milliseconds of each call, the calls taking turns."""
-    effort = Effort(1, 1) if DRY else Effort(3, 20)
+    effort = Effort(1, 1) if DRY else Effort()
     found = time_steps(calls, effort=effort, stopwatch=Stopwatch(DEVICE))
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
 def ceilings() -> Rows:
-    source, side = torch.randn(size(1 << 29), device=DEVICE), size(8192)
-    copy = partial(torch.empty_like(source).copy_, source)
-    ms = medians({"copy": copy, "matmul": partial(torch.mm, randn(side, side), randn(side, side))})
-    yield {"what": "copy, TB/s", "value": 2 * source.nbytes / ms["copy"] / 1e9}
-    yield {"what": f"matmul {side}, TFLOP/s", "value": 2 * side**3 / ms["matmul"] / 1e9}
+    """The measured roofs: of memory and of products."""
+    roofs = measured_roofs(DEVICE, quick=DRY)
+    yield {"what": "memory, TB/s", "value": roofs.bandwidth / 1e12}
+    for dtype, rate in roofs.flops.items():
+        yield {"what": f"matmul {dtype}, TFLOP/s", "value": rate / 1e12}
 
 
 def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
@@ -86,41 +85,6 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
                 yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
-def gradients() -> Rows:
-    """Products, norms, clipped sums and noise, beside torch's batched product."""
-    batch, tokens, grid = 8, size(4096), kernels.grid_of(1.0)
-    for inputs, outputs in ((size(1024), size(1024)), (size(1024), size(4096))):
-        x, dy = randn(batch, tokens, inputs), randn(batch, tokens, outputs)
-        factors = torch.rand(batch, device=DEVICE)
-        row, flops = {"I": inputs, "O": outputs}, 2 * batch * tokens * inputs * outputs
-        products: dict[str, Step] = {
-            "torch.bmm": partial(torch.bmm, dy.mT, x),
-            "per_sample_grad": partial(kernels.per_sample_grad, x, dy),
-            "with squares": partial(kernels.per_sample_grad, x, dy, return_squares=True),
-            "grad_norm tile": partial(kernels.grad_norm, x, dy, form="tile"),
-            "clipped_grad": partial(kernels.clipped_grad, x, dy, factors),
-            "block_clipped_grad": partial(kernels.block_clipped_grad, x, dy, 1.0),
-        }
-        for name, ms in medians(products).items():
-            yield {"what": name, **row, "ms": ms, "tflops": flops / ms / 1e9}
-        norm = partial(kernels.grad_norm, x[:, :512], dy[:, :512])
-        for form, ms in medians({f: partial(norm, form=f) for f in ("gram", "tile")}).items():
-            yield {"what": f"grad_norm {form}, T=512", **row, "ms": ms}
-        grads: Any = kernels.per_sample_grad(x, dy)
-        sums = torch.zeros(outputs, inputs, dtype=torch.float64, device=DEVICE)
-        noise = kernels.NoiseStream(std=1.0, grid=grid, key=bytes(32), step=1, parameter_id=1)
-        reduce = partial(kernels.clip_reduce, grads, factors)
-        reduces: dict[str, Step] = {
-            "clip_reduce": reduce,
-            "exact": partial(reduce, grid=grid),
-            "exact into": partial(reduce, grid=grid, into=sums),
-            "exact with noise": partial(reduce, grid=grid, noise=noise),
-            "noise alone": partial(noise.add_to_, sums),
-        }
-        for name, ms in medians(reduces).items():
-            yield {"what": name, **row, "ms": ms, "gb_per_s": grads.nbytes / ms / 1e6}
-
-
 def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
     """Training steps in bf16 autocast, the first provider's to be compared with."""
     for shape in shapes:
@@ -132,53 +96,46 @@ def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
                 row |= time_training(provider, *sizes)
                 first = row["ms"] if provider == providers[0] else first
                 yield {**row, "over_plain": row["ms"] / first}
-            except Exception:  # the others are still timed
-                yield {**row, "error": traceback.format_exc()[-400:]}
+            except Exception as error:  # the others are still timed
+                yield {**row, "error": brief(error)[:400]}
             torch.cuda.empty_cache()
 
 
-def time_training(provider: str, *shape: int) -> dict[str, float]:
+def time_training(provider: str, width: int, layers: int, batch: int, tokens: int) -> Row:
     """Median time until the GPU is done and until the host has queued the step; peak memory."""
-    width, layers, batch, tokens = shape
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 
     def build() -> nn.Module:
-        model = dpflash.nn.LongContextLM(
-            vocabulary, width, layers, heads, max_seq_len=tokens, pattern=CAUSAL
-        )
-        return model.to(DEVICE)
+        shape = (vocabulary, width, layers, heads)
+        return dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, pattern=CAUSAL).to(DEVICE)
 
     # The model returns losses: the logits of all tokens are never in memory together.
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     step = make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
-    synchronize = (lambda: None) if DRY else torch.cuda.synchronize
     times, host_times = [], []
-    for number in range(2 if DRY else 13):
+    for number in range(2 if DRY else 25):
         if number == 5:  # those before it are warm-ups
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         step()
         host_times.append(1e3 * (time.perf_counter() - start))
-        synchronize()
+        if not DRY:
+            torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    ms, host_ms = (statistics.median(each[-8:]) for each in (times, host_times))
+    ms, host_ms = (statistics.median(each[-20:]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 SDPA, FLEX = ("sdpa-flash", "sdpa-cudnn"), ("flex",)
 SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-BLOCKS: Any = {"block_size": 128, "local_blocks": 4, "stride_blocks": 8}
-BORDERS = tuple(range(0, size(TOKENS) + 1, size(2048)))
 # Name, pattern, head dim, tokens and the other operators of a case.
 PATTERNS = (
     *(("causal", CAUSAL, dim, tokens, SDPA) for dim in (64, 128) for tokens in (4096, TOKENS)),
     ("full", patterns.Dense(), 128, TOKENS, SDPA),
     ("window 1024", WINDOW, 128, TOKENS, ()),
     ("longnet", patterns.Dilated(**SEGMENTS, causal=True), 128, TOKENS, ()),
-    ("documents", patterns.Documents(cu_seqlens=BORDERS, causal=True), 128, TOKENS, ()),
-    ("block-sparse", patterns.BlockSparse(**BLOCKS, causal=True), 128, TOKENS, ()),
 )
 # FlexAttention is a part of its own because compiling it takes long.
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
@@ -189,7 +146,6 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "ceilings": ceilings,
     "attention": partial(attention, PATTERNS),
     "flex": partial(attention, WITH_FLEX),
-    "gradients": gradients,
     "steps": partial(training, SHAPES, (NONPRIVATE, *DPFLASH)),
     "long": partial(training, LONG_SHAPES, (NONPRIVATE, AUTO)),
 }
@@ -209,7 +165,7 @@ def main() -> int:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     for row in PARTS[args.part]():
         rows.append(row)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
         print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), flush=True)
     return int(any("error" in row for row in rows))
 

@@ -1,4 +1,4 @@
-"""Makes the page of results and the figures of `dpflash.recommend` from the committed JSON files.
+"""Makes the pages of results and the figures of `dpflash.recommend` from the committed JSON files.
 
 python benchmarks/scripts/make_results.py [--check]
 """
@@ -7,11 +7,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpflash.bench import headline
+from dpflash.bench.document import markdown
 from dpflash.bench.output import write_picture, write_text
 from dpflash.bench.published import read_reports
 from dpflash.bench.result_files import device_names, load
-from dpflash.bench.results_page import render
+from dpflash.bench.results_page import PICTURE, draw_headline, newest, render
+from dpflash.bench.suites import suite_named
 from dpflash.recommender import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,13 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 def made(root: Path) -> dict[Path, str]:
     """The text of each file to be."""
     results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
+    devices = [load(results, device) for device in device_names(results)]
     measured = [
-        file
-        for device in device_names(results)
+        files[name].path
+        for files in devices
         for name in ("attention", "variants", "sequence")
-        if (file := results / device / f"{name}.json").exists()
+        if name in files
     ]
+    pages = {
+        path: markdown(suite_named(path.stem), file.held)
+        for files in devices
+        for file in files.values()
+        if (path := file.path.with_suffix(".md")).exists()
+    }
     return {
+        **pages,
         page: render(results, read_reports(), page),
         root / "dpflash" / "recommendations.json": shipped_table(measured),
     }
@@ -47,9 +56,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         if not check:
             write_text(path, text)
     results = root / "benchmarks" / "results"
-    shown = headline.newest({name: load(results, name) for name in device_names(results)})
+    shown = newest({name: load(results, name) for name in device_names(results)})
     if not check and shown is not None:
-        write_picture(results / headline.PICTURE, headline.draw(*shown))
+        write_picture(results / PICTURE, draw_headline(*shown))
     for path in stale:
         print(f"{'differs from what the JSON gives' if check else 'written'}: {path}")
     return int(check and bool(stale))

@@ -27,8 +27,9 @@ from dpflash.accounting import get_noise_multiplier
 from dpflash.bench.environment import environment
 from dpflash.bench.output import write_text
 from dpflash.bench.private import NONPRIVATE, endless
+from dpflash.bench.quality import batch_of, windows_of
 from dpflash.nn import LongContextLM
-from dpflash.train.data import VOCAB_SIZE, ByteDocuments, TrainWindows, default_data_dir
+from dpflash.train.data import VOCAB_SIZE
 
 TOKENS, BATCH, STEPS = 128, 32, 100
 EPSILON, DELTA, MAX_GRAD_NORM, LEARNING_RATE = 8.0, 1e-5, 1.0, 1e-2
@@ -37,14 +38,9 @@ PROVIDERS = (NONPRIVATE, "dpflash", "opacus")
 
 def documents() -> tuple[TensorDataset, TensorDataset]:
     """One window of each document of Python's own library: those to train on, and held out."""
-    sources = ByteDocuments.from_folder(default_data_dir(), suffixes=(".py",))
-    parts = []
-    for part in sources.split():
-        long = [text for text in part.contents if len(text) > TOKENS]
-        windows = TrainWindows(long, TOKENS, key=bytes(32))
-        pairs = [windows.window(row, 0) for row in range(len(windows))]
-        parts.append(TensorDataset(*(torch.stack(side) for side in zip(*pairs, strict=True))))
-    return parts[0], parts[1]
+    train, held_out = windows_of(TOKENS, 0)
+    data, test = (TensorDataset(*batch_of(w, range(len(w)), 0)) for w in (train, held_out))
+    return data, test
 
 
 def model_of(seed: int) -> nn.Module:
@@ -106,14 +102,11 @@ def main() -> None:
         target_epsilon=EPSILON, target_delta=DELTA, sample_rate=rate, steps=STEPS
     )
     runs = []
-    for seed in tqdm(range(args.seeds), unit="seed"):
-        for provider in PROVIDERS:
-            model, epsilon = train(provider, data, noise, seed)
-            loss = held_out_loss(model, held_out)
-            runs.append(
-                {"provider": provider, "seed": seed, "held_out_loss": loss, "epsilon": epsilon}
-            )
-            tqdm.write(json.dumps(runs[-1]))
+    for seed, provider in tqdm(list(itertools.product(range(args.seeds), PROVIDERS))):
+        model, epsilon = train(provider, data, noise, seed)
+        run = {"provider": provider, "seed": seed, "epsilon": epsilon}
+        runs.append({**run, "held_out_loss": held_out_loss(model, held_out)})
+        tqdm.write(json.dumps(runs[-1]))
     config = {
         "documents": len(data),
         "held_out": len(held_out),

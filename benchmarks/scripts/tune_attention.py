@@ -5,9 +5,9 @@
 Candidates are the sizes of the table, and those with one of them halved or doubled; run it again
 to go further. A process of its own checks each against the definition in float64. Those that work
 are timed in turns, dense causal and LongNet; the least geometric mean replaces the old sizes if it
-is faster by more than --margin. For a backward kernel forward and backward are timed, with the
-other kernels' sizes held fixed. DEVICE=cpu in the environment is a dry run: the CPU's kernels,
-which have no such sizes, stand in, and the choice means nothing.
+is faster by more than 1%. For a backward kernel forward and backward are timed, with the other
+kernels' sizes held fixed. DEVICE=cpu in the environment is a dry run: the CPU's kernels, which
+have no such sizes, stand in, and the choice means nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from dpflash import patterns
 from dpflash.bench.attention import DIRECTIONS, case_subject
 from dpflash.bench.isolated import brief, run_isolated
+from dpflash.bench.output import write_text
 from dpflash.bench.suite import Subject
 from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
 from dpflash.kernels import attention_configs
@@ -43,19 +43,18 @@ DEVICE = os.environ.get("DEVICE", "cuda")
 DRY = DEVICE == "cpu"
 KERNELS = ("forward", "dq", "dkdv")
 DTYPES = {16: "bfloat16", 32: "float32"}
-STAGES = {16: (1, 2, 3, 4), 32: (1, 2)}
+STAGES = {16: (2, 3), 32: (1, 2)}
+MARGIN = 0.01
 CAUSAL = patterns.Dense(causal=True)
-LONGNET = patterns.Dilated(
-    segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4), causal=True
-)
+SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 SMALL = patterns.Dilated(segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
 # Kernel, head dim and bits of an entry of the table.
 Key = tuple[str, int, int]
-Line = dict[str, Any]
 # Pattern, tokens and samples.
 Cases = Sequence[tuple[Any, int, int]]
 CHECKED: Cases = [(CAUSAL, 499, 2), (patterns.Dense(), 512, 2), (SMALL, 641, 2)]
-TIMED: Cases = [(CAUSAL, 65, 1)] if DRY else [(CAUSAL, 4096, 4), (LONGNET, 16384, 1)]
+LONG: Cases = [(CAUSAL, 4096, 4), (patterns.Dilated(**SEGMENTS, causal=True), 16384, 1)]
+TIMED: Cases = [(CAUSAL, 65, 1)] if DRY else LONG
 
 
 def entry_of(key: Key) -> tuple[dict[str, Config], str]:
@@ -65,7 +64,7 @@ def entry_of(key: Key) -> tuple[dict[str, Config], str]:
     return table()[arch], entry(kernel, key[1], getattr(torch, DTYPES[key[2]]))
 
 
-def candidates(key: Key, stages: Sequence[int] | None = None) -> list[Config]:
+def candidates(key: Key) -> list[Config]:
     """The configs to try for an entry, the old one first."""
     rows, name = entry_of(key)
     m, n, warps, _ = old = rows[name]
@@ -73,7 +72,7 @@ def candidates(key: Key, stages: Sequence[int] | None = None) -> list[Config]:
     tiles = [(m, n), (2 * m, n), (max(16, m // 2), n), (m, 2 * n), (m, max(16, n // 2))]
     shapes = [*((*tile, warps) for tile in tiles), (m, n, 4 if warps == 8 else 8)]
     # Deep pipelines of wide heads exceed any shared memory.
-    depths = [n for n in stages or STAGES[key[2]] if n * key[1] <= 512 or n == 1]
+    depths = [n for n in STAGES[key[2]] if n * key[1] <= 512 or n == 1]
     tried = [Config(*shape, depth) for shape, depth in itertools.product(shapes, depths)]
     return list(dict.fromkeys([old, *tried]))[: 2 if DRY else None]
 
@@ -103,33 +102,31 @@ def try_here(key: Key, config: Config) -> str | None:
     return None
 
 
-def try_all(keys: Sequence[Key], args: argparse.Namespace) -> dict[Key, list[Line]]:
-    """A line for each candidate of each entry: the reason why it does not work, or None."""
-    end = time.monotonic() + args.try_seconds
-    of_keys = [[(key, config) for config in candidates(key, args.stages)] for key in keys]
+def try_all(keys: Sequence[Key], jobs: int, seconds: float) -> dict[Key, dict[Config, str | None]]:
+    """The candidates of each entry, with the reason why one does not work, or None."""
+    end = time.monotonic() + seconds
+    of_keys = [[(key, config) for config in candidates(key)] for key in keys]
     # The first candidate of every entry before the second of any, should time run out.
     tried = [one for turn in itertools.zip_longest(*of_keys) for one in turn if one]
 
-    def attempt(one: tuple[Key, Config]) -> Line:
-        key, config = one
-        reason: str | None = f"not tried: --try-seconds {args.try_seconds:g} are spent"
-        if time.monotonic() < end:
-            given: dict[str, Any] = {"key": key, "config": config}
-            try:
-                reason = run_isolated(try_here, timeout=240, **given)
-            except Exception as error:  # many candidates do not compile
-                reason = brief(error).splitlines()[0][:200]
-        return {"config": list(config), "reason": reason}
+    def attempt(one: tuple[Key, Config]) -> str | None:
+        if time.monotonic() > end:
+            return f"not tried: --try-seconds {seconds:g} are spent"
+        given: dict[str, Any] = {"key": one[0], "config": one[1]}
+        try:
+            reason: str | None = run_isolated(try_here, timeout=240, **given)
+        except Exception as error:  # many candidates do not compile
+            return brief(error).splitlines()[0][:200]
+        return reason
 
-    lines: dict[Key, list[Line]] = {key: [] for key in keys}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = tqdm(pool.map(attempt, tried), total=len(tried), desc="tried", file=sys.stderr)
-        for (key, _), line in zip(tried, found, strict=True):
-            lines[key].append(line)
-    return lines
+    found: dict[Key, dict[Config, str | None]] = {key: {} for key in keys}
+    with ThreadPoolExecutor(jobs) as pool:
+        for (key, config), reason in zip(tried, pool.map(attempt, tried), strict=True):
+            found[key][config] = reason
+    return found
 
 
-def times(key: Key, tried: Sequence[Config], rounds: int) -> dict[Config, list[float]]:
+def times(key: Key, tried: Sequence[Config]) -> dict[Config, list[float]]:
     """Median milliseconds of each config on each of `TIMED`."""
     rows, name = entry_of(key)
 
@@ -141,24 +138,24 @@ def times(key: Key, tried: Sequence[Config], rounds: int) -> dict[Config, list[f
     for subject in subjects(key, TIMED):
         steps = {str(config): partial(call, config, subject.step) for config in tried}
         stopwatch = Stopwatch(torch.device(DEVICE))
-        seconds = time_steps(steps, effort=Effort(trials=rounds), stopwatch=stopwatch)
+        seconds = time_steps(steps, effort=Effort(trials=10), stopwatch=stopwatch)
         for config in tried:
             found[config].append(1e3 * statistics.median(seconds[str(config)]))
     return found
 
 
-def choose(old: Config, measured: dict[Config, list[float]], margin: float) -> Config:
+def choose(old: Config, measured: dict[Config, list[float]]) -> Config:
     """The config with the least geometric mean, the old one unless that is clearly slower."""
     cost = {config: statistics.geometric_mean(each) for config, each in measured.items()}
     best = min(cost, key=lambda config: cost[config], default=old)
-    return old if not cost or cost.get(old, math.inf) <= (1 + margin) * cost[best] else best
+    return old if not cost or cost.get(old, math.inf) <= (1 + MARGIN) * cost[best] else best
 
 
 def write_table(path: Path, configs: dict[str, dict[str, Config]]) -> None:
     """The whole table, one entry a line."""
     text = re.sub(r",\s+(?=\d)", ", ", json.dumps(configs, indent=2))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(re.sub(r"(?<=\[)\s+|\s+(?=\])", "", text) + "\n", encoding="utf-8")
+    write_text(path, re.sub(r"(?<=\[)\s+|\s+(?=\])", "", text) + "\n")
 
 
 def main() -> None:
@@ -166,35 +163,28 @@ def main() -> None:
     add = parser.add_argument
     add("--json", type=Path, default=Path("runs/tune_attention.json"), help="all that was tried")
     add("--write", type=Path, default=TABLE, help="the table to write")
-    add("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), choices=HEAD_DIMS)
-    add("--bits", type=int, nargs="+", default=[16, 32], choices=[16, 32])
-    add("--rounds", type=int, default=20)
-    add("--margin", type=float, default=0.01, help="part by which a new config must be faster")
+    add("--head-dims", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
+    add("--bits", type=int, nargs="+", default=[16], choices=[16, 32])
     add("--jobs", type=int, default=8, help="processes that compile and check at a time")
-    add("--stages", type=int, nargs="+", help="pipeline depths to try instead of the list's")
     add("--try-seconds", type=float, default=math.inf, help="no trial begins after so many")
     args = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         sys.exit("tune_attention.py measures on a GPU, and torch sees none: nothing was changed.")
     device = "cpu, a dry run" if DRY else torch.cuda.get_device_name()
-    described = {"device": device, "torch": torch.__version__}
-    report: dict[str, Any] = {"environment": described, "rows": []}
+    found = []
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    lines = try_all(list(itertools.product(KERNELS, args.head_dims, args.bits)), args)
-    for key, tried in lines.items():
+    keys = list(itertools.product(KERNELS, args.head_dims, args.bits))
+    for key, tried in try_all(keys, args.jobs, args.try_seconds).items():
         rows, name = entry_of(key)
+        measured = times(key, [config for config, reason in tried.items() if reason is None])
         old = rows[name]
-        working = [Config(*line["config"]) for line in tried if line["reason"] is None]
-        measured = times(key, working, args.rounds)
-        rows[name] = new = choose(old, measured, args.margin)
-        row: dict[str, Any] = {"entry": name, "old": list(old), "old_ms": measured.get(old)}
-        row |= {"new": list(new), "new_ms": measured.get(new)}
-        print(*row.values(), f"{len(working)}/{len(tried)} work", flush=True)
-        row["tried"] = [{**line, "ms": measured.get(Config(*line["config"]))} for line in tried]
-        report["rows"].append(row)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        rows[name] = choose(old, measured)
+        print(name, old, "->", rows[name], f"{len(measured)}/{len(tried)} work", flush=True)
+        lines = [(config, reason, measured.get(config)) for config, reason in tried.items()]
+        found.append({"entry": name, "old": old, "new": rows[name], "tried": lines})
+        report = {"device": device, "torch": torch.__version__, "rows": found}
+        write_text(args.json, json.dumps(report, indent=1) + "\n")
         write_table(args.write, table())
-    print(f"written to {args.json} and {args.write}")
 
 
 if __name__ == "__main__":

@@ -191,9 +191,9 @@ def _fill(
 
     tensors, plain = ranks.run_on_all(call, split)
     # Slow to import, and needed by few.
-    from . import tensor_io as tensor_files
+    from . import tensor_io
 
-    names = tensor_files.write(folder, tensors, call, ranks.everyone)
+    names = tensor_io.write(folder, tensors, call, ranks.everyone)
     own = ranks.run_on_all(call, lambda: _digests(folder, names, ranks))
     files: dict[str, str] = {}
     for part in ranks.gather(own, call):
@@ -363,9 +363,9 @@ def _read_folder(
     for index, parameter_name in enumerate(names):
         for key, (shape, dtype) in saved["tensors"].get(parameter_name, {}).items():
             targets[f"optimizer/{parameter_name}/{key}"] = _target(parameters[index], shape, dtype)
-    from . import tensor_io as tensor_files
+    from . import tensor_io
 
-    tensor_files.read_(folder, targets, frozenset(state["files"]))
+    tensor_io.read_(folder, targets, frozenset(state["files"]))
     state["module"] = {
         k: shape["value"] if isinstance(shape, dict) else targets[f"module/{k}"]
         for k, shape in state["module"].items()

@@ -14,8 +14,8 @@ _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 # Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
     "train": ("train", "train a language model on your files, privately"),
-    "epsilon": ("privacy", "compute the epsilon of a run from its noise"),
-    "calibrate": ("privacy", "compute the noise, steps or sample rate for an epsilon"),
+    "epsilon": ("epsilon", "compute the epsilon of a run from its noise"),
+    "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),
     "check": ("check", "find modules and losses that cannot be trained privately"),
     "doctor": ("doctor", "report the hardware, the libraries and the kernels that dpflash uses"),

@@ -132,14 +132,14 @@ def _add_compare(names: Any) -> None:
     parser = names.add_parser(
         "compare",
         help="did anything become slower from OLD.json to NEW.json?",
-        description="Test whether rows of NEW.json are slower than the same ones of OLD.json; of "
-        "two folders, all files of equal names. Separate runs also differ by what else the "
-        "machine did, so that only clear differences count, and quick runs, or unlike loads of "
-        "the machine, decide nothing on times; for a decision, as in CI, take `dpflash bench "
-        f"versus`. {_COMPARED} 2 where files cannot be compared, or NEW lacks one of OLD's.",
+        description="Test whether rows of NEW.json are slower than the same ones of OLD.json. "
+        "Separate runs also differ by what else the machine did, so that only clear differences "
+        "count, and quick runs, or unlike loads of the machine, decide nothing on times; for a "
+        f"decision, as in CI, take `dpflash bench versus`. {_COMPARED} 2 where the files cannot "
+        "be compared, as those of different machines or settings, or broken off.",
     )
-    parser.add_argument("old", metavar="OLD.json", help="the baseline, or a folder of results")
-    parser.add_argument("new", metavar="NEW.json", help="what is judged, or a folder of results")
+    parser.add_argument("old", metavar="OLD.json", help="the baseline")
+    parser.add_argument("new", metavar="NEW.json", help="what is judged")
     parser.add_argument(
         "--threshold",
         type=float,
@@ -147,22 +147,14 @@ def _add_compare(names: Any) -> None:
         metavar="R",
         help="ignore slowdowns below this (default 0.05)",
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="compare files of different machines or settings, or broken off, and let pass "
-        "what a folder lacks",
-    )
     parser.add_argument("--json", metavar="FILE", help="write the verdicts there too")
     parser.set_defaults(run=_run_compare)
 
 
 def _run_compare(args: argparse.Namespace) -> int:
-    from dpflash.bench.compare_files import run_compare
+    from dpflash.bench.compare import run_compare
 
-    return run_compare(
-        args.old, args.new, threshold=args.threshold, force=args.force, json_path=args.json
-    )
+    return run_compare(args.old, args.new, threshold=args.threshold, json_path=args.json)
 
 
 def _add_versus(names: Any) -> None:
@@ -180,23 +172,15 @@ def _add_versus(names: Any) -> None:
         action="store_true",
         help="half as many launches of half as many rounds: a look, which misses more",
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        metavar="NAME",
-        help="measure what begins so in place of all small operations; 'private step/B' is whole "
-        "steps at B=16, T=256 and B=4, T=2048 by each clipping (half an hour); may be repeated",
-    )
     _add_out(parser)
     parser.set_defaults(run=_run_versus)
 
 
 def _run_versus(args: argparse.Namespace) -> int:
-    from dpflash.bench.versus import names_that_begin, run_versus
-    from dpflash.bench.versus_worker import SMALL
+    from dpflash.bench.versus import FULL, QUICK, run_versus
 
-    names = names_that_begin(args.only) if args.only else tuple(SMALL)
-    return run_versus(args.old, args.new, quick=args.quick, out=args.out, names=names)
+    launches, rounds = QUICK if args.quick else FULL
+    return run_versus(args.old, args.new, out=args.out, launches=launches, rounds=rounds)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -131,22 +131,21 @@ class PrivateModule(nn.Module):
 
     def is_private_call(self) -> bool:
         """Whether this call can lead to gradients of own parameters."""
-        return self._leads_to(self._parameters)
-
-    def _leads_to(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
-        """Whether this call can lead to gradients of some of these parameters."""
         context = self._dpflash
         trainable = False
-        for name, parameter in parameters.items():
+        for name, parameter in self._parameters.items():
             if parameter is not None and parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:
-                    raise RuntimeError(
-                        f"parameter '{context.name}.{name}' was frozen when the model was made "
-                        "private and is trainable now; call engine.detach(model), then "
-                        "make_private again"
-                    )
+                    self.refuse_thawed(name)
         return trainable and torch.is_grad_enabled()
+
+    def refuse_thawed(self, name: str) -> NoReturn:
+        """Refuse a parameter that was frozen when the model was made private."""
+        raise RuntimeError(
+            f"parameter '{self._dpflash.name}.{name}' was frozen when the model was made "
+            "private and is trainable now; call engine.detach(model), then make_private again"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.

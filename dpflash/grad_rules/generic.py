@@ -114,7 +114,11 @@ class PrivateParametrized(PrivateLeaf):
         return dict(self.named_parameters())
 
     def is_private_call(self) -> bool:
-        return self._leads_to(self._own())
+        trained = [n for n, p in self._own().items() if p is not None and p.requires_grad]
+        for name in trained:
+            if name in self._dpflash.frozen:
+                self.refuse_thawed(name)
+        return bool(trained) and torch.is_grad_enabled()
 
     def private_handles(self, batch_size: int) -> Handles:
         return Handles(self._own(), self._dpflash, batch_size)

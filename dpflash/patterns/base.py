@@ -52,7 +52,11 @@ class Pattern(ABC):
 
     @abstractmethod
     def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
-        """The tile graph on the CPU, built without looking at pairs of tokens."""
+        """The tile graph on the CPU, built without looking at pairs of tokens.
+
+        Groups share no row and the runs of one group share no column, see
+        `dpflash.kernels.tile_graph.Side`.
+        """
 
     def _check_size(self, num_tokens: int, num_heads: int) -> None:
         """Raises for a T or H that the pattern does not support."""

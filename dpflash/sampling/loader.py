@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -21,54 +20,24 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from dpflash.accounting import (
-    Event,
-    ShuffledGaussian,
-)
+from dpflash.accounting import Event
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
 from .row_order import RowOrder
-from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
+from .samplers import (
+    DrawSampler,
+    FixedSizeBatchSampler,
+    PoissonBatchSampler,
+    PublicSize,
+    ShuffledBatchSampler,
+)
 from .slots import SlotSampler, slots_of_draws, slots_of_size
-from .tracker import EARLIER_EPOCH, BatchMark, BatchTracker
+from .tracker import BatchMark, BatchTracker
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
-
-
-class _EpochBatchSampler(BatchSampler):
-    """The loader's own batches; reports where an epoch begins, also for other loaders."""
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
-        super().__init__(sampler, batch_size, drop_last)
-        self._tracker = tracker
-        self._epochs = 0
-
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of a whole epoch with this as its least noise multiplier."""
-        return ShuffledGaussian(noise_multiplier=noise_multiplier)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        tracker = self._tracker
-        if not tracker.may_begin(True):
-            return
-        tracker.begin_epoch()
-        self._epochs += 1
-        own = self._epochs
-        try:
-            for number, batch in enumerate(super().__iter__()):
-                if own != self._epochs:
-                    raise RuntimeError(EARLIER_EPOCH)
-                if number and not tracker.may_begin(False):
-                    return
-                tracker.emitted.append(len(batch))
-                tracker.still_to_come(len(self) - number - 1)
-                yield batch
-        finally:
-            if own == self._epochs:
-                tracker.still_to_come(0)
 
 
 class _CollateWithEmpty:
@@ -123,6 +92,7 @@ class PrivateDataLoader(DataLoader):
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
             without amplification.
+        event_covers_epoch: whether `event` is the cost of an epoch instead of one release.
         sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one epoch.
@@ -169,9 +139,11 @@ class PrivateDataLoader(DataLoader):
         self._mark: BatchMark | None = None
         if sampling == "shuffled":
             assert loader.batch_size is not None
-            own = _EpochBatchSampler(loader.sampler, loader.batch_size, loader.drop_last, tracker)
+            own = ShuffledBatchSampler(
+                loader.sampler, loader.batch_size, loader.drop_last, tracker
+            )
             self.steps_per_epoch = len(own)
-            self._source: DrawSampler | _EpochBatchSampler = own
+            self._source: DrawSampler | ShuffledBatchSampler = own
         else:
             drawn: dict[str, Any] = {
                 "steps_per_epoch": self.steps_per_epoch,
@@ -197,6 +169,7 @@ class PrivateDataLoader(DataLoader):
             self._draws.follow(tracker, rank_part)
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
+        self.event_covers_epoch = sampling == "shuffled"
         options: dict[str, Any] = {
             "num_workers": loader.num_workers,
             "pin_memory": loader.pin_memory,

@@ -6,15 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
+from torch.utils.data import BatchSampler
 
-from dpflash.accounting import Event, FixedSizeGaussian, PoissonGaussian, TruncatedPoissonGaussian
+from dpflash.accounting import (
+    Event,
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+)
 from dpflash.accounting.events import ADD_REMOVE
 
 from .._validate import positive_int
 from ..privacy.keys import uniform_words
-from .tracker import BatchTracker
+from .tracker import EARLIER_EPOCH, BatchTracker
 
 
 @dataclass(frozen=True)
@@ -278,3 +286,36 @@ def _least(words: np.ndarray, count: int) -> np.ndarray:
     if count >= len(words):
         return np.arange(len(words))
     return np.sort(np.argpartition(words, count - 1)[:count])
+
+
+class ShuffledBatchSampler(BatchSampler):
+    """The batches of the user's loader; reports where an epoch begins, also for other loaders."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
+        super().__init__(sampler, batch_size, drop_last)
+        self._tracker = tracker
+        self._epochs = 0
+
+    def event(self, noise_multiplier: float) -> Event:
+        """Cost of a whole epoch with this as its least noise multiplier."""
+        return ShuffledGaussian(noise_multiplier=noise_multiplier)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        tracker = self._tracker
+        if not tracker.may_begin(True):
+            return
+        tracker.begin_epoch()
+        self._epochs += 1
+        own = self._epochs
+        try:
+            for number, batch in enumerate(super().__iter__()):
+                if own != self._epochs:
+                    raise RuntimeError(EARLIER_EPOCH)
+                if number and not tracker.may_begin(False):
+                    return
+                tracker.emitted.append(len(batch))
+                tracker.still_to_come(len(self) - number - 1)
+                yield batch
+        finally:
+            if own == self._epochs:
+                tracker.still_to_come(0)

@@ -123,9 +123,9 @@ class View:
 VIEWS = {
     "p.grad": View({}),
     "weights": View({}, weights=True),
-    "p.grad, stored": View({"grad_sample_mode": "instantiate"}),
+    "p.grad, instantiate": View({"grad_sample_mode": "instantiate"}),
     "p.grad, book_keeping": View({"grad_sample_mode": "book_keeping"}),
-    "p.grad, two_pass": View({"grad_sample_mode": "ghost"}),
+    "p.grad, ghost": View({"grad_sample_mode": "ghost"}),
     "p.grad, per_layer": View({"clipping": "per_layer"}),
     "p.grad, per_block": View({"clipping": "per_block"}),
     "p.grad, microbatches": View({"physical_batch_size": 3}),

@@ -21,9 +21,9 @@ def test_a_chart_draws_only_the_rows_whose_config_has_its_values(wanted, value):
     assert made.series(ROW) == "a 8"
 
 
-def test_an_interval_is_scaled_like_its_figure():
-    head, cell = with_interval("gain", "points", "+.1f", 100)
-    assert cell({"gain": 0.25, "gain_ci95": [-0.5, 1.0]}) == "+25.0 [-50.0, +100.0]"
+def test_an_interval_stands_beside_its_figure():
+    head, cell = with_interval("gain", "points", "+.1f")
+    assert cell({"gain": 0.25, "gain_ci95": [-0.5, 1.0]}) == "+0.2 [-0.5, +1.0]"
     assert head == "points" and cell({}) is None
 
 

@@ -15,13 +15,10 @@ from dpflash.bench.private import (
     OPACUS,
     PROVIDERS,
     clipped_sums,
-    ghost_subject,
     gradient_error,
-    head_subject,
     make_training,
     private_subject,
 )
-from dpflash.bench.private_step import HEAD_FAMILIES
 from dpflash.bench.private_tasks import make_task
 from dpflash.bench.suite import Unsupported
 from dpflash.bench.work import count_work
@@ -129,24 +126,6 @@ def test_a_private_step_is_accounted_for_as_one_of_the_private_loader():
     assert training.engine.get_epsilon(1e-5) < float("inf")
 
 
-def test_register_of_a_step_leaves_opacus_as_it_was():
-    pytest.importorskip("opacus")
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost
-
-    before = dict(Ghost.NORM_SAMPLERS)
-    inside = []
-    task = attention_task()
-
-    def loss(output, y):
-        inside.append(dict(Ghost.NORM_SAMPLERS))
-        return task.loss(output, y)
-
-    spied = private_tasks.Task(task.build, task.x, task.y, loss)
-    for provider in ("opacus-ghost", "opacus-ghost-registered"):
-        training_of(spied, provider).step()
-    assert Ghost.NORM_SAMPLERS == inside[0] == before != inside[-1]
-
-
 def test_a_missing_opacus_and_a_second_layer_of_attention_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="layers=2"):
         subject("attention", NONPRIVATE, layers=2)
@@ -172,20 +151,3 @@ def test_work_by_the_planner_is_the_work_that_is_counted(provider):
     plain = count_work(training_of(task, NONPRIVATE).step)
     planned = private.add_planned_work(plain, training.engine)
     assert planned.flops == pytest.approx(counted.flops, rel=0.01)
-
-
-@pytest.mark.parametrize("provider", ["nonprivate", "opacus-ghost", "opacus-ghost-registered"])
-def test_ghost_clipping_is_right_with_and_without_register(provider):
-    pytest.importorskip("opacus")
-    measured = ghost_subject(provider=provider, batch=2, tokens=32, width=16, layers=2, **HERE)
-    assert measured.error() <= measured.tolerance
-
-
-@pytest.mark.parametrize(
-    ("head", "provider"), [one for family in HEAD_FAMILIES.values() for one in family]
-)
-def test_a_head_gets_the_right_sums_and_its_input_a_gradient(head, provider):
-    shape = {"batch": 2, "tokens": 32, "classes": 300, "width": 16}
-    measured = head_subject(head=head, provider=provider, **shape, **HERE)
-    assert measured.error() <= measured.tolerance
-    measured.step()

@@ -8,18 +8,14 @@ from dpflash.bench.output import row
 from dpflash.bench.private import AUTO
 from dpflash.bench.suite import Request, Suite
 
-LIMIT = 1000.0
 
-
-def batch_row(batch, tokens_per_s, *, peak=10.0, provider=AUTO, curve="seq", **columns):
+def batch_row(batch, tokens_per_s, *, provider=AUTO, curve="seq", **columns):
     return row(
         f"{curve}/{batch}/{provider}",
         {"batch": batch, "provider": provider, "tokens": 8},
         section="private_batch",
         curve=curve,
-        memory_limit_mb=LIMIT,
         tokens_per_s=tokens_per_s,
-        peak_memory_mb=peak,
         **columns,
     )
 
@@ -62,15 +58,10 @@ def test_optimal_batch_is_the_smallest_within_five_percent_of_the_best():
     assert found["not_measured"] == []
 
 
-def test_optimal_batch_fits_the_memory_limit():
-    rows = [batch_row(1, 50.0), batch_row(3, 90.0), batch_row(5, 200.0, peak=LIMIT + 1)]
-    assert optimal_batch("seq", rows)["batch"] == 3
-    assert optimal_batch("seq", rows[2:])["needs"]
-
-
 def test_batches_that_were_not_measured_are_told():
     rows = [batch_row(1, 50.0), batch_row(3, None, needs="a faster device")]
     assert optimal_batch("seq", rows)["not_measured"] == [3]
+    assert optimal_batch("seq", rows[1:])["needs"] == "a size that was measured"
 
 
 def derived(rows, derive):
@@ -85,7 +76,6 @@ def test_exponent_and_insights_of_batches_follow_from_private_rows_alone():
     assert exponent["exponent"] == pytest.approx(0.5)
     assert exponent["exponent_ci95"] == pytest.approx([0.5, 0.5])
     assert found["insights/private_batch/optimal"]["mean_optimal_batch"] == 16
-    assert "1.25 to 1.25" in found["insights/private_batch/overhead"]["text"]
 
 
 def test_mean_optimal_batch_is_over_the_curves():
@@ -115,7 +105,6 @@ def test_exponent_of_a_sequence_is_of_time_in_tokens():
     ]
     found = derived(rows, SEQUENCE.derive)
     assert found["private_sequence_exponent/b16"]["exponent"] == pytest.approx(1.5)
-    assert "1.50 [1.50, 1.50] (b16)" in found["insights/private_sequence/exponent"]["text"]
 
 
 def test_the_page_shows_the_insights_and_what_is_needed():
@@ -125,5 +114,5 @@ def test_the_page_shows_the_insights_and_what_is_needed():
     roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
     found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
     text = markdown(suite, found)
-    assert "The optimal batch is 1.0 on average" in text and "; not measured: 3)" in text
+    assert "The optimal batch is 1.0 on average" in text
     assert "needs: a faster device: so slow" in text

@@ -25,7 +25,7 @@ def rows_of(monkeypatch, *given):
 def test_every_pattern_is_trained_and_compared_with_a_baseline_before_it():
     rows = list(quality.quality_rows(REQUEST, TINY))
     names = [row["what"] for row in rows]
-    names_of_seeds = {"dense, another seed": 1, "dense, a third seed": 2}
+    names_of_seeds = {"dense, another seed": 1}
     assert {"sparse 50%", "sparse 75%", "sparse 90%", "dilated", "adaptive"} <= set(names)
     for row in rows:
         assert set(output.COLUMNS) <= set(row) and row["section"] == "quality"
@@ -94,13 +94,13 @@ def test_differences_are_of_the_same_windows():
 
 
 def test_held_out_documents_are_not_trained_on():
-    train, held_out = quality._windows(128, 0)
+    train, held_out = quality.windows_of(128, 0)
     assert len(held_out) > 50
     assert not set(train.documents) & set(held_out.documents)
 
 
 def test_an_untrained_model_guesses_all_tokens_alike():
     model = quality._initial_model(DENSE, TINY, 0)
-    losses = quality._evaluate(model, TINY, REQUEST)["held_out_loss"]
+    losses = quality._evaluate(model, TINY, REQUEST)
     assert len(losses) == TINY.held_out
     assert losses.mean() == pytest.approx(math.log(257), rel=0.05)

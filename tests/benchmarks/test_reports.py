@@ -23,7 +23,7 @@ from dpflash.bench.ranks import (
     NODES,
     RANKS,
     SAMPLES,
-    sample_cases,
+    SIZES,
 )
 from dpflash.bench.schema import upgraded
 from dpflash.bench.suite import Comparison, Request
@@ -48,9 +48,9 @@ _BY_FUNCTIONS = {
         for direction in DIRECTIONS
     ],
     ("ranks", SAMPLES): [
-        {"ranks": ranks, "batch": case.batch, "tokens": case.tokens}
+        {"ranks": ranks, "batch": batch, "tokens": tokens}
         for ranks in RANKS
-        for case in sample_cases(Request())
+        for batch, tokens in SIZES
     ],
     ("ranks", CONTEXT): [{"ranks": ranks} for ranks in CONTEXT_RANKS],
     ("ranks", NODE): [{"ranks": nodes} for nodes in NODES],

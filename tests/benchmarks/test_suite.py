@@ -109,7 +109,7 @@ def by_name(found):
 def test_the_three_files_hold_the_rows(found):
     held, folder, _ = found
     written = json.loads((folder / "toy.json").read_text())
-    assert written["schema"] == 2
+    assert written["schema"] == 3
     off = next(entry for entry in written["rows"] if entry["name"] == "nan")
     assert off["error"] is None and milliseconds(off) == "WRONG (no number)"
     assert milliseconds(by_name(found)["nan"]) == "WRONG (no number)"
@@ -137,7 +137,7 @@ def test_a_measured_row_has_all_columns_and_a_trace(found):
     assert entry["calls"] >= 7 and "calls" not in by_name(found)["wrong"]
     traces = found[1] / "traces"
     assert json.loads((traces / "right.json").read_text())["traceEvents"]
-    assert "aten::mm" in (traces / "right.txt").read_text()
+    assert "aten::mm" in (traces / "right.json").read_text()
 
 
 def test_a_speed_up_is_over_the_baseline_and_by_rounds(found):
@@ -163,19 +163,12 @@ def test_a_row_that_is_wrong_or_cannot_run_has_no_figures_and_says_why(found):
     assert entries["derived"]["text"] == "9 rows"
 
 
-def test_a_warning_is_a_note_of_its_row_and_is_not_printed(found):
-    _, folder, lines = found
-    assert by_name(found)["warning"]["warnings"] == ["UserWarning: all is lost"]
-    assert "warnings" not in by_name(found)["right"] and "all is lost" not in lines
-    assert "- UserWarning: all is lost (warning)" in (folder / "toy.md").read_text()
+def test_warnings_of_what_is_measured_are_not_printed(found):
+    assert "all is lost" not in found[2]
 
 
-def test_progress_names_the_phases_and_counts_the_rows(found):
-    phases = ["measuring the machine's roofs", "row 1 of 9: right: probing", "row 7 of 9: warning"]
-    phases += ["timing right and 2 that take turns with it: 1 + 6 calls each"]
-    phases += ["part 9 of 9: Those of others", "Those of others: alone", "deriving"]
-    places = [found[2].index(phase) for phase in phases]
-    assert places == sorted(places)
+def test_progress_counts_the_rows_and_names_them(found):
+    assert "toy" in found[2] and "9/9" in found[2] and "alone" in found[2]
 
 
 def test_the_page_explains_its_columns_and_no_others(found):
@@ -195,7 +188,7 @@ def test_a_slow_row_is_timed_with_fewer_calls_and_is_not_compared(tmp_path, monk
 
     def probe(function, *, config, **given):
         probed.append(config["size"])
-        return suite_module._Probed(1.0, seconds[config["size"]], [])
+        return suite_module._Probed(1.0, seconds[config["size"]])
 
     monkeypatch.setattr(suite_module, "run_isolated", probe)
     names = ("fast", "slow", "slower")
@@ -210,7 +203,7 @@ def test_a_slow_row_is_timed_with_fewer_calls_and_is_not_compared(tmp_path, monk
     assert 0 < low <= slow["median_ms"] <= high and "samples_ms" not in slow
     assert "one call takes 3 s" in slower["needs"] and slower["median_ms"] is None
     assert " (4 calls: " in (tmp_path / "toy.md").read_text()
-    assert key_insights(held["rows"])[-1].startswith("2 rows were timed, 1 of them with few calls")
+    assert key_insights(held["rows"])[-1].startswith("Rows: 2 timed (1 with few calls")
     written = json.loads((tmp_path / "toy.json").read_text())
     verdicts = {line.name: line.verdict for line in compare(written, written).lines}
     assert verdicts["slow"] == "not comparable" and verdicts["fast"] == "undecided"
@@ -243,19 +236,20 @@ def test_a_bug_in_a_part_or_in_a_trace_is_a_row_and_the_others_are_measured(tmp_
     assert "ArithmeticError: a bug" in page and "LookupError: another" in page
 
 
-def test_a_row_that_fails_while_it_is_timed_has_no_figures_and_the_others_have(tmp_path):
-    measurements = [measurement(kind, kind=kind) for kind in ("late", "uncounted")]
-    measurements += [measurement("right"), measurement("other")]
-    found = run(toy(Comparison(measurements, baseline="late")), tmp_path)
-    assert wrong_rows(found) == ["late", "uncounted"]
-    for failed in found["rows"][:2]:
-        assert failed["failure"].startswith("ArithmeticError: a bug")
-        assert failed["median_ms"] is failed["peak_memory_mb"] is None
-        assert "samples_ms" not in failed and failed["trials"] == 0
-    for entry in found["rows"][2:]:
-        assert entry["correct"] is True and len(entry["samples_ms"]) == 6
-        assert math.isfinite(entry["median_ms"]) and "speedup" not in entry
-    assert "FAILED: ArithmeticError" in (tmp_path / "toy.md").read_text()
+def test_a_comparison_that_fails_while_it_is_timed_has_no_figures_and_others_have(tmp_path):
+    for kind in ("late", "uncounted"):
+        failing = [measurement(kind, kind=kind), measurement("right")]
+        plan = Comparison(failing, baseline="right"), Comparison([measurement("other")])
+        found = run(toy(*plan), tmp_path)
+        assert wrong_rows(found) == [kind, "right"]
+        for failed in found["rows"][:2]:
+            assert failed["failure"].startswith("ArithmeticError: a bug")
+            assert failed["median_ms"] is failed["peak_memory_mb"] is None
+            assert "samples_ms" not in failed and failed["trials"] == 0
+        (other,) = found["rows"][2:]
+        assert other["correct"] is True and len(other["samples_ms"]) == 6
+        assert math.isfinite(other["median_ms"])
+        assert "FAILED: ArithmeticError" in (tmp_path / "toy.md").read_text()
 
 
 def stop(request):
@@ -321,8 +315,7 @@ def test_the_command_runs_all_suites_and_names_what_broke_off(command, tmp_path,
     assert "bench two broke off: ArithmeticError: a bug" in printed.err
     assert "no figures: all of two" in printed.err
     assert "bench three measured nothing" in printed.err and "bench one" not in printed.err
-    assert "second is" in printed.out and "times as fast as first (rows: 1)." in printed.out
-    assert "2 rows were timed." in printed.out and str(tmp_path / "one.json") in printed.out
+    assert "Rows: 2 timed" in printed.out and str(tmp_path / "one.json") in printed.out
     top = (tmp_path / "one.md").read_text().partition("## Products")[0]
     for line in printed.out.partition("three")[0].splitlines():
         assert not line.startswith("- ") or line in top
@@ -349,7 +342,7 @@ def test_a_wrong_peer_is_named_and_no_failure_but_a_wrong_row_of_ours_is(
     assert command({"one": [Comparison([measurement("right"), *peers])]}) == 0
     printed = capsys.readouterr()
     assert "Peers that were wrong or failed, without figures: wrong, broken" in printed.out
-    assert "wrong" not in printed.err.replace("row 2 of 3: wrong", "")
+    assert "dpflash: wrong" not in printed.err
     assert "the peer is WRONG (error" in (tmp_path / "one.md").read_text()
     assert command({"one": [Comparison([measurement("ours", kind="wrong"), *peers])]}) == 1
     assert "no figures: ours" in capsys.readouterr().err
@@ -380,23 +373,14 @@ def test_the_environment_names_the_device_and_its_threads():
     assert found["threads"] == 3 and found["cores"] >= 1 and found["device"].startswith("CPU")
 
 
-def test_insights_are_those_of_the_suite_or_follow_from_its_rows():
-    one = row("a/b", {}, median_ms=1.0, speedup=0.5, baseline="a/c")
-    other = {**one, "name": "d/b", "speedup": 2.0, "baseline": "d/c"}
-    fitted = {"exponent": 1.25, "exponent_ci95": [1.0, 1.5]}
-    bent = row("e", {}, curve="c", sizes=[1, 2, 4, 8], **fitted)
-    few = row("f", {}, curve="few", sizes=[1, 2, 4], **fitted)
-    assert key_insights([one, other, bent, few]) == [
-        "b is 0.5 to 2 times as fast as c (rows: 2).",
-        "c: the exponent is 1.25 [1.00, 1.50].",
-        "few: too few sizes for an exponent (3).",
-        "2 rows were timed.",
-    ]
+def test_insights_are_those_of_the_suite_and_the_numbers_of_its_rows():
+    one = row("a/b", {}, median_ms=1.0)
     own = row("i", {}, section="insights", text="All is well.")
     lacking = needs("n", {}, "a friend")
     assert key_insights([one, own, lacking]) == [
         "All is well.",
-        "1 rows were timed, 1 need time or things that are not here (they say what).",
+        "Rows: 1 timed (0 with few calls, since they are slow), 1 that need what is not here, "
+        "0 wrong or failed.",
     ]
 
 

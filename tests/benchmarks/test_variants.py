@@ -28,7 +28,7 @@ def measurements(suite, request=CPU):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", [n for n, one in VARIANTS.items() if "Sparse" not in n[:6]])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not name.startswith("Sparse")])
 def test_a_variant_computes_its_pattern(name, causal):
     subject = subject_of(name, causal=causal)
     assert subject.error() <= subject.tolerance
@@ -53,13 +53,7 @@ def test_a_wrong_variant_is_found(monkeypatch):
 def test_every_variant_is_measured():
     rows = [one for one in measurements(variants.SUITE) if "variant" in one.config]
     assert {one.config["variant"] for one in rows} == set(VARIANTS)
-    # A refused row still has these columns.
-    operators = {one.config["variant"]: one.columns for one in rows}
-    for name, operator, peer in (
-        ("SparseRandom90", "dpflash", False),
-        ("SDPA", "sdpa-flash", True),
-    ):
-        assert (operators[name]["operator"], operators[name]["peer"]) == (operator, peer)
+    assert {one.config["variant"] for one in rows if one.columns.get("peer")} == {"SDPA"}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -89,7 +83,7 @@ def test_a_sequence_too_short_for_its_sparsity_is_refused_with_the_one_that_is_n
 ):
     pattern = VARIANTS[name].pattern
     for tokens in (192, least - 128):
-        with pytest.raises(Unsupported, match=rf"longer sequence, from T = {least:,} on"):
+        with pytest.raises(Unsupported, match="a longer sequence"):
             pattern(tokens, causal)
     found = pattern(least, causal)
     assert found.random_blocks + found.local_blocks == 1
@@ -120,25 +114,6 @@ def test_rows_of_a_plan_have_names_of_their_own_and_baselines_that_exist(suite, 
         assert item.baseline is None or item.baseline in {one.name for one in item.measurements}
     # Plain values, since they travel to other processes and into JSON.
     json.dumps([dict(one.config) for one in measured])
-    # The name of a part is its docstring.
-    assert all(item.__doc__ for item in items if suite is variants.SUITE)
-
-
-def test_a_patient_run_on_a_cpu_measures_the_slow_variants_too():
-    large = "reports/large/forward+backward/"
-    tried = {one.name for one in measurements(variants.SUITE)}
-    patience = Request(device="cpu", max_seconds=600)
-    patient = {one.name for one in measurements(variants.SUITE, patience)}
-    assert {f"{large}{one}" for one in (variants.OURS, variants.FORMULA)} <= tried
-    assert f"{large}BlockSparseAdaptive" in patient - tried
-    left = [
-        row
-        for item in variants.SUITE.plan(CPU)
-        if not isinstance(item, Comparison) and item is not variants.quality_rows
-        for row in item(CPU)
-    ]
-    (row,) = [row for row in left if row["name"] == f"{large}BlockSparseAdaptive"]
-    assert "--max-seconds" in row["needs"] and row["median_ms"] is None
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])

@@ -155,7 +155,7 @@ class Run:
         self.scheduler.load_state_dict(extra["scheduler"])
         return self
 
-    def told(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return {
             "parameters": flat(self.plain.parameters()).numpy(),
             "epsilon": self.engine.get_epsilon(1e-5),
@@ -177,7 +177,7 @@ def write(group: object, *, folder: str, names: list[str], after: int, **options
     for name in names:
         wrapper, optimizer = name.split("-")
         run = Run(wrapper, optimizer=optimizer, **options).train(after)
-        found.append(run.save(Path(folder) / name).told())
+        found.append(run.save(Path(folder) / name).outcome())
     return found
 
 
@@ -195,7 +195,7 @@ def resume(
         f"{name} on {wrapper}": Run(wrapper, optimizer=name.split("-")[1], **options)
         .load(Path(folder) / name)
         .train(steps)
-        .told()
+        .outcome()
         for name in names
         for wrapper in wrappers
     }
@@ -211,7 +211,7 @@ def lose_steps(group: object, *, folder: str, wrapper: str) -> dict[str, Any]:
     second = Run(wrapper, ledger=ledger, **options).load(path).train(6)
     dist.barrier()
     lines = len(Path(ledger).read_text().splitlines())
-    return {"lost": first.told(), "resumed": second.told(), "lines": lines}
+    return {"lost": first.outcome(), "resumed": second.outcome(), "lines": lines}
 
 
 def leave_noise(group: object, *, folder: str, wrapper: str) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def leave_noise(group: object, *, folder: str, wrapper: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the writer and the reader live in one process here
         second = Run(wrapper, **options).load(path).train(5)
-    return {"lost": first.told(), "resumed": second.told()}
+    return {"lost": first.outcome(), "resumed": second.outcome()}
 
 
 def seen(path: Path) -> dict[str, Any]:
@@ -316,13 +316,13 @@ def refusals(group: object, *, folder: str) -> dict[str, str]:
     said = {}
 
     def attempt(name: str, action: Any, run: Run) -> None:
-        before = run.told()
+        before = run.outcome()
         try:
             action()
             said[name] = "accepted"
         except (ValueError, RuntimeError, FileNotFoundError, OSError) as error:
             said[name] = f"{type(error).__name__}: {error}"
-        after = run.told()
+        after = run.outcome()
         changed = [k for k in before if repr(before[k]) != repr(after[k])]
         said[name] += f" (changed {changed})" if changed else ""
         dist.barrier()

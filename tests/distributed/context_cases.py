@@ -129,7 +129,7 @@ def refusals(group: object) -> dict[str, str]:
     attend = twice.attention
     attempt("padding", lambda: attend(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)))
     attempt("mask", lambda: attend(x, attn_mask=torch.zeros(5, 5)))
-    # Only one rank is wrong, and all are told.
+    # Only one rank is wrong, and all ranks raise.
     mask = torch.zeros(5, 5) if dist.get_rank() == 1 else None
     attempt("mask of one", lambda: attend(x, attn_mask=mask))
     attempt("samples", lambda: attend(x[: 1 + dist.get_rank()]))

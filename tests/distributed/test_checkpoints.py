@@ -44,7 +44,7 @@ def expected(cases):
     def get(optimizer, kind="net", steps=STEPS):
         key = (optimizer, kind, steps)
         if key not in held:
-            held[key] = cases.Run("alone", optimizer=optimizer, kind=kind).train(steps).told()
+            held[key] = cases.Run("alone", optimizer=optimizer, kind=kind).train(steps).outcome()
         return held[key]
 
     return get
@@ -73,7 +73,7 @@ def check_equal(found, wanted, name):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expected):
     names = [*WRITERS, "alone-adamw", "alone-momentum"]
-    told = of_size(size).run(
+    outcomes = of_size(size).run(
         CASES,
         "resume",
         size,
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expect
         wrappers=["fsdp", "ddp"] if size == 3 else ["fsdp", "plain"],
         steps=STEPS,
     )
-    for rank in told:
+    for rank in outcomes:
         assert len(rank) == 2 * len(names)
         for name, found in rank.items():
             check_equal(found, expected(name.split()[0].split("-")[1]), f"{name} of {size}")
@@ -100,9 +100,9 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
         "names": ["fsdp-adamw", "alone-adamw"],
         "steps": 2,
     }
-    told = of_size(3).run(CASES, "resume", 3, wrappers=["fsdp", "plain"], **options)
+    outcomes = of_size(3).run(CASES, "resume", 3, wrappers=["fsdp", "plain"], **options)
     alone = cases.resume(None, wrappers=["alone"], **options)
-    for rank in [*told, alone]:
+    for rank in [*outcomes, alone]:
         for name, found in rank.items():
             check_equal(found, expected("adamw", steps=2), name)
 
@@ -114,12 +114,12 @@ def test_ranks_that_share_samples_save_and_go_on(wrapper, cases, of_size, expect
     folder = {"folder": str(tmp_path), "names": [name], "kind": "lm"}
     of_size(4).run(CASES, "write", 4, context=2, after=SAVED, **folder)
     again = {**folder, "steps": STEPS}
-    told = [
+    outcomes = [
         *of_size(4).run(CASES, "resume", 4, context=2, wrappers=["plain", "fsdp"], **again),
         *of_size(2).run(CASES, "resume", 2, context=2, wrappers=["fsdp"], **again),
         cases.resume(None, wrappers=["alone"], **again),
     ]
-    for rank in told:
+    for rank in outcomes:
         for case, found in rank.items():
             check_equal(found, expected("adamw", "lm"), case)
 
@@ -131,42 +131,42 @@ def apart(one, other):
 
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_lost_steps_stay_counted_and_their_noise_is_not_repeated(wrapper, of_size, tmp_path):
-    told = of_size(2).run(CASES, "lose_steps", 2, folder=str(tmp_path), wrapper=wrapper)
+    outcomes = of_size(2).run(CASES, "lose_steps", 2, folder=str(tmp_path), wrapper=wrapper)
     accountant = create_accountant("contour")
     accountant.compose(PoissonGaussian(noise_multiplier=100.0, sample_rate=0.25), 8)
-    for rank in told:
+    for rank in outcomes:
         assert rank["lines"] == 8
         assert rank["resumed"]["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5))
         for lost in rank["lost"]["grads"]:
             for grad in rank["resumed"]["grads"]:
                 assert apart(lost, grad) > 0.5
-        assert np.array_equal(rank["resumed"]["parameters"], told[0]["resumed"]["parameters"])
+        assert np.array_equal(rank["resumed"]["parameters"], outcomes[0]["resumed"]["parameters"])
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_without_ledger_and_seed_all_ranks_leave_the_noise_together(wrapper, of_size, tmp_path):
-    told = of_size(2).run(CASES, "leave_noise", 2, folder=str(tmp_path), wrapper=wrapper)
-    for rank in told:
+    outcomes = of_size(2).run(CASES, "leave_noise", 2, folder=str(tmp_path), wrapper=wrapper)
+    for rank in outcomes:
         assert rank["resumed"]["branch"]
-        assert rank["resumed"]["branch"] == told[0]["resumed"]["branch"]
+        assert rank["resumed"]["branch"] == outcomes[0]["resumed"]["branch"]
         assert rank["lost"]["branch"] == ""
-        assert np.array_equal(rank["resumed"]["parameters"], told[0]["resumed"]["parameters"])
+        assert np.array_equal(rank["resumed"]["parameters"], outcomes[0]["resumed"]["parameters"])
         for lost, grad in zip(rank["lost"]["grads"][3:], rank["resumed"]["grads"], strict=True):
             assert apart(lost, grad) > 0.5
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_checkpoint(of_size, tmp_path):
-    for rank, told in enumerate(
+    for rank, outcome in enumerate(
         of_size(2).run(CASES, "survive_failures", 2, folder=str(tmp_path))
     ):
-        assert told["unchanged"]
-        assert len(told["messages"]) == 6
+        assert outcome["unchanged"]
+        assert len(outcome["messages"]) == 6
         wanted = ["No space", "No space", "be split", "No space", "No space", "is odd"]
         victims = [1, 0, 1, 0, 0, 1]
-        for message, words, victim in zip(told["messages"], wanted, victims, strict=True):
+        for message, words, victim in zip(outcome["messages"], wanted, victims, strict=True):
             assert words in message
             assert rank == victim or str(tmp_path / "failing") in message
-        before, after = told["before"], told["after"]
+        before, after = outcome["before"], outcome["after"]
         assert before["modes"] == [0o700, 0o700, 0o600]
         assert after["modes"] == before["modes"]
         assert after["pointer"] != before["pointer"]
@@ -230,4 +230,4 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before_it(
     assert answers.pop(victim).kind == "Died"
     assert set(answers) <= {"RankError"}
     run = cases.Run("alone").load(path).train(STEPS)
-    check_equal(run.told(), expected("adamw"), at)
+    check_equal(run.outcome(), expected("adamw"), at)

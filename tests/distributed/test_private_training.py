@@ -73,7 +73,7 @@ def _single(**options: Any) -> dict[str, Any]:
 
 # Clipping, and how flat clipping gets its norms.
 CLIPPINGS = [
-    pytest.param({"clipping": "flat", "grad_sample_mode": "instantiate"}, id="flat-stored"),
+    pytest.param({"clipping": "flat", "grad_sample_mode": "instantiate"}, id="flat-instantiate"),
     pytest.param({"clipping": "flat", "grad_sample_mode": "ghost"}, id="flat-ghost"),
     pytest.param({"clipping": "flat", "clip_function": "automatic"}, id="flat-automatic"),
     pytest.param({"clipping": "per_layer"}, id="per_layer"),

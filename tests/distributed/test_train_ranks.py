@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_other_ranks(
             parallel=WAYS[first],
             config=config(data),
             stop_at=3,
-            told=2,
+            stopped_rank=2,
         )
         assert [(one["step"], one["report"]) for one in done] == [(3, None)] * 4
     assert {p.name for p in out.iterdir()} == {

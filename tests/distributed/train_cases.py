@@ -22,8 +22,8 @@ class Connected(Launch):
         return Team(self.parallel, mesh)
 
 
-def train(group, out, parallel, config=None, stop_at=None, told=0):
-    """A job of a config, or the one in `out`; the rank `told` is told to stop after a step."""
+def train(group, out, parallel, config=None, stop_at=None, stopped_rank=0):
+    """A job of a config, or the one in `out`; rank `stopped_rank` stops after a step."""
     launch = Connected(Parallelism(**parallel))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -33,7 +33,7 @@ def train(group, out, parallel, config=None, stop_at=None, told=0):
             job = TrainingRun.start(TrainingConfig(**config), out, launch)
 
     def should_stop():
-        return job.step == stop_at and dist.get_rank() == told
+        return job.step == stop_at and dist.get_rank() == stopped_rank
 
     try:
         report = job.run(should_stop=should_stop)

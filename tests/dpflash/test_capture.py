@@ -1,4 +1,4 @@
-"""A release cannot be captured in a CUDA graph. What PyTorch says of the stream is replaced."""
+"""A release cannot be captured in a CUDA graph. The state of the stream is faked here."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""What a hostile reader found: batches, failures and copies that once broke a guarantee."""
+"""Batches, failures and copies that once broke a guarantee."""
 
 import copy
 import os

@@ -214,6 +214,16 @@ def test_weight_norm_and_frozen_batch_norms_train(clipping, private, oracle, sum
     assert distance({n: found[n] for n in expected}, expected) <= 1e-12
 
 
+def test_a_frozen_part_of_a_computed_weight_that_trains_again_is_refused(private):
+    plain, x = Normed(), inputs().float()
+    magnitude = plain.conv.parametrizations.weight.original0.requires_grad_(False)
+    _, model, *_ = private(plain, x, one_part=True)
+    model(x)
+    magnitude.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="original0' was frozen"):
+        model(x)
+
+
 def test_a_frozen_batch_norm_that_leaves_eval_is_refused(private):
     x = inputs().float()
     engine, model, *_ = private(Normed(), x, one_part=True)

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flat auto": {"clipping": "flat"},
     "flat stored": {"clipping": "flat", "grad_sample_mode": "instantiate"},
     "flat book_keeping": {"clipping": "flat", "grad_sample_mode": "book_keeping"},
-    "flat two_pass": {"clipping": "flat", "grad_sample_mode": "ghost"},
+    "flat ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
     "flat automatic": {"clipping": "flat", "clip_function": "automatic"},
     "per_layer": {"clipping": "per_layer"},
     "per_block": {"clipping": "per_block"},

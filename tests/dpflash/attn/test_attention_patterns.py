@@ -448,12 +448,12 @@ def test_a_row_without_key_gives_no_gradient_even_for_a_nan_from_above():
     padding[:, :9] = True
     pattern = SlidingWindow(window=2, causal=True)
     o, lse = attention(*qkv, pattern=pattern, key_padding_mask=padding, return_lse=True)
-    blind = lse == -math.inf
-    assert blind.any()
+    masked = lse == -math.inf
+    assert masked.any()
     do, dlse = torch.ones_like(o), torch.ones_like(lse)
     clean = torch.autograd.grad((o, lse), qkv, (do, dlse), retain_graph=True)
-    do[blind] = math.nan
-    dlse[blind] = math.nan
+    do[masked] = math.nan
+    dlse[masked] = math.nan
     assert all(map(torch.equal, clean, torch.autograd.grad((o, lse), qkv, (do, dlse))))
 
 

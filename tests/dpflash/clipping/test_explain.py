@@ -1,4 +1,4 @@
-"""What `engine.plan` tells of the modes to clip."""
+"""The report of `engine.plan` about the modes of clipping."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A call of the model tells its batch anew: what was called before never multiplies a sample."""
+"""Each call of the model infers its batch size anew, whatever was called before."""
 
 import copy
 

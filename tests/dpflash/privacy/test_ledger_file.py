@@ -1,4 +1,4 @@
-"""The ledger's file: what tells a cut or changed one, who may write to it, and kill -9."""
+"""The file of the ledger: how cut or changed files are found, who may write to it, and kill -9."""
 
 import errno
 import fcntl

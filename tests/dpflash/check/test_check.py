@@ -1,4 +1,4 @@
-"""`engine.check` finds what couples the samples of a batch, and says nothing of what does not."""
+"""`engine.check` finds layers and losses that couple samples, and accepts those that do not."""
 
 import copy
 import random

@@ -18,7 +18,7 @@ from dpflash.clipping import device_speed as ceilings
 from dpflash.clipping import measure_speed as measure
 from dpflash.kernels import native
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:
 def test_memory_is_a_plausible_number_of_bytes(report: dict) -> None:
     total, available = report["memory"]["total"], report["memory"]["available"]
     if total is None:
-        pytest.skip("this system does not tell its memory")
+        pytest.skip("this system does not report its memory")
     assert 64 * 1024**2 < total < 2**50
     assert available is None or 0 < available <= total
 

@@ -1,4 +1,4 @@
-"""Epsilon is that of the sampler that drew the batches, for the relation that it has one for."""
+"""Epsilon is computed for the sampler that drew the batches, under its neighboring relation."""
 
 import pytest
 import torch
