@@ -7,10 +7,12 @@ from torch import nn
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
+from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -23,6 +25,8 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.RMSNorm.forward: PrivateRMSNorm,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
+    "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
 # Modules whose layers have rules of their own, and which run several of them as one node.
@@ -33,12 +37,18 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters, and whose children hold none."""
+    if is_experts(module):
+        return PrivateExperts
+    if is_adapter(module):
+        return RULES.get(_name_of_forward(module)) or PrivateLeaf
     return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that holds no parameters itself; None for most."""
-    return BLOCK_RULES.get(_name_of_forward(module))
+    """The private class for a module that has no trained parameters itself; None for most."""
+    if is_experts(module):
+        return PrivateExperts
+    return PrivatePrompts if makes_prompts(module) else BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:

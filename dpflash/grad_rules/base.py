@@ -32,6 +32,7 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
+        is_whole: whether the parameters of its children are its own, see `peft`.
         has_positions: whether it received indices [T] of another length than B.
     """
 
@@ -39,6 +40,7 @@ class ModuleContext:
     name: str
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
+    is_whole: bool = False
     has_positions: bool = False
 
     def note_positions(self) -> None:
@@ -46,7 +48,7 @@ class ModuleContext:
         self.has_positions = True
 
     def check_batch(self, x: Tensor) -> Tensor:
-        """Expand x to the batch size of the forward; refuse another first dimension."""
+        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
@@ -54,6 +56,8 @@ class ModuleContext:
         if torch.compiler.is_compiling():
             return x
         size = self.backward.forward.batch_size_for(x, self.name)
+        if x.shape[0] not in (1, size):
+            x = x.unflatten(0, (size, -1))
         if self.backward.forward.rows is not None:
             self.backward.forward.rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
@@ -61,12 +65,17 @@ class ModuleContext:
         return x
 
 
+def as_given(y: Tensor, given: Tensor) -> Tensor:
+    """Flatten the output `[B, n, ...]` of a layer that was given `[B n, ...]`."""
+    return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
+
+
 class Handles:
     """The handles of a module in one forward."""
 
-    def __init__(self, module: nn.Module, context: ModuleContext, batch_size: int):
+    def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
         self._slots = context.slots
-        self._parameters = module._parameters
+        self._parameters = module.own_parameters()
         self._gates: dict[int, Gate] = {}
         self._context = context
         self._batch_size = batch_size
@@ -80,7 +89,7 @@ class Handles:
         """The handle [B, ...] on a parameter, or None where it is not trained."""
         if name not in self._slots:
             return None
-        parameter = self._parameters[name]
+        parameter = self._parameters.get(name)
         if parameter is None or not parameter.requires_grad:
             return None
         group, position = self._slots[name]
@@ -123,12 +132,18 @@ class PrivateModule(nn.Module):
     def private_handles(self, batch_size: int) -> Handles:
         return Handles(self, self._dpflash, batch_size)
 
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are this layer's, by name."""
+        if self._dpflash.is_whole:
+            return dict(self.named_parameters())
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
     def is_private_call(self) -> bool:
         """Whether this call can lead to gradients of own parameters."""
         context = self._dpflash
         trainable = False
-        for name, parameter in self._parameters.items():
-            if parameter is not None and parameter.requires_grad:
+        for name, parameter in self.own_parameters().items():
+            if parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:
                     raise RuntimeError(

@@ -14,7 +14,9 @@ from ..clipping.backward import PrivateBackward
 from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
+from .experts import check_routing
 from .linear import PrivateConv1D, PrivateLinear
+from .peft import check_adapter, inside_adapters, is_adapter
 
 
 def check_model(model: nn.Module) -> None:
@@ -23,12 +25,19 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
     """
+    inside = inside_adapters(model)
     for name, module in model.named_modules():
-        check_module(name or "(the model itself)", module)
+        check_module(name or "(the model itself)", module, is_inside=module in inside)
 
 
-def check_module(name: str, module: nn.Module) -> None:
-    """`check_model` for one module, without its children."""
+def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
+    """`check_model` for one module, without its children.
+
+    Args:
+        name: dotted name, for messages.
+        module: to check.
+        is_inside: whether an adapter above it owns its parameters, see `peft`.
+    """
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if isinstance(module, _BatchNorm):
@@ -47,17 +56,24 @@ def check_module(name: str, module: nn.Module) -> None:
             "rewrites the rows that the data look up, trainable or not, so they would leave "
             "without noise. Set max_norm=None"
         )
+    check_routing(name, module)
+    if not is_inside:
+        check_adapter(name, module)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
-    if own:
+    if own and not is_inside:
         _check_owner(name, module, own)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that no layer below it has too, as `decoder.bias` of BERT's head.
 
+    Those of an adapter are all below it.
+
     Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
     and the step refuses the release.
     """
+    if is_adapter(module):
+        return dict(module.named_parameters())
     below = {id(p) for child in module.children() for p in child.parameters()}
     return {n: p for n, p in module._parameters.items() if p is not None and id(p) not in below}
 
@@ -96,6 +112,8 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
         )
+    if is_adapter(module):
+        return
     if any(True for child in module.children() for _ in child.parameters()):
         raise ValueError(
             f"parameter '{own[0]}' hangs directly on module '{name}' ({kind}), which has other "
@@ -119,11 +137,12 @@ def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
     """(name, own trained parameters) of each module, in the model's order."""
-    wanted = {id(p) for p in trained}
+    wanted, inside = {id(p) for p in trained}, inside_adapters(model)
     return [
         (name, own)
         for name, module in model.named_modules()
-        if (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
+        if module not in inside
+        and (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
 
 
@@ -147,7 +166,10 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
     Objects, parameters, buffers and state_dict keys stay the same.
     """
+    inside = inside_adapters(model)
     for name, module in list(model.named_modules()):
+        if module in inside:
+            continue
         own = _own_parameters(module)
         trained = any(p.requires_grad for p in own.values())
         rule = rule_for(module) if trained else block_rule_for(module)
@@ -158,6 +180,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
             name,
             {n: backward.slots[id(p)] for n, p in own.items() if id(p) in backward.slots},
             frozenset(n for n, p in own.items() if not p.requires_grad),
+            is_whole=is_adapter(module),
         )
         original = type(module)
         module.__class__ = type(f"Private{original.__name__}", (rule, original), {})

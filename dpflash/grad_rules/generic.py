@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .base import PrivateModule, plain_copy
+from .base import PrivateModule, plain_class, plain_copy
 from .lookups import PerSampleLookups
+from .output_shapes import OutputShapes, map_tensors
 
 
 class PrivateLeaf(PrivateModule):
@@ -46,6 +47,7 @@ class PrivateLeaf(PrivateModule):
                 "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
                 "arguments of their own"
             )
+        rows = {a.shape[0] for a in tensors if a.ndim}
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
         kwargs = {
             k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
@@ -57,7 +59,14 @@ class PrivateLeaf(PrivateModule):
                 f"dimensions {sorted(sizes)}; the generic rule needs the batch first in each"
             )
         batch_size = sizes.pop()
-        own = {n: p for n, p in self._parameters.items() if p is not None}
+        is_flattened = not rows <= {1, batch_size}
+        if is_flattened and len(rows) > 1:
+            raise ValueError(
+                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have first "
+                f"dimensions {sorted(rows)}, of which some are samples and others tokens; the "
+                "generic rule needs the same in each"
+            )
+        own = self.own_parameters()
         copied = plain_copy(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
@@ -77,16 +86,31 @@ class PrivateLeaf(PrivateModule):
         def one(
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
-            # Modules expect a batch dimension; theirs has one sample.
-            inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
-            named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}
+            if not is_flattened:
+                # Modules expect a batch dimension; theirs has one sample.
+                inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
             outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
-            return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.squeeze(0), outputs)
+            return shape.of_sample(outputs)
 
         in_dims = (
             0,
             tuple(0 if isinstance(a, Tensor) else None for a in args),
             {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
         )
+        shape = OutputShapes(
+            is_flattened, lambda *of_two: functional_call(copied, shared, *of_two)
+        )
         with PerSampleLookups(context.name):
-            return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
+            try:
+                run = vmap(one, in_dims=in_dims, randomness="different")
+                outputs = run(per_sample, args, kwargs)
+            except RuntimeError as error:
+                misfit = context.backward.forward.misfit
+                if not (misfit or "vmap" in str(error) or "functorch" in str(error)):
+                    raise
+                raise RuntimeError(
+                    f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
+                    f"own, and torch.func.vmap, which runs it for each sample, fails: {error} "
+                    f"Freeze it with requires_grad_(False), or use another layer{misfit}"
+                ) from error
+            return shape.of_batch(outputs, args, kwargs)

@@ -81,6 +81,8 @@ def register() -> str:
     Some models (GPT-OSS, GPT-J, Falcon, ...) treat every name with "flash" in it as a
     FlashAttention package; for those the same functions are also registered as "dp_attention".
 
+    ``experts_implementation="dpflash"`` names the experts of a mixture, see `_experts`.
+
     Returns:
         The name, "dpflash".
 
@@ -100,7 +102,30 @@ def register() -> str:
         AttentionInterface.register(name, _attention)
         AttentionMaskInterface.register(name, _mask)
     _load_nothing_for_our_name()
+    _register_experts()
     return NAME
+
+
+def _register_experts() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+def _experts(
+    module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Experts of a model that is not private: as transformers' own.
+
+    `make_private` gives experts their rule whatever `experts_implementation` is.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    # Grouped products take no float64.
+    wide = next(module.parameters()).dtype == torch.float64
+    own = ALL_EXPERTS_FUNCTIONS["batched_mm" if wide else "grouped_mm"]
+    result: Tensor = own(module, hidden_states, top_k_index, top_k_weights)
+    return result
 
 
 def _load_nothing_for_our_name() -> None:

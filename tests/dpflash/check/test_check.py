@@ -370,17 +370,23 @@ def test_a_private_norm_that_is_no_samples_norm_is_found(monkeypatch):
     assert found(report, "first_dimension") == ["(the model itself)"]
 
 
-def test_a_layer_over_flattened_tokens_is_found():
+@pytest.mark.parametrize("time_first", [False, True])
+def test_a_layer_over_flattened_tokens_is_found_where_the_time_is_first(time_first):
     class Flattened(nn.Module):
         def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.inner = nn.Linear(WIDTH, WIDTH)
             self.head = nn.Linear(WIDTH, VOCABULARY)
 
         def forward(self, tokens):
-            return self.head(self.embedding(tokens).flatten(0, 1)).unflatten(0, tokens.shape)
+            x = self.embedding(tokens)
+            x = x.transpose(0, 1) if time_first else x
+            y = self.head(torch.relu(self.inner(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
+            return y.transpose(0, 1) if time_first else y
 
-    assert found(check(Flattened(), documents()), "first_dimension") == ["head"]
+    expected = ["inner", "head"] if time_first else []
+    assert found(check(Flattened(), documents()), "first_dimension") == expected
 
 
 @pytest.mark.parametrize("also_called", [True, False], ids=["also-called", "never-called"])
