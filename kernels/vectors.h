@@ -83,26 +83,59 @@ inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
   }
 }
 
-// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
-// least normal number.
+// The same of r^(n - 1) / n!, down to n = 1.
+template <class F, int degree>
+inline Vector<F> taylor_of_ratio(Vector<F> r, Vector<F> sum) {
+  if constexpr (degree < 1) {
+    return sum;
+  } else {
+    return taylor_of_ratio<F, degree - 1>(r, sum * r + kInverseFactorial<F, degree>);
+  }
+}
+
+// x = n ln2 + r with a small r, and 2^n.
 template <class F>
-inline Vector<F> exponential(Vector<F> x) {
+inline Vector<F> reduced(Vector<F> x, Vector<F>* power) {
   using N = Number<F>;
   // Adding `round` leaves the nearest integer in the low bits.
   Vector<F> shifted = x * F(1.44269504088896340736) + N::round;
   Vector<F> n = shifted - N::round;
   Vector<F> r = x - n * N::ln2_high;
   r = r - n * N::ln2_low;
-  Vector<F> top = splat<F>(kInverseFactorial<F, N::taylor_degree>);
-  Vector<F> mantissa = taylor<F, N::taylor_degree - 1>(r, top);
   Integers<F> bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits + typename N::Integer(N::exponent_bias)) << N::mantissa_bits;
-  Vector<F> power;
-  std::memcpy(&power, &bits, sizeof power);
+  std::memcpy(power, &bits, sizeof bits);
+  return r;
+}
+
+// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
+// least normal number.
+template <class F>
+inline Vector<F> exponential(Vector<F> x) {
+  using N = Number<F>;
+  Vector<F> power, r = reduced<F>(x, &power);
+  Vector<F> top = splat<F>(kInverseFactorial<F, N::taylor_degree>);
+  Vector<F> mantissa = taylor<F, N::taylor_degree - 1>(r, top);
   Vector<F> y = mantissa * power;
   y = x < N::lowest ? Vector<F>{} : y;
   return x > N::highest ? splat<F>(kInfinity<F>) : y;
+}
+
+// tanh x to a few units in the last place, also near 0: (e^2x - 1) / (e^2x + 1) by e^2x - 1, which
+// is 2^n (e^r - 1) + (2^n - 1). NaN for NaN.
+template <class F>
+inline Vector<F> tangent(Vector<F> x) {
+  using N = Number<F>;
+  Vector<F> twice = x + x;
+  twice = twice > F(60) ? splat<F>(60) : twice;
+  twice = twice < F(-60) ? splat<F>(-60) : twice;
+  Vector<F> power, r = reduced<F>(twice, &power);
+  // The sum of r^n / (n + 1)!, which r turns into e^r - 1.
+  Vector<F> ratio = splat<F>(kInverseFactorial<F, N::taylor_degree>);
+  ratio = taylor_of_ratio<F, N::taylor_degree - 1>(r, ratio);
+  Vector<F> less_one = power * (r * ratio) + (power - F(1));
+  return less_one / (less_one + F(2));
 }
 
 // Registers hold `rows` sums of `vectors` vectors; fewer vectors leave room for more rows.
