@@ -137,7 +137,7 @@ def _flash_attn(case: Case) -> Run:
         return run_packed
     if not isinstance(pattern, Dense | SlidingWindow):
         raise Unsupported("another pattern: flash-attn has dense, windows and documents")
-    reach = pattern.window if isinstance(pattern, SlidingWindow) else -1
+    reach = pattern.reach[0] if isinstance(pattern, SlidingWindow) else -1
     window = (reach, 0 if causal and reach >= 0 else reach)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

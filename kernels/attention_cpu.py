@@ -2,8 +2,8 @@
 
 Memory is linear in T. Needs `native.library`; without it `attention` runs `attention_reference`.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
-of values.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values.
 """
 
 from __future__ import annotations

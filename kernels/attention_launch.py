@@ -1,8 +1,8 @@
 """Launches the Triton attention kernels: allocation, grids, sums outside of them.
 
 Signatures are those of `attention_reference.py`, plus the buffers to write into.
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
-of values.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values.
 """
 
 from __future__ import annotations
@@ -143,7 +143,11 @@ def _launch_dq(
     run_grads: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Writes dq and dbias; returns dq's sum over tokens, dslopes, the runs' gradient, its squared norms."""
+    """Writes dq and dbias.
+
+    Returns:
+        The sum of dq over tokens, dslopes, the runs' gradient, the squared norms of dq.
+    """
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape

@@ -4,8 +4,9 @@ A program owns one tile of rows and walks the runs of its group. The band of a r
 the tile in closed form: columns that no row sees are never touched, columns that every row sees
 need no mask. Scores are kept in base 2. No kernel uses atomics, so results repeat bit for bit.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
-of values. A head dim is taken in one part or two: D0 and D1, E0 and E1, powers of two.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values. A head dim is taken in one part or two, powers of two: D0
+and D1, E0 and E1.
 """
 
 import triton
@@ -135,7 +136,9 @@ def _tanh(x):
 @triton.jit
 def _bias(ptr, rows, columns, stride_row, stride_column, seen):
     """The bias in base 2 of `[rows, columns]`, 0 where unseen."""
-    offsets = rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    offsets = (
+        rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    )
     return tl.load(ptr + offsets, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
 
 

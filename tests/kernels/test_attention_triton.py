@@ -533,7 +533,11 @@ def test_softcap_bias_and_values_of_another_head_dim(
     def make(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    q, k, v = make(2, 4, queries, head_dim), make(2, 2, keys, head_dim), make(2, 2, keys, value_dim)
+    q, k, v = (
+        make(2, 4, queries, head_dim),
+        make(2, 2, keys, head_dim),
+        make(2, 2, keys, value_dim),
+    )
     bias = None
     if with_bias:
         bias = make(1, 4, queries, keys).float()
