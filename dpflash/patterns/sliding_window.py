@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from . import _arguments, _builder
 from .base import Pattern
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SlidingWindow(Pattern):
     """Query i sees key j where ``i - left <= j <= i + right``, or i or j is a global token.
 
@@ -58,6 +58,11 @@ class SlidingWindow(Pattern):
         _arguments.store(self, window=window, left=left, right=right, global_tokens=global_tokens)
         _arguments.flag("causal", self.causal)
         self._fix_key()
+
+    def __repr__(self) -> str:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = (f"{name}={value}" for name, value in named.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def reach(self) -> tuple[int, int]:
