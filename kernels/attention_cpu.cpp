@@ -303,11 +303,12 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
       int64_t row = all[i].at(r);
       F own = static_cast<const F*>(p.lse_in)[line + row];
       if (own != -kInfinity<F>) lse[i * width + r] = own;
-      F sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
+      // In double: an error here is one of every ds of the row.
+      double sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        sum += dout[row * p.dout.token + d] * o[row * p.o_in.token + d];
+        sum += double(dout[row * p.dout.token + d]) * double(o[row * p.o_in.token + d]);
       }
-      delta[i * width + r] = sum;
+      delta[i * width + r] = F(sum);
     }
   }
   for_keys(p, tile, [&](const Keys& keys) {

@@ -18,6 +18,8 @@ constexpr int kVectorBytes = 16, kVectors = 4;  // of 32
 #endif
 // Sums that a product keeps in registers: for each of so many rows, kVectors vectors.
 constexpr int kRegisterRows = 6;
+// Terms of a product's sum that are added one by one: up to so many, or else so many at a time.
+constexpr int kLongest = 128, kBlock = 64;
 
 template <class F>
 struct Number;
@@ -152,7 +154,7 @@ inline void product_in_registers(F* const* c, const F* const* a, const F* x, int
     of_row[r] = a[r];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      sums[r][v] = add ? load<F>(c[r] + v * kLanes<F>) : Vector<F>{};
+      sums[r][v] = Vector<F>{};
     }
   }
   for (int d = 0; d < depth; ++d) {
@@ -169,7 +171,10 @@ inline void product_in_registers(F* const* c, const F* const* a, const F* x, int
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store<F>(c[r] + v * kLanes<F>, sums[r][v]);
+    for (int v = 0; v < vectors; ++v) {
+      F* at = c[r] + v * kLanes<F>;
+      store<F>(at, add ? load<F>(at) + sums[r][v] : sums[r][v]);
+    }
   }
 }
 
@@ -187,10 +192,12 @@ void product_by_rows(F* const* c, const F* const* a, const F* x, int64_t stride,
   }
 }
 
+// The sum over d is taken from 0 on and then added: in blocks, so that a sum of many numbers
+// rounds no small ones against a large one.
 // C[r] = sum_d A[r][d] X[d] for `count` rows r, or added to C; a row of C and of X has `vectors`
 // vectors. Rows of A and of C lie anywhere; those of C differ.
 template <class F, bool add, int most>
-void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
+void product_at_once(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
              int vectors) {
   F* moved[most];
   for (int done = 0; done < vectors;) {
@@ -210,6 +217,23 @@ void product(F* const* c, const F* const* a, const F* x, int64_t stride, int cou
   }
 }
 
+// The same, of long rows in several blocks.
+template <class F, bool add, int most>
+void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
+             int vectors) {
+  if (depth <= kLongest) {
+    product_at_once<F, add, most>(c, a, x, stride, count, depth, vectors);
+    return;
+  }
+  const F* moved[most];
+  product_at_once<F, add, most>(c, a, x, stride, count, kBlock, vectors);
+  for (int done = kBlock; done < depth; done += kBlock) {
+    for (int r = 0; r < count; ++r) moved[r] = a[r] + done;
+    product_at_once<F, true, most>(c, moved, x + done * stride, stride, count,
+                                   std::min(kBlock, depth - done), vectors);
+  }
+}
+
 template <class F, int rows, int vectors>
 inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int first, const F* x,
                                int depth) {
@@ -217,7 +241,7 @@ inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int firs
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) sums[r][v] = load<F>(c + r * stride + v * kLanes<F>);
+    for (int v = 0; v < vectors; ++v) sums[r][v] = Vector<F>{};
   }
   for (int d = 0; d < depth; ++d) {
     Vector<F> line[vectors];
@@ -234,7 +258,10 @@ inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int firs
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store<F>(c + r * stride + v * kLanes<F>, sums[r][v]);
+    for (int v = 0; v < vectors; ++v) {
+      F* at = c + r * stride + v * kLanes<F>;
+      store<F>(at, load<F>(at) + sums[r][v]);
+    }
   }
 }
 
@@ -251,7 +278,7 @@ void outer_by_rows(F* c, int64_t stride, const F* const* a, const F* x, int firs
   }
 }
 
-// C[r] += sum_d A[d][r] X[d] for `count` rows r of at most kVectors vectors. Rows of A lie
+// C[r] += sum_d A[d][r] X[d], in blocks as above, for `count` rows r of at most kVectors vectors. Rows of A lie
 // anywhere, those of C and of X `stride` apart.
 template <class F>
 void outer(F* c, int64_t stride, const F* const* a, const F* x, int count, int depth,

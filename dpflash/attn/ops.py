@@ -252,6 +252,9 @@ def _backward(
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
     inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
+    if (sinks is not None or slopes is not None) and q.dtype.itemsize == 2:
+        # Sums over all queries, in which the rounding of o would not cancel.
+        o, _ = kernels.attention_forward(inputs, wide=True)
     grads = kernels.attention_backward(
         *(do, dlse, o, lse, inputs),
         run_grads=gates is not None,

@@ -112,7 +112,7 @@ def test_o_and_every_gradient_keep_the_error_rule(dtype, heads, dims, shape, sof
     assert_rule(ours, plain, tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(113, 203), (799, 799)], ids=str)
 def test_gradients_of_sinks_and_slopes_keep_the_error_rule(dtype, shape):
     tensors = make(*shape, (32, 32), (4, 2), dtype)
