@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
@@ -126,7 +127,9 @@ def attention(
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
-        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit.
+        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit. One query in dense
+        attention on the CPU, where nothing else is asked for and no gradient, runs in torch's own
+        `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
     """
     q, k, v = (autocast(x) for x in (q, k, v))
     require_fitting(q, k, v, equal_head_dims=False)
@@ -140,6 +143,12 @@ def attention(
     bias = None if position_bias is None else _bias(position_bias, q, k)
     if key_padding_mask is not None:
         _require_padding(key_padding_mask, k)
+    extras = (sinks, alibi_slopes, bias, key_padding_mask, softcap, boundary)
+    if not return_lse and isinstance(pattern, Dense) and all(x is None for x in extras):
+        if _is_plain_decoding(q, k, v):
+            return F.scaled_dot_product_attention(
+                q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
     if boundary is not None:
         if not isinstance(boundary, Boundary):
             raise ValueError(
@@ -180,6 +189,18 @@ def attention(
     tensors = (q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, bias)
     o, lse = Attention.apply(*tensors, pattern.key, scale, softcap)
     return (o, lse) if return_lse else o
+
+
+def _is_plain_decoding(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's own kernel does as well: one query on the CPU, without a gradient.
+
+    The kernels here take queries side by side, and one alone leaves most of a vector empty.
+    """
+    if q.shape[2] != 1 or not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def _document_by_document(
