@@ -154,7 +154,7 @@ def attention_backward(
     sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
     if not wide:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums, dbias=dbias)
+    grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums)._replace(dbias=dbias)
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
 
 

@@ -170,7 +170,7 @@ def attention(
         q, k, v = cross(boundary, q, k, v)
     if isinstance(pattern, WithinDocuments) and isinstance(pattern.inner, Adaptive):
         # Blocks are chosen within a document, from its own queries and keys.
-        named = {"softmax_scale": scale, "softcap": softcap}
+        named: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap}
         named |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
         o, lse = _document_by_document(q, k, v, pattern, key_padding_mask, bias, named)
         return (o, lse) if return_lse else o

@@ -158,7 +158,7 @@ def _refuse_models_with_their_own_attention() -> None:
         return check(self, attn_implementation, *args, **kwargs)
 
     check_ours._dpflash = True  # type: ignore[attr-defined]
-    PreTrainedModel._check_and_adjust_attn_implementation = check_ours
+    PreTrainedModel._check_and_adjust_attn_implementation = check_ours  # type: ignore[method-assign]
 
 
 def _has_its_own_attention(model: type) -> bool:

@@ -100,12 +100,13 @@ def within(documents: Documents, pattern: Pattern) -> Pattern:
         borders = sorted({*documents.cu_seqlens, *pattern.cu_seqlens})
         return Documents(cu_seqlens=borders if len(borders) > 1 else (0, 0), causal=causal)
     if isinstance(pattern, WithinDocuments):
-        borders = within(documents, Documents(cu_seqlens=pattern.cu_seqlens)).cu_seqlens
-        if tuple(borders) != tuple(sorted(set(pattern.cu_seqlens))):
+        if pattern.cu_seqlens[-1] != documents.cu_seqlens[-1] or not set(
+            documents.cu_seqlens
+        ) <= set(pattern.cu_seqlens):
             raise _arguments.refusal(
                 "cu_seqlens",
                 documents.cu_seqlens,
-                "no border inside of a document of the pattern",
+                f"some of the pattern's borders {pattern.cu_seqlens}",
                 "combine the documents first, and the pattern with them",
             )
         return within(Documents(cu_seqlens=pattern.cu_seqlens, causal=causal), pattern.inner)

@@ -198,7 +198,7 @@ def test_documents_that_are_causal_make_the_pattern_causal():
     assert finer == Documents(cu_seqlens=(0, 2, 6, 9), causal=True)
     with pytest.raises(ValueError, match="cu_seqlens"):
         borders & Documents(cu_seqlens=(0, 10))
-    with pytest.raises(ValueError, match="no border inside"):
+    with pytest.raises(ValueError, match="some of the pattern's borders"):
         borders & (Documents(cu_seqlens=(0, 7, 9)) & Dense())
 
 
