@@ -13,6 +13,7 @@ from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
 from ..clipping.row_origin import is_flattened
 from ..grad_rules import rule_for
+from ..grad_rules.batch_second import batch_second
 from ..grad_rules.convert import attach, check_module, owners
 from ..grad_rules.generic import PrivateLeaf
 from ..grad_rules.peft import inside_adapters
@@ -93,14 +94,16 @@ def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
     shapes: dict[str, list[tuple[int, ...]]] = {}
     modules = dict(subject.model.named_modules())
     hooks, size = [], next(t.shape[0] for t in tensors(batch) if t.ndim)
+    second = batch_second(subject.model)
     for name, _ in owners(subject.model, subject.trained.values()):
 
         def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             if rule_for(module) is not PrivateLeaf:
                 inputs = inputs[:1]
+            dim = int(id(module) in second)
             shapes.setdefault(name or ITSELF, []).extend(
-                (size,) if is_flattened(t, size) else tuple(t.shape[:1]) for t in inputs
+                (size,) if is_flattened(t, size) else tuple(t.shape[dim : dim + 1]) for t in inputs
             )
 
         hooks.append(modules[name].register_forward_pre_hook(note, with_kwargs=True))

@@ -226,6 +226,11 @@ class PrivateForward:
             return self._state.batch_size
         return None if self._call is None else self._call.batch_size
 
+    @property
+    def call_sizes(self) -> frozenset[int] | None:
+        """First dimensions of the tensors that the model was given; None outside of its call."""
+        return None if self._call is None else self._call.sizes
+
     # Gates
 
     def gate(self, group: int, batch_size: int, name: str) -> Gate:

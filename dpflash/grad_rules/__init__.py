@@ -13,6 +13,9 @@ from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import PrivateLayerNorm, PrivateRMSNorm
 from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
+from .recurrent import PrivateRecurrent
+from .recurrent_step import PrivateRecurrentCell
+from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -23,6 +26,13 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.Embedding.forward: PrivateEmbedding,
     nn.LayerNorm.forward: PrivateLayerNorm,
     nn.RMSNorm.forward: PrivateRMSNorm,
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.LSTM.forward: PrivateRecurrent,
+    nn.GRU.forward: PrivateRecurrent,
+    nn.RNN.forward: PrivateRecurrent,
+    nn.LSTMCell.forward: PrivateRecurrentCell,
+    nn.GRUCell.forward: PrivateRecurrentCell,
+    nn.RNNCell.forward: PrivateRecurrentCell,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
@@ -32,6 +42,9 @@ RULES: dict[object, type[PrivateModule]] = {
 # Modules whose layers have rules of their own, and which run several of them as one node.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+    # The output projection alone may be trained.
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.TransformerEncoder.forward: PrivateTransformerEncoder,
 }
 
 
@@ -48,7 +61,9 @@ def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
     """The private class for a module that has no trained parameters itself; None for most."""
     if is_experts(module):
         return PrivateExperts
-    return PrivatePrompts if makes_prompts(module) else BLOCK_RULES.get(_name_of_forward(module))
+    if makes_prompts(module):
+        return PrivatePrompts
+    return BLOCK_RULES.get(type(module).forward) or BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:

@@ -34,6 +34,7 @@ class ModuleContext:
         frozen: own parameters that were not trainable when the model was made private.
         is_whole: whether the parameters of its children are its own, see `peft`.
         has_positions: whether it received indices [T] of another length than B.
+        longest: most steps of the packed sequences that it received.
     """
 
     backward: PrivateBackward
@@ -42,10 +43,16 @@ class ModuleContext:
     frozen: frozenset[str]
     is_whole: bool = False
     has_positions: bool = False
+    longest: int = 0
 
     def note_positions(self) -> None:
         """Note that the module received indices [T] of another length than B."""
         self.has_positions = True
+
+    def note_length(self, length: int) -> int:
+        """The most steps of a packed sequence so far, this one's included."""
+        self.longest = max(self.longest, length)
+        return self.longest
 
     def check_batch(self, x: Tensor) -> Tensor:
         """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,9 +14,20 @@ from ..clipping.backward import PrivateBackward
 from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
+from .batch_second import BatchSecond, batch_second
 from .experts import check_routing
+from .generic import PrivateLeaf
 from .linear import PrivateConv1D, PrivateLinear
 from .peft import check_adapter, inside_adapters, is_adapter
+
+_OF_ATTENTION = (
+    "in_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "in_proj_bias",
+)
+_OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def check_model(model: nn.Module) -> None:
@@ -59,9 +70,44 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     check_routing(name, module)
     if not is_inside:
         check_adapter(name, module)
+    if isinstance(module, nn.MultiheadAttention):
+        _check_torch_layer(name, module, _OF_ATTENTION)
+    if isinstance(module, nn.RNNBase):
+        _check_torch_layer(name, module, module._flat_weights_names)
+    if isinstance(module, nn.RNNCellBase):
+        _check_torch_layer(name, module, _OF_CELL)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own and not is_inside:
         _check_owner(name, module, own)
+
+
+def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> None:
+    """Refuse what a rule of a layer with these parameters would not see: other forwards, weights
+    that are computed (parametrizations, weight_norm, pruning) and further parameters.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        return
+    if rule_for(module) is PrivateLeaf:
+        raise ValueError(
+            f"module '{name}' is {type(module).__name__}, a {_torch_kind(module)} with a forward "
+            "of its own, which uses the parameters beside any rule for private training. Use the "
+            f"plain {_torch_kind(module)} inside a module, or freeze it with requires_grad_(False)"
+        )
+    computed = [n for n in names if n not in module._parameters]
+    others = [n for n, p in module._parameters.items() if n not in names and p is not None]
+    others = [n for n in others if n not in ("bias_k", "bias_v")]
+    if computed or others:
+        raise ValueError(
+            f"parameters {computed + others} of module '{name}' ({type(module).__name__}) are "
+            "computed from others (weight_norm, pruning, a parametrization) or unknown to the "
+            "rule for private training. Make them parameters of the plain layer again"
+        )
+
+
+def _torch_kind(module: nn.Module) -> str:
+    """The layer of torch that a module's class comes from."""
+    kinds = (k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules"))
+    return f"nn.{next(kinds).__name__}"
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -82,16 +128,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     kind = type(module).__name__
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"module '{name}' is a lazy {kind}; run the model once before this call")
-    if isinstance(module, nn.MultiheadAttention):
-        raise ValueError(
-            f"module '{name}' is torch.nn.MultiheadAttention, which uses its projections outside "
-            "of their modules. Replace it by dpflash.nn.MultiheadAttention"
-        )
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        raise ValueError(
-            f"module '{name}' is {kind}: recurrent layers have no rule for private training. "
-            "Replace it by attention (dpflash.nn), or freeze it with requires_grad_(False)"
-        )
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
@@ -114,7 +150,8 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
         )
     if is_adapter(module):
         return
-    if any(True for child in module.children() for _ in child.parameters()):
+    has_layers = any(True for child in module.children() for _ in child.parameters())
+    if has_layers and rule_for(module) is PrivateLeaf:
         raise ValueError(
             f"parameter '{own[0]}' hangs directly on module '{name}' ({kind}), which has other "
             "layers below it and no rule for private training. Move the parameter into a module "
@@ -167,6 +204,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
     Objects, parameters, buffers and state_dict keys stay the same.
     """
     inside = inside_adapters(model)
+    second = batch_second(model)
     for name, module in list(model.named_modules()):
         if module in inside:
             continue
@@ -183,6 +221,8 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
             is_whole=is_adapter(module),
         )
         original = type(module)
+        if id(module) in second and not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            rule = type(rule.__name__, (BatchSecond, rule), {})
         module.__class__ = type(f"Private{original.__name__}", (rule, original), {})
 
 
