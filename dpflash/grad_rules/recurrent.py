@@ -214,7 +214,8 @@ class PrivateRecurrent(PrivateModule):
     whose shapes depend on the longest sample of the batch, are refused in the first batch.
 
     Guarantees:
-        Row i of all outputs depends on row i of the inputs and states alone.
+        Row i of all outputs depends on row i of the inputs and states alone. States that a loop
+        carries over to the next batch are data of other samples, which nothing bounds.
     """
 
     mode: str

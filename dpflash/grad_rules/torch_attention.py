@@ -214,9 +214,11 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         """One more key or value for each sample, [B, 1, E]."""
         parameter, handle = self._parameters[name], handles[name]
         assert parameter is not None
-        if handle is None:
-            handle = parameter.detach().expand(tokens.shape[0], -1, -1, -1)
-        return handle.flatten(1, 2).to(tokens.dtype)
+        values = parameter.detach().expand(tokens.shape[0], -1, -1, -1)
+        if handle is not None:
+            # The handle of a sharded parameter has its gradient, but not its values.
+            values = values + (handle - handle.detach())
+        return values.flatten(1, 2).to(tokens.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, E] as [B, H, T, E / H]."""

@@ -285,6 +285,7 @@ def test_dropout_between_layers_draws_a_mask_for_each_sample(private):
     assert torch.equal(y[0], y[1])
 
 
+@pytest.mark.cases(4)
 @every_kind
 @pytest.mark.parametrize("packed", [None, "unsorted"])
 @pytest.mark.parametrize("cell", ["projected", "gru"])

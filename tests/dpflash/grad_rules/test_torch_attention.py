@@ -232,6 +232,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.cases(8)
 @every_kind
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_parameters_neither_count_nor_open_a_way_around_the_gates(case, kind, agree):
@@ -318,6 +319,7 @@ def test_attention_dropout_scales_what_it_keeps(private):
     torch.testing.assert_close(dropped[kept], 2 * alive[kept])
 
 
+@pytest.mark.cases(4)
 @every_kind
 @pytest.mark.parametrize("name", ["tokens_first", "attention"])
 def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sums):
@@ -486,7 +488,7 @@ def test_an_empty_batch_gives_zeros(private, sums):
     assert not any(t.any() for t in sums(engine, model).values())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @every_order
 def test_a_compiled_encoder_agrees_with_an_eager_one(
