@@ -326,6 +326,9 @@ def checked(found: Any, file: str | os.PathLike[str]) -> Mapping[str, Any]:
     environment, rows = held.get("environment"), held.get("rows")
     if not (isinstance(environment, Mapping) and isinstance(rows, list)):
         raise Unusable(f"{file}: it has no environment and rows; {_MAKE_IT}")
+    turns = environment.get("versus", {"run": "", "launches": 1})
+    if not (isinstance(turns, Mapping) and turns.get("launches", 0) >= 1 and "run" in turns):
+        raise Unusable(f"{file}: its environment's versus is {turns!r}; {_MAKE_IT}")
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise Unusable(f"{file}: row {number} is no object; {_MAKE_IT}")

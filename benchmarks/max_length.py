@@ -58,14 +58,6 @@ class Measured(NamedTuple):
     peak_mb: float | None  # growth of its process in MiB, inputs included, where it is known
 
 
-class Found(NamedTuple):
-    """The end of a search."""
-
-    tokens: int | None  # the longest T that succeeded
-    failed_tokens: int | None  # the shortest T that failed
-    stopped_by: str  # why it failed, or CEILING
-
-
 def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
@@ -103,10 +95,13 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def search(why_failed: Callable[[int], str | None], first: int, ceiling: int) -> Found:
+def search(
+    why_failed: Callable[[int], str | None], first: int, ceiling: int
+) -> tuple[int | None, int | None, str]:
     """Doubles or halves T from the first until calls begin to fail, then bisects.
 
-    `why_failed` makes a call with this T, and returns why it failed or None.
+    `why_failed` makes a call with this T, and returns why it failed or None. Found are the longest
+    T that succeeded, the shortest that failed, and why it failed, or CEILING.
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
@@ -114,11 +109,11 @@ def search(why_failed: Callable[[int], str | None], first: int, ceiling: int) ->
         if failure is None:
             good = tokens
             if good == ceiling:
-                return Found(good, None, CEILING)
+                return good, None, CEILING
         else:
             bad, reason = tokens, failure
         tokens = min(2 * good, ceiling) if bad == 0 else (good + bad) // 2
-    return Found(good or None, bad, reason)
+    return good or None, bad, reason
 
 
 def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from .document import (
 from .output import row
 from .private import DPFLASH, NONPRIVATE, OPACUS, private_step, private_subject
 from .suite import Comparison, Request, Subject, Suite, compared
+from .work import count_work
 
 _LM = ("batch", "tokens", "heads", "head_dim", "layers")
 _ALL = (NONPRIVATE, *DPFLASH, *OPACUS)
@@ -101,7 +102,8 @@ def optimize_subject(
             "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
         }
 
-    return replace(subject, late_figures=used)
+    # A compiled model has no plan to count by.
+    return replace(subject, work=lambda: count_work(subject.step), late_figures=used)
 
 
 def _plan_levels(request: Request) -> Iterator[Comparison]:

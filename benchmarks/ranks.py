@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import output
-from .document import Chart, Column, column, columns, milliseconds, page
+from .document import Column, chart, column, columns, milliseconds, page
 from .environment import usable_cores
 from .isolated import run_ranks
 from .scaling_tasks import TrainingCase, measure_training
@@ -171,10 +171,6 @@ _STEPS = columns(
 )
 
 
-def _shape(row: Mapping[str, Any]) -> str:
-    return f"B {row['config']['batch']}, T {row['config']['tokens']}"
-
-
 SUITE = Suite(
     name="ranks",
     plan=lambda request: [sample_rows, context_rows, node_rows],
@@ -184,7 +180,7 @@ SUITE = Suite(
         {SAMPLES: _STEPS, CONTEXT: _STEPS, NODE: columns("ranks: machines", [("", milliseconds)])},
     ),
     charts=[
-        Chart(SAMPLES, "Throughput", X, column("tasks_per_s", "steps/s"), _shape),
-        Chart(CONTEXT, "Tokens/s", X, column("tokens_per_s", "tokens/s"), lambda row: ""),
+        chart(SAMPLES, "Throughput, strong scaling", X, "tasks_per_s: steps/s", "batch tokens"),
+        chart(CONTEXT, "Tokens/s, weak scaling", X, "tokens_per_s: tokens/s", "batch"),
     ],
 )

@@ -280,6 +280,19 @@ def refuse(row: Row, error: Exception) -> None:
         row.update(correct=False, failure=brief(error))
 
 
+def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
+    """A step that is not called again once it failed; the others keep their turns."""
+
+    def call() -> None:
+        if name not in failed:
+            try:
+                step()
+            except Exception as error:
+                failed[name] = error
+
+    return call
+
+
 class _Checked(NamedTuple):
     """A subject that is right, and how often its calls can be made."""
 
@@ -379,18 +392,18 @@ class Bench:
         if not checked:
             return
         self.progress.set_postfix_str(f"{next(iter(checked))}: timing {len(checked)} in turns")
-        steps = {name: one.subject.step for name, one in checked.items()}
-        try:
-            seconds = time_steps(steps, effort=effort, stopwatch=self.stopwatch)
-            figures = {
-                name: self._figures(name, one.subject, seconds[name], rows[name], effort)
-                for name, one in checked.items()
-            }
-        except Exception as error:
-            for name in checked:
+        failed: dict[str, Exception] = {}
+        steps = {name: _noting(one.subject.step, name, failed) for name, one in checked.items()}
+        seconds = time_steps(steps, effort=effort, stopwatch=self.stopwatch)
+        figures: dict[str, Row] = {}
+        for name, one in checked.items():
+            try:
+                if name in failed:
+                    raise failed[name]
+                figures[name] = self._figures(name, one.subject, seconds[name], rows[name], effort)
+            except Exception as error:
                 rows[name].update(correct=None, peak_memory_mb=None)
                 refuse(rows[name], error)
-            return
         for name, own in figures.items():
             rows[name].update(own)
             if baseline in figures and baseline != name:

@@ -10,28 +10,17 @@ if TYPE_CHECKING:
 
 # What each measures, in the order in which `all` runs them; `_MODULES.get(name, name)`.
 SUITES = {
-    "variants": "time and memory of dilated (LongNet), ring and block-sparse attention as "
-    "published reports name them, of other sparse patterns and of dense attention; what each "
-    "costs in the held-out loss of a small model",
-    "attention": "time and memory of every attention pattern of dpflash over sequence lengths, "
-    "beside torch's SDPA and FlexAttention",
-    "sequence": "time and memory of private training steps and of dilated attention over sequence "
-    "lengths, and the exponents of their growth",
-    "batch": "tokens/s and memory of private training steps and of dilated attention over batch "
-    "sizes, and the batch size to take",
-    "heads": "time and memory of dilated attention over numbers of heads, and the exponent of the "
-    "growth",
-    "private-step": "time and memory of whole private training steps of dpflash, of Opacus and of "
-    "the same step without privacy",
-    "optimize": "time and memory of private training steps at each level of "
-    "make_private(optimize=...), and the gain over none",
-    "max-length": "the longest sequence that fits in memory and time for each attention, forward "
-    "and forward+backward",
-    "accounting": "time and tightness of epsilons by dpflash's accountants, Opacus' and Google's "
-    "dp_accounting",
+    "variants": "time, memory and held-out loss of attention as published reports name it",
+    "attention": "time and memory of all patterns by length, beside SDPA and FlexAttention",
+    "sequence": "time and memory of private steps and of dilated attention by length",
+    "batch": "tokens/s and memory of private steps and of dilated attention by batch size",
+    "heads": "time and memory of dilated attention by number of heads",
+    "private-step": "time and memory of private steps beside Opacus and beside no privacy",
+    "optimize": "time and memory of private steps at each level of make_private(optimize=...)",
+    "max-length": "the longest sequence that fits in memory and time for each attention",
+    "accounting": "time and tightness of epsilons by dpflash, Opacus and Google's dp_accounting",
     "ranks": "throughput and efficiency of private training over numbers of ranks",
-    "scaling": "attention, its memory and private training on several ranks, and the bytes that "
-    "they send",
+    "scaling": "attention, its memory and private training on several ranks",
 }
 # MODULE:ATTRIBUTE of a suite; else its name and SUITE.
 _MODULES = {

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,9 @@ def _measure(
         workers = {}
         for side, checkout in checkouts.items():
             tree = _copy_sources(checkout, scratch / side)
-            made = _worker(tree, harness, scratch / f"{side}.txt", checkout)
-            workers[side] = stack.enter_context(made)
+            workers[side] = _Worker(tree, harness, scratch / f"{side}.txt", checkout)
+            # Also in the middle of a launch, whose copy reads the same pipe.
+            stack.callback(workers[side].process.communicate)
         numbers = range(launches)
         for launch in tqdm(numbers, unit="launch", disable=not has_progress, file=sys.stderr):
             _launch(workers, names, rounds, launch, rows, scratch)
@@ -228,33 +229,21 @@ def _finished(row: Row) -> Row:
     return {**row, **summarize([ms / 1e3 for ms in row["samples_ms"]]).as_row()}
 
 
-@contextmanager
-def _worker(tree: Path, harness: Path, log: Path, checkout: Path) -> Iterator[_Worker]:
-    """The process of a checkout."""
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "versus_harness.worker"],
-            cwd=harness,
-            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.fspath(tree)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        yield _Worker(process, tree, log, checkout)
-    finally:
-        # Also in the middle of a launch, whose copy reads the same pipe.
-        process.communicate()
-
-
 class _Worker:
-    """Asks the process of a checkout."""
+    """The process of a checkout."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], tree: Path, log: Path, checkout: Path
-    ) -> None:
-        self.process, self._tree, self._log, self._checkout = process, tree, log, checkout
+    def __init__(self, tree: Path, harness: Path, log: Path, checkout: Path) -> None:
+        self._tree, self._log, self._checkout = tree, log, checkout
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "versus_harness.worker"],
+                cwd=harness,
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.fspath(tree)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         hello = self._answer()
         strangers = [f for f in hello["files"] if not Path(f).is_relative_to(tree.resolve())]
         assert not strangers, strangers

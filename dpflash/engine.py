@@ -500,7 +500,8 @@ class PrivacyEngine:
         The other arguments, the result and the errors are those of `make_private`.
         """
         noise = unknown.get("noise_multiplier")
-        noise = noise if privacy is None or noise is not None else privacy.noise_multiplier
+        if noise is None and isinstance(privacy, PrivacyConfig):
+            noise = privacy.noise_multiplier
         if noise is not None:
             raise ValueError(
                 f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
@@ -801,6 +802,8 @@ class PrivacyEngine:
         release_ranks(model)
         assert self._optimizer is not None
         self._optimizer.release_original()
+        assert self._step is not None
+        self._step.close()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)

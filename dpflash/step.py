@@ -445,6 +445,7 @@ class PrivateStep(ClippedSums):
         self._keys = keys
         self._divisor = divisor
         self._noise_multiplier = noise_multiplier
+        self._is_closed = False
         self._may_charge = False
         # The last epoch of a shuffled loader that was charged, and its noise.
         self._paid = (0, math.inf)
@@ -456,6 +457,10 @@ class PrivateStep(ClippedSums):
     def set_noise_multiplier(self, value: float) -> None:
         """Change the noise from the next release on."""
         self._noise_multiplier = value
+
+    def close(self) -> None:
+        """Refuse further releases: the keys are those of the engine's next model from now on."""
+        self._is_closed = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -556,7 +561,14 @@ class PrivateStep(ClippedSums):
         Raises:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
             ValueError: the accountant does not support this event; the batch is dropped.
+            RuntimeError: the model was detached.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "the model of this optimizer was detached, so it releases nothing more: its noise "
+                "would be that of the engine's next model. Use the optimizer that the last "
+                "make_private returned"
+            )
         bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
         bound, noise_multiplier = float(bound), float(self.noise_multiplier)

@@ -114,13 +114,12 @@ def _cache() -> Path:
         raise OSError("this user has no home folder")
     folder = base / "dpflash"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _require_owner(folder)
+    _require_owner(folder, os.lstat(folder))
     return folder
 
 
-def _require_owner(path: Path) -> None:
+def _require_owner(path: Path, status: os.stat_result) -> None:
     """Raises OSError unless the user or root owns the path and nobody else can write it."""
-    status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise OSError(f"{path} is a symbolic link")
     if not hasattr(os, "geteuid"):  # Windows has no owners of files
@@ -156,8 +155,10 @@ def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
     for path in (folder / name for name in names):
         # Missing, not the user's, damaged, or made for other system libraries.
         with contextlib.suppress(OSError):
-            _require_owner(path)
-            content = path.read_bytes()
+            with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+                # What is read is what was checked, also if somebody swaps the folder.
+                _require_owner(path, os.fstat(file.fileno()))
+                content = file.read()
             # The loader of a damaged library may crash.
             if content[-32:] == hashlib.sha256(content[:-32]).digest():
                 return _dlopen(content, str(path))

@@ -46,7 +46,7 @@ FOLDERS = {
     "benchmarks": ["bench"],
 }
 NOT_IN_KERNELS = ("epsilon", "noise_multiplier", "max_grad_norm", "accountant")
-NEVER_AT_THE_TOP = ("triton", "matplotlib", "mpmath", "opacus", "transformers")
+NEVER_AT_THE_TOP = ("triton", "matplotlib", "mpmath", "opacus", "peft", "transformers")
 
 
 def _python_files(folder: str) -> list[Path]:

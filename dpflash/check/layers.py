@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ..clipping.backward import PrivateBackward
 from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
+from ..clipping.row_origin import is_flattened
 from ..grad_rules import rule_for
-from ..grad_rules.convert import attach, check_module, owners
+from ..grad_rules.batch_second import batch_second
+from ..grad_rules.convert import attach, check_module, owners, parts_of_layers
 from ..grad_rules.generic import PrivateLeaf
 from ..optimize.levels import PLAIN
 from ..optimize.wrapper import ForwardWrapper
@@ -23,8 +25,8 @@ from .report import ITSELF, LOSS_FN, Findings, error_text, message_and_remedy
 from .subject import LossAndGrads, Trial
 
 _BATCH_FIRST_REMEDY = (
-    "make the batch the first dimension (batch_first=True, x.transpose(0, 1), no flattening of "
-    "[B, T]), or freeze the layer with requires_grad_(False)"
+    "make the batch the first dimension (batch_first=True, x.transpose(0, 1), [B, T] flattened "
+    "right before the layer), or freeze the layer with requires_grad_(False)"
 )
 _INDICES_REMEDY = (
     "if all samples share its indices, such as positions, pass indices[None, :]; if there is one "
@@ -36,9 +38,10 @@ _INDICES_REMEDY = (
 def check_modules(model: nn.Module, findings: Findings) -> None:
     """Report every module that make_private would refuse."""
     findings.checked.append("every module against the rules of make_private")
+    inside = parts_of_layers(model)
     for name, module in model.named_modules():
         try:
-            check_module(name or ITSELF, module)
+            check_module(name or ITSELF, module, is_inside=module in inside)
         except ValueError as error:
             findings.add("unsupported", name or ITSELF, *message_and_remedy(error))
 
@@ -82,18 +85,25 @@ def check_first_dimensions(trial: Trial, findings: Findings) -> None:
 
 
 def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
-    """First dimensions of the inputs of each trained module; () for a scalar."""
+    """First dimensions of the inputs of each trained module; () for a scalar.
+
+    Tokens whose rows are those of samples, in order, have B, as in private training.
+    """
     subject = trial.subject
     shapes: dict[str, list[tuple[int, ...]]] = {}
     modules = dict(subject.model.named_modules())
-    hooks = []
+    hooks, size = [], next(t.shape[0] for t in tensors(batch) if t.ndim)
+    second = batch_second(subject.model)
     for name, _ in owners(subject.model, subject.trained.values()):
 
         def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             if rule_for(module) is not PrivateLeaf:
                 inputs = inputs[:1]
-            shapes.setdefault(name or ITSELF, []).extend(t.shape[:1] for t in inputs)
+            dim = int(id(module) in second)
+            shapes.setdefault(name or ITSELF, []).extend(
+                (size,) if is_flattened(t, size) else tuple(t.shape[dim : dim + 1]) for t in inputs
+            )
 
         hooks.append(modules[name].register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -101,10 +111,10 @@ def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
     finally:
         for hook in hooks:
             hook.remove()
-    expected = trial.losses_shape(next(t.shape[0] for t in tensors(batch) if t.ndim))
+    expected = trial.losses_shape(size)
     if tuple(losses.shape) != expected:
         raise ValueError(f"losses has shape {tuple(losses.shape)}, expected {list(expected)}")
-    return {name: [tuple(s) for s in found] for name, found in shapes.items()}
+    return shapes
 
 
 def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:

@@ -348,19 +348,19 @@ class PrivateBackward:
             raise RuntimeError(
                 "losses come from more than one forward, or from an earlier one; call "
                 "engine.backward after each forward, and give every layer inputs "
-                f"whose first dimension is the batch. {SHARED}"
+                f"whose first dimension is the batch. {SHARED}{self.forward.misfit}"
             )
         self.step.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
         self.forward.finish()
 
-    @staticmethod
-    def _refuse_size(gate_size: int, loss_size: int) -> None:
+    def _refuse_size(self, gate_size: int, loss_size: int) -> None:
         raise ValueError(
             f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
             "loss per sample of the forward, batch first"
             + (f". {SHARED}" if gate_size == 1 else "")
+            + self.forward.misfit
         )
 
     def discard(self) -> None:

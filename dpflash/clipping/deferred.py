@@ -48,7 +48,7 @@ class TiledUse(Protocol):
         """The tensors `[B, ...]` that determine G; the first is linear in the losses' gradient."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """(samples, rows) of tiles that fit into memory; together they cover G."""
+        """(samples, rows) of tiles that fit into memory, at least one; outside of them G is 0."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits in every call."""
@@ -151,7 +151,7 @@ class DeferredGradients:
             dense: Tensor | None = None
             for samples, part, grad in self._tiles():
                 if dense is None:
-                    dense = grad.new_empty(self.tiled[0].batch_size, self.rows, *grad.shape[2:])
+                    dense = grad.new_zeros(self.tiled[0].batch_size, self.rows, *grad.shape[2:])
                 dense[samples, part] = grad
             assert dense is not None
             return dense

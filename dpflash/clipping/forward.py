@@ -13,6 +13,7 @@ from torch import Tensor
 from ..verification.forward_rows import ForwardRows
 from .groups import Group
 from .planner import LinearShape
+from .row_origin import is_flattened
 
 if TYPE_CHECKING:
     from .gate import Gate
@@ -34,11 +35,13 @@ class _Call:
 
     Attributes:
         sizes: first dimensions of the tensors that the model was given.
-        batch_size: first dimension of the input of its first private operation.
+        batch_size: of the input of its first private operation.
+        flattened: modules whose input has a row for each token, samples in order.
     """
 
     sizes: frozenset[int]
     batch_size: int | None = None
+    flattened: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -50,6 +53,7 @@ class _State:
         gates: by number of the clipping group.
         used: how often each module ran.
         shared: modules whose input of one row is what all samples share.
+        flattened: see `_Call`; set at the end of the call.
         shapes: uses of matrix parameters, by group and position; the planner reads them.
         is_over: whether the next private operation begins another forward.
     """
@@ -58,6 +62,7 @@ class _State:
     gates: dict[int, Gate] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
+    flattened: set[str] = field(default_factory=set)
     shapes: dict[int, dict[int, list[LinearShape]]] = field(default_factory=dict)
     is_over: bool = True
 
@@ -73,12 +78,14 @@ class PrivateForward:
         batch_hint: rows of the microbatch that the loader yielded last; None without one.
         rows: records the inputs of the layers; None where nothing is recorded.
         is_compiled: whether the model runs through this library's own torch.compile.
+        misfit: names the first layer of the last call whose input had another first dimension.
     """
 
     def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
         self.batch_hint: int | None = None
         self.rows: ForwardRows | None = None
         self.is_compiled = False
+        self.misfit = ""
         self._groups = groups
         self._open_gate = open_gate
         self._state = _State()
@@ -132,10 +139,11 @@ class PrivateForward:
         if self._call is not None or is_recomputing():
             yield False
             return
-        self._call = _Call(sizes)
+        self._call, self.misfit = _Call(sizes), ""
         try:
             yield True
         finally:
+            self._state.flattened = self._call.flattened
             self._call = None
 
     @contextmanager
@@ -160,21 +168,33 @@ class PrivateForward:
     def batch_size_for(self, x: Tensor, name: str) -> int:
         """Batch size B of the forward in which module `name` gets the input x.
 
-        It is x's first dimension, unless that is a 1 which all samples of this call share.
+        It is x's first dimension, unless that is a 1 which all samples of this call share, or the
+        tokens of all samples in order, see `is_flattened`.
 
         Raises:
             ValueError: x may be one sample as well.
         """
         leading, call, state = x.shape[0], self._call, self._state
         if is_recomputing():
-            shared = leading == 1 and name in state.shared and state.batch_size is not None
-            return state.batch_size if shared else leading  # type: ignore[return-value]
+            known = state.batch_size
+            shared = leading == 1 and name in state.shared and known is not None
+            flattened = name in state.flattened and known and leading % known == 0
+            return known if shared or flattened else leading  # type: ignore[return-value]
         # A layer that is called by itself may have got one sample.
         if call is None:
             return leading
         if call.batch_size is None:
-            call.batch_size = leading
+            call.batch_size = self._first_batch_size(x, call)
         size = call.batch_size
+        if leading != size and is_flattened(x, size):
+            call.flattened.add(name)
+            return size
+        if leading != size and (leading != 1 or size == 1):
+            self.misfit = self.misfit or (
+                f". Module '{name}' got {tuple(x.shape)} in a batch of {size}; rows for tokens "
+                f"are taken only where autograd's graph shows them to be [{size}, ...] flattened, "
+                "samples first"
+            )
         if leading != 1 or size == 1:
             return leading
         if x.requires_grad:
@@ -190,6 +210,14 @@ class PrivateForward:
             f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
         )
 
+    def _first_batch_size(self, x: Tensor, call: _Call) -> int:
+        """B, where x is the input of a call's first layer."""
+        leading = x.shape[0]
+        if leading in call.sizes:
+            return leading
+        given = [n for n in call.sizes if is_flattened(x, n)]
+        return given[0] if len(given) == 1 else leading
+
     def known_batch_size(self) -> int | None:
         """B where an operation of this call has determined it, or the compiler needs it."""
         if torch.compiler.is_compiling():
@@ -197,6 +225,11 @@ class PrivateForward:
         if is_recomputing():
             return self._state.batch_size
         return None if self._call is None else self._call.batch_size
+
+    @property
+    def call_sizes(self) -> frozenset[int] | None:
+        """First dimensions of the tensors that the model was given; None outside of its call."""
+        return None if self._call is None else self._call.sizes
 
     # Gates
 

@@ -220,6 +220,38 @@ class HeadShape(LinearShape):
 
 
 @dataclass(frozen=True)
+class ExpertsShape(LinearShape):
+    """A projection by experts: T pairs (token, expert) of a sample, a matrix for each expert.
+
+    Without G [B, experts, O, I], the G of one sample and expert is made at a time: once for the
+    norm and once for the sum.
+    """
+
+    experts: int = 1
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.experts * super().stored_bytes
+
+    def norm_form(self, gpu: bool) -> str:
+        return "tile"
+
+    def norm_flops(self, gpu: bool) -> int:
+        return self._product
+
+    def norm(self, gpu: bool) -> list[Work]:
+        return self._segments(gpu)
+
+    def weighted(self, gpu: bool) -> list[Work]:
+        return self._segments(gpu)
+
+    def _segments(self, gpu: bool) -> list[Work]:
+        """All segments' G, each written and read."""
+        most = super().stored_bytes * min(self.tokens, self.experts)
+        return [Work(self._product, self._operands + 2 * most, self._kernel(gpu))]
+
+
+@dataclass(frozen=True)
 class Cost:
     """The cost of a mode for one parameter.
 

@@ -9,11 +9,16 @@ from torch.nn.utils import parametrize
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
+from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
 from .norm import FrozenBatchNorm, PrivateLayerNorm, PrivateRMSNorm
 from .owner import PrivateOwner, PrivateRelativeBias, PrivateSampleBySample
+from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
+from .recurrent import PrivateRecurrent
+from .recurrent_step import PrivateRecurrentCell
+from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerEncoder
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
@@ -24,16 +29,27 @@ RULES: dict[object, type[PrivateModule]] = {
     nn.Embedding.forward: PrivateEmbedding,
     nn.LayerNorm.forward: PrivateLayerNorm,
     nn.RMSNorm.forward: PrivateRMSNorm,
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.LSTM.forward: PrivateRecurrent,
+    nn.GRU.forward: PrivateRecurrent,
+    nn.RNN.forward: PrivateRecurrent,
+    nn.LSTMCell.forward: PrivateRecurrentCell,
+    nn.GRUCell.forward: PrivateRecurrentCell,
+    nn.RNNCell.forward: PrivateRecurrentCell,
     "dpflash.nn.linear_cross_entropy.LinearCrossEntropy.forward": PrivateLinearCrossEntropy,
     "transformers.pytorch_utils.Conv1D.forward": PrivateConv1D,
+    "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
 # Modules without parameters of their own, around layers that have rules.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
+    # The output projection alone may be trained.
+    nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
+    nn.TransformerEncoder.forward: PrivateTransformerEncoder,
     "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
     "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
-    "transformers.models.opt.modeling_opt.OPTDecoderLayer.forward": PrivateSampleBySample,
     "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
     "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
 }
@@ -41,6 +57,10 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
     """The private class for a module that holds parameters."""
+    if is_experts(module):
+        return PrivateExperts
+    if is_adapter(module):
+        return RULES.get(_name_of_forward(module)) or PrivateLeaf
     if parametrize.is_parametrized(module):
         return PrivateParametrized
     rule = RULES.get(type(module).forward) or RULES.get(_name_of_forward(module))
@@ -49,10 +69,14 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that holds no trained parameters itself; None for most."""
+    """The private class for a module that has no trained parameters itself; None for most."""
     if isinstance(module, _BatchNorm):
         return FrozenBatchNorm
-    return BLOCK_RULES.get(_name_of_forward(module))
+    if is_experts(module):
+        return PrivateExperts
+    if makes_prompts(module):
+        return PrivatePrompts
+    return BLOCK_RULES.get(type(module).forward) or BLOCK_RULES.get(_name_of_forward(module))
 
 
 def _name_of_forward(module: nn.Module) -> str:

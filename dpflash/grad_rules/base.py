@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,21 +32,30 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
+        is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
         has_positions: whether it received indices [T] of another length than B.
+        longest: most steps of the packed sequences that it received.
     """
 
     backward: PrivateBackward
     name: str
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
+    is_whole: bool = False
     has_positions: bool = False
+    longest: int = 0
 
     def note_positions(self) -> None:
         """Note that the module received indices [T] of another length than B."""
         self.has_positions = True
 
+    def note_length(self, length: int) -> int:
+        """The most steps of a packed sequence so far, this one's included."""
+        self.longest = max(self.longest, length)
+        return self.longest
+
     def check_batch(self, x: Tensor) -> Tensor:
-        """Expand x to the batch size of the forward; refuse another first dimension."""
+        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
@@ -55,6 +63,8 @@ class ModuleContext:
         if torch.compiler.is_compiling():
             return x
         size = self.backward.forward.batch_size_for(x, self.name)
+        if x.shape[0] not in (1, size):
+            x = x.unflatten(0, (size, -1))
         if self.backward.forward.rows is not None:
             self.backward.forward.rows.note(self.name, x)
         if x.shape[0] == 1 and size != 1:
@@ -62,17 +72,17 @@ class ModuleContext:
         return x
 
 
+def as_given(y: Tensor, given: Tensor) -> Tensor:
+    """Flatten the output `[B, n, ...]` of a layer that was given `[B n, ...]`."""
+    return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
+
+
 class Handles:
     """The handles of a module in one forward."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter | None],
-        context: ModuleContext,
-        batch_size: int,
-    ):
+    def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
         self._slots = context.slots
-        self._parameters = parameters
+        self._parameters = module.own_parameters()
         self._gates: dict[int, Gate] = {}
         self._context = context
         self._batch_size = batch_size
@@ -86,7 +96,7 @@ class Handles:
         """The handle [B, ...] on a parameter, or None where it is not trained."""
         if name not in self._slots:
             return None
-        parameter = self._parameters[name]
+        parameter = self._parameters.get(name)
         if parameter is None or not parameter.requires_grad:
             return None
         group, position = self._slots[name]
@@ -127,14 +137,20 @@ class PrivateModule(nn.Module):
     _dpflash: ModuleContext
 
     def private_handles(self, batch_size: int) -> Handles:
-        return Handles(self._parameters, self._dpflash, batch_size)
+        return Handles(self, self._dpflash, batch_size)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are this layer's, by name."""
+        if self._dpflash.is_whole:
+            return dict(self.named_parameters())
+        return {name: p for name, p in self._parameters.items() if p is not None}
 
     def is_private_call(self) -> bool:
         """Whether this call can lead to gradients of own parameters."""
         context = self._dpflash
         trainable = False
-        for name, parameter in self._parameters.items():
-            if parameter is not None and parameter.requires_grad:
+        for name, parameter in self.own_parameters().items():
+            if parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:
                     self.refuse_thawed(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -22,9 +22,21 @@ from ..clipping.groups import (
 )
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
-from .generic import PrivateParametrized
+from .batch_second import BatchSecond, batch_second
+from .experts import check_routing
+from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
 from .owner import PrivateOwner
+from .peft import check_adapter, is_adapter
+
+_OF_ATTENTION = (
+    "in_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "in_proj_bias",
+)
+_OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def check_model(model: nn.Module) -> None:
@@ -33,15 +45,22 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
     """
-    for name, module in _modules(model):
-        check_module(name or "(the model itself)", module)
+    inside = parts_of_layers(model)
+    for name, module in model.named_modules():
+        check_module(name or "(the model itself)", module, is_inside=module in inside)
 
 
-def check_module(name: str, module: nn.Module) -> None:
-    """`check_model` for one module, without its children."""
+def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
+    """`check_model` for one module, without its children.
+
+    Args:
+        name: dotted name, for messages.
+        module: to check.
+        is_inside: whether a layer above it owns its parameters, see `parts_of_layers`.
+    """
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
-    if isinstance(module, _BatchNorm) and not _is_frozen(module):
+    if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
             "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm, or "
@@ -58,18 +77,56 @@ def check_module(name: str, module: nn.Module) -> None:
             "rewrites the rows that the data look up, trainable or not, so they would leave "
             "without noise. Set max_norm=None"
         )
+    check_routing(name, module)
+    if not is_inside:
+        check_adapter(name, module)
+    if isinstance(module, nn.MultiheadAttention):
+        _check_torch_layer(name, module, _OF_ATTENTION)
+    if isinstance(module, nn.RNNBase):
+        _check_torch_layer(name, module, module._flat_weights_names)
+    if isinstance(module, nn.RNNCellBase):
+        _check_torch_layer(name, module, _OF_CELL)
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
-    if own:
+    if own and not is_inside:
         _check_owner(name, module, own)
+
+
+def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> None:
+    """Refuse what a rule of a layer with these parameters would not see: other forwards, weights
+    that are computed (parametrizations, weight_norm, pruning) and further parameters.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        return
+    if rule_for(module) in (PrivateLeaf, PrivateOwner):
+        raise ValueError(
+            f"module '{name}' is {type(module).__name__}, a {_torch_kind(module)} with a forward "
+            "of its own, which uses the parameters beside any rule for private training. Use the "
+            f"plain {_torch_kind(module)} inside a module, or freeze it with requires_grad_(False)"
+        )
+    computed = [n for n in names if n not in module._parameters]
+    others = [n for n, p in module._parameters.items() if n not in names and p is not None]
+    others = [n for n in others if n not in ("bias_k", "bias_v")]
+    if computed or others:
+        raise ValueError(
+            f"parameters {computed + others} of module '{name}' ({type(module).__name__}) are "
+            "computed from others (weight_norm, pruning, a parametrization) or unknown to the "
+            "rule for private training. Make them parameters of the plain layer again"
+        )
+
+
+def _torch_kind(module: nn.Module) -> str:
+    """The layer of torch that a module's class comes from."""
+    kinds = (k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules"))
+    return f"nn.{next(kinds).__name__}"
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that no layer below it has too, as `decoder.bias` of BERT's head.
 
     Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
-    and the step refuses the release.
+    and the step refuses the release. A layer that `is_whole` has those below it too.
     """
-    if parametrize.is_parametrized(module):
+    if is_whole(module):
         return dict(module.named_parameters())
     below = {id(p) for child in module.children() for p in child.parameters()}
     return {n: p for n, p in module._parameters.items() if p is not None and id(p) not in below}
@@ -79,16 +136,6 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     kind = type(module).__name__
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"module '{name}' is a lazy {kind}; run the model once before this call")
-    if isinstance(module, nn.MultiheadAttention):
-        raise ValueError(
-            f"module '{name}' is torch.nn.MultiheadAttention, which uses its projections outside "
-            "of their modules. Replace it by dpflash.nn.MultiheadAttention"
-        )
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        raise ValueError(
-            f"module '{name}' is {kind}: recurrent layers have no rule for private training. "
-            "Replace it by attention (dpflash.nn), or freeze it with requires_grad_(False)"
-        )
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
@@ -100,11 +147,10 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
                     f"module '{name}' has {flag}=True, which has no rule for private training. "
                     f"Set {flag}=False"
                 )
+    weight = module._parameters.get("weight", module)
     if parametrize.is_parametrized(module):
         _check_parametrized(name, module)
-        return
-    weight = module._parameters.get("weight", module)
-    if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
+    elif isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
         raise ValueError(
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
@@ -144,31 +190,42 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
         )
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name. What computes a parametrized weight is a part of the layer."""
-    inside: set[int] = set()
-    for name, module in model.named_modules():
-        if parametrize.is_parametrized(module):
-            inside |= {id(m) for m in module.parametrizations.modules()}
-        if id(module) not in inside:
-            yield name, module
+def is_whole(module: nn.Module) -> bool:
+    """Whether the parameters of the modules below one are its own: adapters, computed weights."""
+    return is_adapter(module) or parametrize.is_parametrized(module)
+
+
+def parts_of_layers(model: nn.Module) -> set[nn.Module]:
+    """The modules whose parameters a layer above them owns: below adapters, parametrizations."""
+    parts: set[nn.Module] = set()
+    for module in model.modules():
+        if is_adapter(module):
+            parts |= {inner for inner in module.modules() if inner is not module}
+        elif parametrize.is_parametrized(module):
+            parametrizations: Any = module.parametrizations
+            parts |= set(parametrizations.modules())
+    return parts
 
 
 def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
     """(name, own trained parameters) of each module, in the model's order."""
-    wanted = {id(p) for p in trained}
+    wanted, inside = {id(p) for p in trained}, parts_of_layers(model)
     return [
         (name, own)
-        for name, module in _modules(model)
-        if (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
+        for name, module in model.named_modules()
+        if module not in inside
+        and (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
 
 
 def untraceable(model: nn.Module) -> str | None:
     """Name of the first module whose private forward torch.compile cannot trace; None if none."""
-    for name, module in _modules(model):
+    inside = parts_of_layers(model)
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
         trained = any(p.requires_grad for p in _own_parameters(module).values())
         rule = rule_for(module) if trained else block_rule_for(module)
         if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
@@ -196,7 +253,11 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
     Objects, parameters, buffers and state_dict keys stay the same.
     """
-    for name, module in list(_modules(model)):
+    inside = parts_of_layers(model)
+    second = batch_second(model)
+    for name, module in list(model.named_modules()):
+        if module in inside:
+            continue
         own = _own_parameters(module)
         trained = any(p.requires_grad for p in own.values())
         rule = rule_for(module) if trained else block_rule_for(module)
@@ -207,8 +268,11 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
             name,
             {n: backward.slots[id(p)] for n, p in own.items() if id(p) in backward.slots},
             frozenset(n for n, p in own.items() if not p.requires_grad),
+            is_whole=is_whole(module),
         )
         original = type(module)
+        if id(module) in second and not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            rule = type(rule.__name__, (BatchSecond, rule), {})
         module.__class__ = type(f"Private{original.__name__}", (rule, original), {})
 
 

@@ -46,6 +46,20 @@ class _Embedding(torch.autograd.Function):
         return None, None, grad, None, None
 
 
+def look_up(
+    indices: Tensor,
+    weight: Tensor,
+    handle: Tensor | None,
+    slot: Slot | None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Rows `[B, T, E]` of a table at indices `[B, T]`; handle and slot are those of the table."""
+    if handle is None:
+        return F.embedding(indices, weight, padding_idx)
+    result: Tensor = _Embedding.apply(indices, weight, handle, slot, padding_idx)
+    return result
+
+
 class PrivateEmbedding(PrivateModule):
     """Rows of a table at indices [B, ...], or at positions shared by the batch: [1, T] or [T]."""
 
@@ -69,7 +83,7 @@ class PrivateEmbedding(PrivateModule):
         rows, width = weight.shape
         shape = EmbeddingShape(flat.shape[0], flat.shape[1], width, rows, weight.dtype)
         slot = handles.slot("weight", shape)
-        y = _Embedding.apply(flat, weight.detach(), handle, slot, self.padding_idx)
+        y = look_up(flat, weight.detach(), handle, slot, self.padding_idx)
         return y.reshape(*indices.shape, width)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:

@@ -7,28 +7,30 @@ gradient for it is the per-sample gradient. It is as slow as vmap; common layers
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .base import Handles, PrivateModule, plain_copy
+from .base import PrivateModule, plain_class, plain_copy
 from .lookups import PerSampleLookups
+from .output_shapes import OutputShapes, map_tensors
 
 
 class PrivateLeaf(PrivateModule):
     """Any module whose forward treats the samples of its tensor arguments one by one."""
 
-    def _own(self) -> Mapping[str, nn.Parameter | None]:
-        """Own parameters by name."""
-        return self._parameters
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_private_call():
             return super().forward(*args, **kwargs)
         context = self._dpflash
+        # transformers passes positions that all samples share as [T].
+        positions = {
+            k: kwargs.pop(k)
+            for k in ("position_ids",)
+            if isinstance(kwargs.get(k), Tensor) and kwargs[k].ndim == 1
+        }
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not tensors:
             raise ValueError(
@@ -51,13 +53,8 @@ class PrivateLeaf(PrivateModule):
                 "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
                 "arguments of their own"
             )
+        rows = {a.shape[0] for a in tensors if a.ndim}
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
-        # transformers passes positions that all samples share as [T].
-        positions = {
-            k: kwargs.pop(k)
-            for k in ("position_ids",)
-            if isinstance(kwargs.get(k), Tensor) and kwargs[k].ndim == 1
-        }
         kwargs = {
             k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
         }
@@ -68,7 +65,14 @@ class PrivateLeaf(PrivateModule):
                 f"dimensions {sorted(sizes)}; the generic rule needs the batch first in each"
             )
         batch_size = sizes.pop()
-        own = {n: p for n, p in self._own().items() if p is not None}
+        is_flattened = not rows <= {1, batch_size}
+        if is_flattened and len(rows) > 1:
+            raise ValueError(
+                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have first "
+                f"dimensions {sorted(rows)}, of which some are samples and others tokens; the "
+                "generic rule needs the same in each"
+            )
+        own = self.own_parameters()
         copied = plain_copy(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
@@ -88,20 +92,36 @@ class PrivateLeaf(PrivateModule):
         def one(
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
-            # Modules expect a batch dimension; theirs has one sample.
-            inputs = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in inputs)
-            named = {k: a.unsqueeze(0) if isinstance(a, Tensor) else a for k, a in named.items()}
-            named |= positions
+            if not is_flattened:
+                # Modules expect a batch dimension; theirs has one sample.
+                inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
+            named = {**named, **positions}
             outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
-            return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.squeeze(0), outputs)
+            return shape.of_sample(outputs)
 
         in_dims = (
             0,
             tuple(0 if isinstance(a, Tensor) else None for a in args),
             {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
         )
+        shape = OutputShapes(
+            is_flattened,
+            lambda given, named: functional_call(copied, shared, given, {**named, **positions}),
+        )
         with PerSampleLookups(context.name):
-            return vmap(one, in_dims=in_dims, randomness="different")(per_sample, args, kwargs)
+            try:
+                run = vmap(one, in_dims=in_dims, randomness="different")
+                outputs = run(per_sample, args, kwargs)
+            except RuntimeError as error:
+                misfit = context.backward.forward.misfit
+                if not (misfit or "vmap" in str(error) or "functorch" in str(error)):
+                    raise
+                raise RuntimeError(
+                    f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
+                    f"own, and torch.func.vmap, which runs it for each sample, fails: {error} "
+                    f"Freeze it with requires_grad_(False), or use another layer{misfit}"
+                ) from error
+            return shape.of_batch(outputs, args, kwargs)
 
 
 class PrivateParametrized(PrivateLeaf):
@@ -109,16 +129,3 @@ class PrivateParametrized(PrivateLeaf):
 
     The parameters of the computation count as its own, and it is repeated for each sample.
     """
-
-    def _own(self) -> Mapping[str, nn.Parameter | None]:
-        return dict(self.named_parameters())
-
-    def is_private_call(self) -> bool:
-        trained = [n for n, p in self._own().items() if p is not None and p.requires_grad]
-        for name in trained:
-            if name in self._dpflash.frozen:
-                self.refuse_thawed(name)
-        return bool(trained) and torch.is_grad_enabled()
-
-    def private_handles(self, batch_size: int) -> Handles:
-        return Handles(self._own(), self._dpflash, batch_size)

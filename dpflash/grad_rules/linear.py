@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
-from .base import PrivateModule, Slot, autocast_dtype
+from .base import PrivateModule, Slot, as_given, autocast_dtype
 
 
 class _Linear(torch.autograd.Function):
@@ -88,7 +88,7 @@ class PrivateLinear(PrivateModule):
             slot,
             self._transposed,
         )
-        return y.reshape(*x.shape[:-1], outputs)
+        return as_given(y.reshape(*x.shape[:-1], outputs), input)
 
 
 class PrivateConv1D(PrivateLinear):

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import layer_norm_backward, rms_norm_backward
 
-from .base import PrivateModule, autocast_dtype
+from .base import PrivateModule, as_given, autocast_dtype
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -86,7 +86,7 @@ class PrivateLayerNorm(PrivateModule):
         x = _checked(self, input)
         handles = self.private_handles(x.shape[0])
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        return _LayerNorm.apply(
+        y = _LayerNorm.apply(
             x,
             None if weight is None else weight.detach(),
             None if bias is None else bias.detach(),
@@ -95,6 +95,7 @@ class PrivateLayerNorm(PrivateModule):
             tuple(self.normalized_shape),
             self.eps,
         )
+        return as_given(y, input)
 
 
 class FrozenBatchNorm(PrivateModule):
@@ -119,16 +120,17 @@ class PrivateRMSNorm(PrivateModule):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_private_call():
             return super().forward(x)
-        x = _checked(self, x)
+        given, x = x, _checked(self, x)
         handles = self.private_handles(x.shape[0])
         weight = self._parameters["weight"]
-        return _RMSNorm.apply(
+        y = _RMSNorm.apply(
             x,
             None if weight is None else weight.detach(),
             handles.dense("weight"),
             tuple(self.normalized_shape),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
         )
+        return as_given(y, given)
 
 
 def _checked(module: Any, x: Tensor) -> Tensor:

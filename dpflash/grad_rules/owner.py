@@ -208,9 +208,9 @@ def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool
 class PrivateSampleBySample(PrivateOwner):
     """A module without parameters of its own that hides the batch from layers below it.
 
-    T5's first attention looks up positions `[T, T]` that all samples share, and OPT's layers
-    flatten `[B, T, E]` to `[B T, E]`. The positions are looked up for each sample, which takes B
-    times the memory of the bias.
+    T5's first attention looks up positions `[T, T]` that all samples share, and Swin's layers make
+    windows of samples the batch. The positions are looked up for each sample, which takes B times
+    the memory of the bias.
     """
 
     def is_private_call(self) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
+from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
 from ..verification.forward_rows import (
@@ -101,6 +102,8 @@ class ForwardWrapper:
         """Run the wrapped forward."""
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
+        if torch.is_grad_enabled():
+            refuse_router_losses("the call of the model", kwargs)
         tensors = _tensors((args, kwargs))
         if self._order is not None and torch.is_grad_enabled():
             self._order.check(tensors)

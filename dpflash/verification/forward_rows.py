@@ -217,7 +217,8 @@ def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     # An expanded tensor stores several entries in one place.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    return copy.requires_grad_(t.requires_grad)
+    # Detached, it is no view, so that views of it are told to be those of a batch.
+    return copy.detach().requires_grad_(t.requires_grad)
 
 
 def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:

@@ -169,7 +169,8 @@ def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     tree = versus._copy_sources(ROOT, tmp_path / "tree")
     harness = versus._copy_harness(tmp_path / "harness")
     cpu = max(os.sched_getaffinity(0))
-    with versus._worker(tree, harness, tmp_path / "log", ROOT) as worker:
+    worker = versus._Worker(tree, harness, tmp_path / "log", ROOT)
+    try:
         worker.ask(do="launch", cpu=cpu)
         own = worker.process.pid
         children = Path(f"/proc/{own}/task/{own}/children")
@@ -178,6 +179,8 @@ def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
         (launched,) = children.read_text().split()
         assert os.sched_getaffinity(int(launched)) == {cpu}
         worker.ask(do="end")
+    finally:
+        worker.process.communicate()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def _load(name: str) -> Any:
 
 cases = _load("private_cases")
 exact_cases = _load("exact_cases")
+layer_cases = _load("layer_cases")
 # By this name it reads what other processes raise.
 World = distributed_world.World
 
@@ -157,6 +158,18 @@ def test_every_kind_of_model_trains_over_its_context(
     alone = cases.train(**options)
     for one in started.run(4, "train", context=2, **context, **options):
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
+    started: _Started, clipping: dict[str, str], sharded: bool
+) -> None:
+    alone = layer_cases.train(**clipping)
+    for one in started(2).run(layer_cases.__file__, "train", 2, sharded=sharded, **clipping):
+        np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
 
 
 @pytest.mark.cases(1)

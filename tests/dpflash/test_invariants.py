@@ -550,6 +550,26 @@ def test_invariant_4_two_models_of_one_engine_share_no_noise(private):
     assert engine.accountant.history == [(1.0, 0.25, 8)]
 
 
+def test_invariant_4_an_optimizer_left_over_from_a_detached_model_releases_nothing(private):
+    engine, model, left_over, _ = zero_run(private, seed=0)
+    engine.detach(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    other = nn.Linear(3, 8, bias=False)
+    engine.make_private(
+        module=other,
+        optimizer=torch.optim.SGD(other.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    spent = engine.get_epsilon(1e-5)
+    with pytest.raises(RuntimeError, match="was detached, so it releases nothing more"):
+        left_over.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert engine.get_epsilon(1e-5) == spent
+
+
 def test_invariant_4_no_two_branches_from_checkpoints_share_noise_where_a_ledger_is_kept(
     private, tmp_path
 ):

@@ -80,11 +80,13 @@ class RealModel(NamedTuple):
         build: makes the model, in float64 and with eager attention.
         batch: makes the tensors `[B, ...]` of a batch.
         losses: losses `[B]` of (model, *batch).
+        rounding: relative error of a sum that is not clipped.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, ...]]
     losses: Callable[..., torch.Tensor]
+    rounding: float = 1e-10
 
 
 def _built(name, head, config, config_name=None):
@@ -173,14 +175,6 @@ def _pairs():
     return _images()[0], _tokens()[0]
 
 
-def _without_experts():
-    model = MODELS["GPT-OSS"].build()
-    for layer in model.model.layers:
-        layer.mlp = nn.Identity()
-        layer.mlp.forward = lambda x: (x, None)
-    return model
-
-
 def _pair_losses(model, images, ids):
     return model(pixel_values=images, input_ids=ids).logits_per_image.diagonal()
 
@@ -250,9 +244,9 @@ MODELS = {
         "Qwen3Moe", **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
     ),
     "GPT-OSS": _decoder("GptOss", **GROUPED, **_EXPERTS, sliding_window=4),
-    "GPT-OSS without experts": RealModel(_without_experts, _tokens, _token_losses),
-    "DeepSeek-V2": _decoder("DeepseekV2", **_DEEPSEEK),
-    "DeepSeek-V3": _decoder("DeepseekV3", **_DEEPSEEK),
+    # Their routers compute in float32, whatever the model's dtype.
+    "DeepSeek-V2": _decoder("DeepseekV2", **_DEEPSEEK)._replace(rounding=1.2e-7),
+    "DeepSeek-V3": _decoder("DeepseekV3", **_DEEPSEEK)._replace(rounding=1.2e-7),
     "Mamba": _decoder("Mamba", **_MAMBA),
     "Mamba2": _decoder("Mamba2", **_MAMBA, num_heads=4, head_dim=8, n_groups=1, chunk_size=4),
     "Jamba": _decoder(
@@ -373,11 +367,6 @@ MODELS = {
 
 # What the models whose refusal is wanted, or whose layers have no rule yet, say.
 REFUSED = {
-    "Mixtral": "vmap",
-    "Qwen3-MoE": "vmap",
-    "GPT-OSS": "vmap",
-    "DeepSeek-V2": "experts",
-    "DeepSeek-V3": "experts",
     "DeBERTa-v2": "pos_key_proj",
     "Longformer": "the model saw a batch of 8",
     "CLIP": "gives a sample alone another result than in a batch",
@@ -428,7 +417,7 @@ def test_a_private_step_is_that_of_a_loop_over_samples(name, clipping, private, 
     gradients, data = _sample_gradients(name), MODELS[name].batch()
     norms = [_norm(grads, grads) for grads in gradients]
     # Clipping factors are rounded down to float32.
-    for bound, tolerance in ((1e6, 1e-10), (statistics.median(norms) / 2, 5e-7)):
+    for bound, tolerance in ((1e6, MODELS[name].rounding), (statistics.median(norms) / 2, 5e-7)):
         engine, model, *_ = private(MODELS[name].build(), *data, **_options(clipping, bound))
         engine.backward(MODELS[name].losses(model, *data))
         groups = engine.groups()

@@ -1,0 +1,86 @@
+"""Layers whose inputs are [T, B, ...]: torch's attention, transformer and recurrent layers by
+default (batch_first=False).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .base import ModuleContext
+
+# Layers below these get tokens as they do; attention turns its inputs by itself.
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
+# Forwards that treat tokens one by one, so that any order of dimensions before the last will do.
+_OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
+
+
+def batch_second(model: nn.Module) -> set[int]:
+    """Ids of the modules of a model whose first input is [T, B, ...].
+
+    Those with ``batch_first=False``, and what torch's transformer layers and stacks of these
+    apply to each token: linear layers and norms.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first:
+            found.add(id(module))
+        elif isinstance(module, (*_LAYERS, *_STACKS)) and _is_batch_second(module):
+            found |= {id(layer) for layer in _token_layers(module)}
+    return found
+
+
+def _is_batch_second(module: nn.Module) -> bool:
+    layer = module
+    if isinstance(module, _STACKS):
+        layer = next(iter(module.layers), module)
+    return not getattr(getattr(layer, "self_attn", None), "batch_first", True)
+
+
+def _token_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers and norms below a module, apart from those of attention and of a stack."""
+    for child in module.children():
+        if isinstance(child, nn.MultiheadAttention | nn.ModuleList):
+            continue
+        if type(child).forward in _OF_TOKENS:
+            yield child
+        yield from _token_layers(child)
+
+
+def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
+    """Turn x [T, B, ...] into [B, T, ...].
+
+    Raises:
+        ValueError: B is not the batch of the model: layers before this one had another first
+            dimension, or no tensor that the model was given has B entries in its first one.
+    """
+    forward = context.backward.forward
+    size, known = x.shape[1], forward.known_batch_size()
+    if torch.compiler.is_compiling():
+        return x.transpose(0, 1)
+    if known is not None and known != size:
+        why = f"layers before it got inputs with {known} entries in the first dimension"
+    elif forward.call_sizes is not None and size not in forward.call_sizes:
+        why = f"no tensor that the model got has {size} entries in its first dimension"
+    else:
+        return x.transpose(0, 1)
+    raise ValueError(
+        f"module '{context.name}' has batch_first=False and got an input of shape "
+        f"{tuple(x.shape)}, a batch of {size}, but {why}. Build it with batch_first=True; or give "
+        "the model, and all other layers, inputs whose first dimension is the batch, and "
+        "transpose those of this module"
+    )
+
+
+class BatchSecond(nn.Module):
+    """A base before the rule of a layer of tokens, which then takes and returns [T, B, ...]."""
+
+    _dpflash: ModuleContext
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or input.ndim < 3:
+            return super().forward(input)
+        return super().forward(samples_first(self._dpflash, input)).transpose(0, 1)

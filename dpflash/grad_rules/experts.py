@@ -1,0 +1,277 @@
+"""Rule for mixtures of experts: transformers' modules whose experts are 3-D parameters.
+
+Each token carries the sample it came from. The pairs (token, expert) are sorted by sample and,
+within a sample, by expert: the tokens that a sample sends to one expert are a segment, and
+products are computed segment by segment. So the rounding of a sample's numbers depends on its own
+tokens alone, and its gradient for an expert is dy^T x over one segment.
+
+Letters: B samples, T tokens of a sample, K experts of a token, N experts, S = B T K pairs,
+I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpflash.kernels import per_sample_bias_grad, per_sample_grad
+
+from ..clipping.planner import ExpertsShape
+from .base import Handles, PrivateModule, Slot, autocast_dtype
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The pairs (token, expert) of a batch.
+
+    Attributes:
+        batch_size: B.
+        experts: N.
+        order: `[S]`, the pair that stands at each place once sorted.
+        inverse: `[S]`, the place of each pair.
+        segments: (sample, expert, first place, end) of each segment, in order.
+    """
+
+    batch_size: int
+    experts: int
+    order: Tensor
+    inverse: Tensor
+    segments: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, index: Tensor, experts: int) -> Routing:
+        """The routing of experts index `[B, T K]`."""
+        batch, pairs = index.shape
+        order = index.argsort(dim=1, stable=True)
+        order = order + torch.arange(batch, device=index.device).unsqueeze(1) * pairs
+        order = order.flatten()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=index.device)
+        counts = torch.zeros(batch, experts, dtype=torch.int64, device=index.device)
+        counts.scatter_add_(1, index, torch.ones_like(index))
+        segments, end = [], 0
+        for sample, row in enumerate(counts.tolist()):
+            for expert, count in enumerate(row):
+                if count:
+                    segments.append((sample, expert, end, end + count))
+                    end += count
+        return cls(batch, experts, order, inverse, tuple(segments))
+
+
+class _Sorted(torch.autograd.Function):
+    """x[order] for x `[S, ...]`, where order is a permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy[ctx.saved_tensors[0]], None, None
+
+
+class ExpertsUse:
+    """G_i of the experts' weights, one segment at a time; see `clipping.deferred.TiledUse`.
+
+    Args:
+        x: `[S, I]`, sorted.
+        dy: `[S, O]`.
+        routing: of the pairs.
+        transposed: whether the weights are `[N, I, O]`.
+    """
+
+    def __init__(self, x: Tensor, dy: Tensor, routing: Routing, transposed: bool):
+        self._x, self._dy = (dy, x) if transposed else (x, dy)
+        self._routing = routing
+        batch = routing.batch_size
+        pairs = len(x) // max(1, batch)
+        self.rows = tuple(t.reshape(batch, pairs, t.shape[1]) for t in (dy, x))
+
+    @property
+    def batch_size(self) -> int:
+        return self._routing.batch_size
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """One expert of one sample each; elsewhere G is 0."""
+        for sample, expert, _, _ in self._routing.segments:
+            yield slice(sample, sample + 1), slice(expert, expert + 1)
+        if not self._routing.segments:
+            yield slice(0, 0), slice(0, 1)
+
+    def grad(self, samples: slice, rows: slice) -> Tensor:
+        """G `[samples, experts, O, I]`."""
+        first, last = samples.start or 0, samples.stop
+        lowest, highest = rows.start or 0, rows.stop
+        dtype = torch.promote_types(self._dy.dtype, torch.float32)
+        shape = (last - first, highest - lowest, self._dy.shape[1], self._x.shape[1])
+        grads = self._x.new_zeros(shape, dtype=dtype)
+        for sample, expert, start, end in self._routing.segments:
+            if first <= sample < last and lowest <= expert < highest:
+                part = self._x[start:end].unsqueeze(0), self._dy[start:end].unsqueeze(0)
+                grads[sample - first, expert - lowest] = per_sample_grad(*part)[0]
+        return grads
+
+
+class _Projection(torch.autograd.Function):
+    """y_s = W_e x_s + b_e for each pair s of expert e; per-sample gradients for the handles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_handle: Tensor | None,
+        bias_handle: Tensor | None,
+        slot: Slot | None,
+        routing: Routing,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight_handle is not None else None, weight)
+        ctx.slot, ctx.routing, ctx.transposed = slot, routing, transposed
+        y = x.new_empty(len(x), weight.shape[2 if transposed else 1])
+        for _, expert, start, end in routing.segments:
+            own = weight[expert] if transposed else weight[expert].t()
+            torch.mm(x[start:end], own, out=y[start:end])
+            if bias is not None:
+                y[start:end] += bias[expert]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = dy.new_empty(len(dy), weight.shape[1 if ctx.transposed else 2])
+            for _, expert, start, end in routing.segments:
+                own = weight[expert].t() if ctx.transposed else weight[expert]
+                torch.mm(dy[start:end], own, out=dx[start:end])
+        if ctx.needs_input_grad[3]:
+            use = ExpertsUse(x, dy, routing, ctx.transposed)
+            slot: Slot | None = ctx.slot
+            if slot is None or not slot.gate.take_tiled(slot.position, use):
+                dweight = use.grad(slice(0, routing.batch_size), slice(0, routing.experts))
+        if ctx.needs_input_grad[4]:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            dbias = dy.new_zeros(routing.batch_size, routing.experts, dy.shape[1], dtype=wide)
+            for sample, expert, start, end in routing.segments:
+                dbias[sample, expert] = per_sample_bias_grad(dy[start:end].unsqueeze(0))[0]
+        return dx, None, None, dweight, dbias, None, None, None
+
+
+class PrivateExperts(PrivateModule):
+    """Experts of hidden states `[B T, I]`, chosen by a router; see `is_experts`.
+
+    Frozen experts run segment by segment too, so that no sample's rounding depends on others.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    down_proj: nn.Parameter
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        self.is_private_call()
+        self._check_whole()
+        batch = self._dpflash.check_batch(hidden_states).shape[0]
+        tokens = hidden_states.flatten(0, -2)
+        chosen, weights = (t.flatten(0, -2) for t in (top_k_index, top_k_weights))
+        per_sample = len(tokens) // max(1, batch)  # tokens
+        if per_sample * batch != len(chosen) or weights.shape != chosen.shape:
+            raise ValueError(
+                f"module '{self._dpflash.name}' got hidden states {tuple(hidden_states.shape)}, "
+                f"experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} in "
+                f"a batch of {batch}: expected [B T, I], [B T, K] and [B T, K]"
+            )
+        index = chosen.reshape(batch, per_sample * chosen.shape[1])
+        routing = Routing.of(index, self.down_proj.shape[0])
+        handles = self.private_handles(batch)
+        copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)
+        pairs = _Sorted.apply(copies, routing.order, routing.inverse)
+        if self.has_gate:
+            pairs = self._apply_gate(self._project(pairs, "gate_up_proj", handles, routing))
+        else:
+            pairs = self.act_fn(self._project(pairs, "up_proj", handles, routing))
+        pairs = self._project(pairs, "down_proj", handles, routing)
+        pairs = _Sorted.apply(pairs, routing.inverse, routing.order)
+        weighted = pairs.unflatten(0, chosen.shape) * weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden_states.dtype).reshape(hidden_states.shape)
+
+    def _project(self, x: Tensor, name: str, handles: Handles, routing: Routing) -> Tensor:
+        weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert weight is not None
+        dtype = autocast_dtype(x) or weight.dtype
+        experts, *sizes = weight.shape
+        outputs, inputs = reversed(sizes) if self.is_transposed else sizes
+        pairs = len(x) // max(1, routing.batch_size)
+        shape = ExpertsShape(routing.batch_size, pairs, inputs, outputs, dtype, experts)
+        return _Projection.apply(
+            x.to(dtype),
+            weight.detach().to(dtype),
+            None if bias is None else bias.detach().to(dtype),
+            handles[name],
+            None if bias is None else handles.dense(f"{name}_bias"),
+            handles.slot(name, shape),
+            routing,
+            self.is_transposed,
+        )
+
+    def _check_whole(self) -> None:
+        if getattr(self, "_is_expert_parallel", False):
+            raise ValueError(
+                f"module '{self._dpflash.name}' is spread over ranks (expert parallelism), which "
+                "has no rule for private training; load the model with all experts on each rank"
+            )
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' experts, with the forward of their registry."""
+    forward = type(module).forward
+    where = getattr(forward, "__globals__", {}).get("__name__")
+    return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")
+
+
+def check_routing(name: str, module: nn.Module) -> None:
+    """Refuse routing, and losses of routing, that depend on the other samples of a batch.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    refuse_router_losses(f"the config of module '{name}'", getattr(module, "config", None))
+    if getattr(module, "expert_capacity", None) is not None:
+        raise ValueError(
+            f"module '{name}' ({type(module).__name__}) has expert_capacity="
+            f"{module.expert_capacity!r}: it drops tokens where many choose one expert, and "
+            "the others of a batch decide which. Use a model that routes each token by itself "
+            "(Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek)"
+        )
+    if is_experts(module) and getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"module '{name}' ({type(module).__name__}) normalizes after each expert "
+            "(has_post_expert_norm), which has no rule for private training"
+        )
+
+
+def refuse_router_losses(name: str, config: object) -> None:
+    """Refuse a configuration, or arguments of a call, that ask for a loss of the router."""
+    asked = "output_router_logits"
+    given = config.get(asked) if isinstance(config, dict) else getattr(config, asked, None)
+    if given is True:
+        raise ValueError(
+            f"{name} has output_router_logits=True: transformers then adds a loss that balances "
+            "the experts over all tokens of a batch, so no sample's gradient can be bounded. Set "
+            "output_router_logits=False"
+        )

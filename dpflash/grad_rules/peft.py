@@ -1,0 +1,173 @@
+"""Rules for PEFT: adapters in a ParameterDict, DoRA's magnitudes, prompts.
+
+An adapted layer that keeps its adapters in a ParameterDict and uses them beside the layer (IA3,
+LoRA on embeddings, trainable tokens, VeRA) is one layer of the generic rule together with all
+modules below it: vmap gives each sample its own adapters. Other adapters are layers of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..clipping.planner import EmbeddingShape
+from .base import PrivateModule, as_given
+from .embedding import look_up
+from .generic import PrivateLeaf
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether the parameters below a module are its own."""
+    if not type(module).__module__.startswith("peft.tuners."):
+        return False
+    return any(
+        isinstance(child, nn.ParameterDict | nn.ParameterList)
+        and any(p.requires_grad for p in child.parameters())
+        for child in module.children()
+    )
+
+
+def makes_prompts(module: nn.Module) -> bool:
+    """Whether a module is a model that PEFT gives virtual tokens."""
+    return type(module).__module__ == "peft.peft_model" and hasattr(module, "prompt_encoder")
+
+
+class PrivatePrompts(PrivateModule):
+    """A model of prompt tuning or p-tuning: its prompts come out of the encoder for each sample.
+
+    PEFT encodes one prompt and repeats the result, whose gradient is a sum over samples.
+    """
+
+    def get_prompt(
+        self, batch_size: int, task_ids: Tensor | None = None, max_cache_len: int | None = None
+    ) -> Any:
+        model: Any = self
+        kind = model.active_peft_config.peft_type.value
+        if kind not in ("PROMPT_TUNING", "P_TUNING") or not torch.is_grad_enabled():
+            return super().get_prompt(batch_size, task_ids, max_cache_len)  # type: ignore[misc]
+        name = model.active_adapter
+        encoder = model.prompt_encoder[name]
+        tokens = model.prompt_tokens[name].to(encoder.embedding.weight.device)
+        return encoder(tokens.unsqueeze(0).expand(batch_size, -1))
+
+
+class PrivateDora(PrivateModule):
+    """DoRA beside a linear layer: y = (s - 1) W x + s a B A x with s = m / ||W + a B A||.
+
+    The norms [O] are constants of the gradient. Source: Liu et al., "DoRA: Weight-Decomposed
+    Low-Rank Adaptation", section 4.3.
+    """
+
+    fan_in_fan_out: bool
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: Any,
+        lora_B: Any,
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(
+                x,
+                lora_A=lora_A,
+                lora_B=lora_B,
+                scaling=scaling,
+                base_layer=base_layer,
+                base_result=base_result,
+                adapter_name=adapter_name,
+            )
+        from peft.utils.integrations import dequantize_module_weight
+
+        self.is_private_call()
+        rows = self._dpflash.check_batch(x)
+        magnitude = self.private_handles(rows.shape[0]).dense("weight")
+        if magnitude is None:
+            magnitude = self._parameters["weight"].detach().unsqueeze(0)  # type: ignore[union-attr]
+        with torch.no_grad():
+            weight = dequantize_module_weight(base_layer).to(x.dtype)
+            weight = weight.t() if self.fan_in_fan_out else weight
+            adapted = weight + scaling * (lora_B.weight @ lora_A.weight).to(x.dtype)
+            norms = torch.linalg.norm(adapted, dim=1).to(x.dtype)
+        scale = (magnitude / norms).unflatten(0, (-1, *[1] * (rows.ndim - 2)))
+        if base_result is None:
+            base_result = F.linear(x, weight)
+        elif base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        base, low_rank = (
+            y.reshape(*rows.shape[:-1], y.shape[-1]) for y in (base_result, lora_B(lora_A(x)))
+        )
+        return as_given((scale - 1) * base + scale * low_rank * scaling, x)
+
+
+class PrivateTrainableTokens(PrivateLeaf):
+    """Some rows of a frozen table are trained: looked up in a table of their own.
+
+    PEFT writes them into a copy of the whole table, of which each sample would get its own.
+    """
+
+    base_layer: nn.Module
+    active_adapters: list[str]
+    token_indices: dict[str, list[int]]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        base = layer.get_base_layer()
+        is_table = isinstance(base, nn.Embedding) and not base.weight.requires_grad and x.ndim > 1
+        if not is_table or layer.disable_adapters or layer.merged or not self.is_private_call():
+            return super().forward(x, *args, **kwargs)
+        layer._check_overlapping_tokens(self.active_adapters)
+        indices = self._dpflash.check_batch(x)
+        flat = indices.flatten(1)
+        result = base(flat, *args, **kwargs)
+        for adapter in self.active_adapters:
+            result = self._replace(result, flat, adapter, base, layer._get_embed_scale())
+        return as_given(result.unflatten(1, indices.shape[1:]), x)
+
+    def _replace(
+        self, rows: Tensor, indices: Tensor, adapter: str, base: nn.Embedding, scale: Tensor | None
+    ) -> Tensor:
+        """Replace rows [B, T, E] of the indices [B, T] that an adapter trains."""
+        name = f"trainable_tokens_delta.{adapter}"
+        delta = self.own_parameters()[name]
+        own = torch.tensor(self.token_indices[adapter], device=indices.device)
+        places = own.new_full((base.num_embeddings,), -1)
+        places[own] = torch.arange(len(own), device=own.device)
+        place = places[indices]
+        handles = self.private_handles(len(indices))
+        handle = handles[name]
+        samples, tokens = indices.shape
+        shape = EmbeddingShape(samples, tokens, delta.shape[1], delta.shape[0], delta.dtype)
+        new = look_up(place.clamp(min=0), delta.detach(), handle, handles.slot(name, shape))
+        if base.padding_idx is not None:
+            new = torch.where((indices == base.padding_idx).unsqueeze(-1), new.detach(), new)
+        new = new.to(base.weight.dtype)
+        new = new if scale is None else new * scale.to(new.dtype)
+        return torch.where((place >= 0).unsqueeze(-1), new.to(rows.dtype), rows)
+
+
+def check_adapter(name: str, module: nn.Module) -> None:
+    """Refuse adapters without a rule: DoRA's magnitudes of convolutions, LoRA on parameters.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    kind = type(module)
+    if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "ParamWrapper":
+        raise ValueError(
+            f"module '{name}' adds LoRA to a parameter of another module (target_parameters), "
+            "whose layers it uses outside of their calls. Adapt layers by target_modules instead, "
+            "or train the experts' parameters themselves"
+        )
+    if kind.__module__ == "peft.tuners.lora.dora" and kind.__name__ != "DoraLinearLayer":
+        raise ValueError(
+            f"module '{name}' is {kind.__name__}: DoRA has a rule for linear layers and "
+            "embeddings alone. Pass use_dora=False, or leave these layers out of target_modules"
+        )

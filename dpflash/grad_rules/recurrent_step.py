@@ -1,0 +1,53 @@
+"""Rule for single recurrent steps: nn.LSTMCell, nn.GRUCell and nn.RNNCell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .base import PrivateModule
+from .recurrent import recurrence, refuse_compiler
+
+
+class PrivateRecurrentCell(PrivateModule):
+    """One step of an LSTM, GRU or plain RNN for x [B, I] and states [B, H].
+
+    Each call is a use of its own of the parameters. Where a loop has no other use for single
+    steps, the layer for whole sequences is faster.
+    """
+
+    hidden_size: int
+
+    # Arguments have the names of the plain layers, which may be called by keyword.
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        if not self.is_private_call():
+            return super().forward(input, hx)
+        name, mode = self._dpflash.name, self._mode()
+        refuse_compiler(name, mode)
+        if input.ndim != 2:
+            raise ValueError(
+                f"input of module '{name}' ({mode}) has shape {tuple(input.shape)}; a private "
+                "cell needs a batch, [B, I]: give a single sample one with unsqueeze(0)"
+            )
+        x = self._dpflash.check_batch(input)
+        expected = (x.shape[0], self.hidden_size)
+        if hx is None:
+            zeros = x.new_zeros(expected)
+            hx = (zeros, zeros) if mode == "LSTM" else zeros
+        states = tuple(hx) if mode == "LSTM" else (hx, None)
+        found = [tuple(h.shape) for h in states if h is not None]
+        if any(shape != expected for shape in found):
+            raise ValueError(
+                f"hx of module '{name}' ({mode}) has shapes {found}: expected {expected} each"
+            )
+        handles = self.private_handles(x.shape[0])
+        _, h, *c = recurrence(self, handles, mode, "", x.unsqueeze(1), states)
+        return (h, c[0]) if c else h
+
+    def _mode(self) -> str:
+        module: Any = self
+        if hasattr(module, "nonlinearity"):
+            return f"RNN_{module.nonlinearity.upper()}"
+        # Gates together over the cell's width.
+        return {4: "LSTM", 3: "GRU"}[module.weight_hh.shape[0] // self.hidden_size]

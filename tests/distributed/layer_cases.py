@@ -1,0 +1,80 @@
+"""Private training of torch's transformer and recurrent layers by several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+
+SAMPLES, TOKENS, WIDTH = 30, 7, 8
+
+
+class Layers(nn.Module):
+    """One after another, in both batch orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
+        norm = nn.LayerNorm(WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 1, norm, enable_nested_tensor=False)
+        self.cross = nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_bias_kv=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, bidirectional=True)
+        self.gru = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x.transpose(0, 1)).transpose(0, 1)
+        x = self.cross(x, memory, memory, need_weights=False)[0]
+        y: Tensor = self.gru(self.lstm(x.transpose(0, 1))[0].transpose(0, 1))[0]
+        return y
+
+    def parts(self) -> list[nn.Module]:
+        return [self.encoder.layers[0], self.cross, self.lstm, self.gru, self]
+
+
+def train(group: object = None, *, sharded: bool = False, **clipping: Any) -> np.ndarray:
+    """The parameters after two private steps; by one process where there is no group."""
+    torch.manual_seed(0)
+    model, mesh = Layers(), None
+    if dist.is_initialized():
+        mesh = _mesh()
+        for part in model.parts() if sharded else ():
+            fully_shard(part, mesh=mesh["data"])
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator) for _ in range(2))
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    made, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
+        noise_multiplier=0.5,
+        max_grad_norm=0.05,
+        **clipping,
+    )
+    while optimizer.releases < 2:
+        for x, y in loader:
+            engine.backward((made(x) - y).square().mean((1, 2)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.releases == 2:
+                break
+    parts = [p.detach() for p in model.parameters()]
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts]
+    return torch.cat([p.flatten() for p in parts]).numpy()
+
+
+_meshes: list[DeviceMesh] = []
+
+
+def _mesh() -> DeviceMesh:
+    if not _meshes:
+        shape = (dist.get_world_size(), 1)
+        _meshes.append(init_device_mesh("cpu", shape, mesh_dim_names=("data", "context")))
+    return _meshes[0]
