@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.func import vmap
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..verification.digests import tolerance
 from ..verification.random_state import RandomState, random_state_kept
 from .base import PrivateModule, plain_class, plain_copy
+from .batch_second import BatchSecond
 from .embedding import PrivateEmbedding
 from .generic import PrivateLeaf
 from .lookups import PerSampleLookups
@@ -106,7 +108,7 @@ class PrivateOwner(PrivateModule):
         try:
             yield
         except RuntimeError as error:
-            if "vmap" not in str(error).lower():
+            if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
                 f"{self._described} has an operation that cannot be told apart by sample: {error} "
@@ -259,7 +261,9 @@ class _Outside:
         if module is None:
             return None
         copied = object.__new__(_type_outside(plain_class(module)))
-        copied.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+        # Recurrent layers look attributes up where one is set.
+        kept = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+        object.__setattr__(copied, "__dict__", kept)
         copied.__dict__["_module"] = module
         copied.__dict__["_outside"] = self
         copied.__dict__["_parameters"] = {}
@@ -290,19 +294,29 @@ class _Outside:
             with temporarily_pop_interpreter_stack():
                 handle = module.private_handles(self.batch_size).dense(name)
         if handle is None:
-            raise RuntimeError(
-                f"{self.owner} reads parameter '{name}' of a layer below it that is not "
-                "private; freeze it with requires_grad_(False)"
-            )
+            self._refuse_reading(name)
         return _functorch._add_batch_dim(handle, 0, self.level)
+
+    def _refuse_reading(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{self.owner} reads parameter '{name}' of a layer below it that is not "
+            "private; freeze it with requires_grad_(False)"
+        )
 
     def call(self, module: nn.Module, copied: Any, args: Any, kwargs: Any) -> Any:
         """Run a layer on the whole batch, and hand its outputs out sample by sample."""
+        if isinstance(module, ParametrizationList):
+            # The forward reads a computed weight, beside the rule of its layer.
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    self._refuse_reading(name)
+            return module(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
         # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat
         # them alike take all samples at once; others run for each sample, as the owner does.
-        is_bare = any(not x.ndim or x.shape[0] != 1 for x in mapped)
+        is_second = bool(mapped) and isinstance(module, BatchSecond)
+        is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
             return plain_class(module).forward(copied, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
@@ -313,9 +327,13 @@ class _Outside:
             ]
             is_bare = True
         leaves = [self._whole(x, is_bare) for x in leaves]
+        if is_second:
+            leaves = tree_map_only(Tensor, _turned, leaves)
         with temporarily_pop_interpreter_stack(), _autocast(self.device, self.dtype):
             whole_args, whole_kwargs = tree_unflatten(leaves, structure)
             outputs = module(*whole_args, **whole_kwargs)
+        if is_second:
+            outputs = tree_map_only(Tensor, _turned, outputs)
         if is_bare:
             return tree_map_only(Tensor, self._mapped, outputs)
         return tree_map_only(Tensor, lambda x: self._rows(module, x, bool(mapped)), outputs)
@@ -337,9 +355,15 @@ class _Outside:
             raise ValueError(
                 f"layer {plain_class(module).__name__} below {self.owner} returned a "
                 f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
-                "dimension must be the batch"
+                "dimension must be the batch. Call it in a module of its own that returns such "
+                "tensors alone"
             )
         return x
+
+
+def _turned(x: Tensor) -> Tensor:
+    """What a layer takes and returns that has its batch second, see `BatchSecond`."""
+    return x.transpose(0, 1) if x.ndim > 2 else x
 
 
 # Layers that treat all dimensions but the last ones alike.

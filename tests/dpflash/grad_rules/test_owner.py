@@ -97,6 +97,90 @@ def test_recomputed_owners_have_the_same_gradients(private, sums, distance):
     assert distance(*found) <= 1e-12
 
 
+class Token(nn.Module):
+    """A class token before a layer, of which the first output is taken, or all of it."""
+
+    def __init__(self, layer, batch_first):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layer, self.batch_first = layer, batch_first
+
+    def forward(self, x):
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1)
+        y = self.layer(x if self.batch_first else x.transpose(0, 1))
+        y = y[0] if isinstance(y, tuple) else y
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def encoder(batch_first, computed=False):
+    sizes = {"d_model": WIDTH, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0}
+    layer = nn.TransformerEncoderLayer(**sizes, batch_first=batch_first)
+    if computed:
+        nn.utils.parametrizations.weight_norm(layer.linear1)
+    return nn.TransformerEncoder(layer, 1)
+
+
+BELOW = {
+    "encoder": lambda: Token(encoder(True), True),
+    "batch second": lambda: Token(encoder(False), False),
+    "batch second, computed": lambda: Token(encoder(False, computed=True), False),
+    "recurrent": lambda: Token(States(), True),
+}
+
+
+# As many samples as tokens, or not.
+@pytest.mark.parametrize("batch", [1, BATCH, WIDTH + 1])
+@pytest.mark.parametrize("build", BELOW.values(), ids=BELOW)
+def test_torch_layers_below_an_owner_give_the_gradients_of_single_samples(
+    build, batch, private, oracle, sums, distance
+):
+    x, plain = inputs(batch), of_a_model(build())
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(plain, x, one_part=True, exact=False, max_grad_norm=1e6)
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_layer_that_an_owner_calls_itself_is_refused(batch_first, private):
+    layer, x = nn.LSTM(WIDTH, WIDTH, batch_first=batch_first), inputs()
+    engine, model, *_ = private(of_a_model(Token(layer, batch_first)), x, one_part=True)
+    with pytest.raises((ValueError, RuntimeError), match=r"'1' \(Token\)"):
+        engine.backward(squares(model, x))
+
+
+def test_a_computed_weight_that_is_read_below_an_owner_is_refused_or_frozen(private):
+    # In this order of dimensions attention runs for each sample, and reads the weight.
+    x, plain = inputs(), of_a_model(Token(encoder(False), False))
+    attention = plain[1].layer.layers[0].self_attn
+    nn.utils.parametrizations.weight_norm(attention.out_proj)
+    engine, model, *_ = private(copy.deepcopy(plain), x, one_part=True)
+    with pytest.raises(RuntimeError, match="reads parameter 'original0'"):
+        engine.backward(squares(model, x))
+    attention.requires_grad_(False)
+    engine, model, *_ = private(copy.deepcopy(plain), x, one_part=True)
+    assert torch.allclose(model(x), plain(x), rtol=1e-12)
+
+
+def test_attention_with_a_forward_of_its_own_is_no_owner(private):
+    class Self(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    with pytest.raises(ValueError, match="with a forward of its own"):
+        private(of_a_model(Self(WIDTH, 2, batch_first=True)), inputs(), one_part=True)
+
+
 class Mixing(Owner):
     def forward(self, x):
         x = x - x.mean(0, keepdim=True)
