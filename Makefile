@@ -12,6 +12,9 @@ NEWEST := .triton
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# Those in which a Triton kernel runs or is compiled.
+TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
+
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 .PHONY: help demo test test-all lint bench compare ci gpu clean
@@ -29,7 +32,7 @@ test: $(STAMP) ## run the tests that need no GPU, with some cases of the large g
 
 test-all: $(STAMP) $(NEWEST)/.installed ## run all cases of all tests, and the kernels again under the newest Triton
 	$(ONE_THREAD) DPFLASH_FULL=1 $(PYTEST)
-	$(ONE_THREAD) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) tests/kernels
+	$(ONE_THREAD) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -24,6 +24,11 @@ from tqdm import tqdm
 from dpflash.distributed.collectives import RankError
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+# A process that reaches the function sends what it raises.
+_NO_GUARD = (
+    " and without a result. Most likely it imported the script that started it, which began to "
+    'measure again; put what the script runs under `if __name__ == "__main__":`'
+)
 
 _SECONDS_TO_START = 120.0
 _SECONDS_BEHIND = 60.0  # by which exchanges time out later than the function, which names ranks
@@ -169,7 +174,8 @@ def _received(pipe: Connection, process: Any) -> Any:
         process.join()
     if process.exitcode == -signal.SIGKILL:
         return OutOfMemory("the system ended it, most likely for memory")
-    return Failed(f"its process ended with exit code {process.exitcode}")
+    why = _NO_GUARD if process.exitcode == 1 else ""
+    return Failed(f"its process ended with exit code {process.exitcode}{why}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

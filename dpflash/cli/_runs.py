@@ -230,7 +230,9 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         if name == "steps":
             instead = "pass the number of epochs as --epochs"
         elif name == "epochs":
-            instead = "pass --steps, or --sampler shuffled"
+            rate = _sample_rate(args)
+            steps = "" if not rate else f" {epochs_to_steps(epochs=value, sample_rate=rate)}"
+            instead = f"pass --steps{steps}"
         elif name == "max_batch_size":
             instead = "drop it, or pass --sampler truncated_poisson"
         elif name == "sample_rate" and args.sampler == FIXED_SIZE:

@@ -228,7 +228,7 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
         file = "" if library is None else f", {library._name}"
         paths = {
             "attention": native.describe() + file,
-            "private_gradients": "plain torch operations (CPU path)",
+            "private_gradients": f"C++ kernels{file}" if file else "plain PyTorch, slower",
         }
     if report["devices"]:
         triton = report["triton"]
@@ -237,7 +237,7 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
         paths |= {"attention": on_gpu, "private_gradients": on_gpu}
     chacha20 = report["cryptography"]["chacha20"]
     paths["noise"] = (
-        "ChaCha20 (cryptography, CPU)"
+        f"ChaCha20 ({'C++' if file else 'cryptography'}, CPU)"
         if chacha20
         else "none: OpenSSL does not support ChaCha20 on this machine"
     )

@@ -47,8 +47,12 @@ class TiledUse(Protocol):
     def rows(self) -> tuple[Tensor, ...]:
         """The tensors `[B, ...]` that determine G; the first is linear in the losses' gradient."""
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether each tile is one row of one sample, and G is 0 outside; else tiles cover G."""
+
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """(samples, rows) of tiles that fit into memory, at least one; outside of them G is 0."""
+        """(samples, rows) of tiles that fit into memory, at least one; they do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits in every call."""
@@ -213,7 +217,16 @@ class DeferredGradients:
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """(samples, rows, their G), summed over all uses; the same bits in every call."""
-        for samples, rows in self.tiled[0].tiles():
+        covering = next((use for use in self.tiled if not use.is_sparse), None)
+        assert covering is not None or not (self.linear or self.embedding)
+        uses = self.tiled if covering is None else [covering]
+        # A row of a sample that only one of several sparse uses has counts too.
+        tiles = {
+            (samples.start, samples.stop, rows.start, rows.stop): (samples, rows)
+            for use in uses
+            for samples, rows in use.tiles()
+        }
+        for samples, rows in tiles.values():
             grad = self.tiled[0].grad(samples, rows)
             for use in self.tiled[1:]:
                 grad = grad + use.grad(samples, rows)

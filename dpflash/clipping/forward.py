@@ -143,7 +143,9 @@ class PrivateForward:
         try:
             yield True
         finally:
-            self._state.flattened = self._call.flattened
+            # A call without gradients leaves the forward before it open.
+            if torch.is_grad_enabled():
+                self._state.flattened = self._call.flattened
             self._call = None
 
     @contextmanager

@@ -98,6 +98,10 @@ class ExpertsUse:
     def batch_size(self) -> int:
         return self._routing.batch_size
 
+    @property
+    def is_sparse(self) -> bool:
+        return True
+
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """One expert of one sample each; elsewhere G is 0."""
         for sample, expert, _, _ in self._routing.segments:

@@ -98,6 +98,10 @@ class Head:
                     dbias += part.sum((0, 1))
         return dx, dweight, dbias
 
+    @property
+    def is_sparse(self) -> bool:
+        return False
+
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """See `TiledUse`: the logits' part of a tile is no larger than a chunk."""
         (batch, tokens, width), classes = self.x.shape, self.weight.shape[0]

@@ -209,13 +209,16 @@ class PrivateRecurrent(PrivateModule):
     to 1.7, RNN 0.9 to 1.6; with grad_sample_mode="ghost" 1.5 to 5.8. A layer's peak of memory is
     1.6 to 2.5 times that of the plain one.
 
-    A PackedSequence is padded to the longest that the module has seen. Pack with
-    ``enforce_sorted=False`` and unpack with `total_length`: samples in another order, and layers
-    whose shapes depend on the longest sample of the batch, are refused in the first batch.
+    A PackedSequence is padded to the longest that the module has seen. Pack it with
+    ``enforce_sorted=False``, which is required, and unpack with `total_length`: layers whose
+    shapes depend on the longest sample of the batch are refused in the first batch.
 
     Guarantees:
-        Row i of all outputs depends on row i of the inputs and states alone. States that a loop
-        carries over to the next batch are data of other samples, which nothing bounds.
+        Row i of all outputs depends on row i of the inputs and states alone, up to rounding where
+        sequences are packed: their longest length is not public, and another one may round the
+        products of all samples differently. Pad to a public length where the bound is to be
+        exact. States that a loop carries over to the next batch are data of other samples, which
+        nothing bounds.
     """
 
     mode: str
@@ -252,6 +255,14 @@ class PrivateRecurrent(PrivateModule):
         """The input [B, T, I], and the numbers of steps [B] of a packed one."""
         context = self._dpflash
         if isinstance(given, PackedSequence):
+            if given.sorted_indices is None:
+                # Where a batch happens to be in this order, the first-batch proof sees nothing.
+                raise ValueError(
+                    f"input of module '{context.name}' ({self.mode}) is packed with "
+                    "enforce_sorted=True, so the model orders samples by their lengths, and other "
+                    "layers have them in another order. Leave them in the batch's order and pass "
+                    "enforce_sorted=False"
+                )
             length = context.note_length(len(given.batch_sizes))
             padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
             return context.check_batch(padded), lengths

@@ -58,8 +58,8 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
     assert native.describe() == f"C++ kernels, vectors of {bits} bits"
     assert doctor.machine_report()["paths"] == {
         "attention": f"{native.describe()}, {native.library()._name}",
-        "private_gradients": "plain torch operations (CPU path)",
-        "noise": "ChaCha20 (cryptography, CPU)",
+        "private_gradients": f"C++ kernels, {native.library()._name}",
+        "noise": "ChaCha20 (C++, CPU)",
     }
 
 

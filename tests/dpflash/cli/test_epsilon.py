@@ -403,7 +403,10 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ([*NOISY, "--delta", "1e-5", "--steps", "5"], "sample_rate=None: the poisson sampler"),
         ([*NOISY, "--delta", "1e-5", "--sample-rate", "0.1"], "steps=None: the poisson sampler"),
         ([*NOISY, "--delta", "1e-5", *SHUFFLED], "epochs=None: the shuffled sampler"),
-        ([*NOISY, *RUN, "--epochs", "2"], "epochs=2: the poisson sampler does not use it"),
+        (
+            [*NOISY, *RUN, "--epochs", "2"],
+            "epochs=2: the poisson sampler does not use it; pass --steps 200",
+        ),
         ([*NOISY, *RUN, *SHUFFLED], "sample_rate=0.01: the shuffled sampler does not use it"),
         (
             [*NOISY, "--delta", "1e-5", "--steps", "3", *SHUFFLED],

@@ -125,6 +125,25 @@ def test_clipped_sums_are_those_of_a_loop_over_samples(
     assert distance(sums(engine, made), expected.clipped_sum(bound, clipping)) <= limit
 
 
+@every_kind
+def test_experts_that_two_layers_share_get_the_gradients_of_both(
+    kind, private, oracle, losses, sums, distance
+):
+    """Top-1 of many experts, so that most pairs (sample, expert) are in one of the layers only."""
+    model, batch = mixture("mixtral", num_local_experts=8, num_experts_per_tok=1), tokens(length=3)
+    first, second = model.model.layers
+    second.mlp.experts = first.mlp.experts
+    expected = oracle(model, losses, batch)
+    plain = copy.deepcopy(model).double()
+    engine, made, _, _ = private(plain, max_grad_norm=1e9, exact=False, **kind)
+    engine.backward(losses(made, batch))
+    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    if kind.get("clipping") is None:
+        engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=0.1, **kind)
+        engine.backward(losses(made, batch))
+        assert distance(sums(engine, made), expected.clipped_sum(0.1)) <= 1e-6
+
+
 def released(engine, model):
     return torch.cat(
         [
