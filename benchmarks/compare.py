@@ -289,18 +289,18 @@ def run_compare(
     Returns:
         1 for a regression, 2 where they cannot be compared, else 0.
     """
-    told = ""
+    problem = ""
     try:
         results = [checked(_read(Path(path)), path) for path in (old_path, new_path)]
         report = compare(*results, threshold=threshold)
         if json_path is not None:
             write_text(Path(json_path), json.dumps(report.as_dict(), indent=1) + "\n")
     except Unusable as error:
-        told = str(error)
+        problem = str(error)
     except OSError as error:
-        told = f"{json_path}: {error.strerror}; pass --json another file"
-    if told:
-        print(f"dpflash: error: {told}", file=sys.stderr, flush=True)
+        problem = f"{json_path}: {error.strerror}; pass --json another file"
+    if problem:
+        print(f"dpflash: error: {problem}", file=sys.stderr, flush=True)
         return 2
     print(report.markdown())
     return report.exit_code

@@ -90,6 +90,7 @@ class ExpertsUse:
     def __init__(self, x: Tensor, dy: Tensor, routing: Routing, transposed: bool):
         self._x, self._dy = (dy, x) if transposed else (x, dy)
         self._routing = routing
+        self._at = {(one[0], one[1]): one for one in routing.segments}
         batch = routing.batch_size
         pairs = len(x) // max(1, batch)
         self.rows = tuple(t.reshape(batch, pairs, t.shape[1]) for t in (dy, x))
@@ -116,7 +117,12 @@ class ExpertsUse:
         dtype = torch.promote_types(self._dy.dtype, torch.float32)
         shape = (last - first, highest - lowest, self._dy.shape[1], self._x.shape[1])
         grads = self._x.new_zeros(shape, dtype=dtype)
-        for sample, expert, start, end in self._routing.segments:
+        segments = self._routing.segments
+        if (last - first, highest - lowest) == (1, 1):
+            # A tile: no search through the segments of all samples.
+            pair = (first, lowest)
+            segments = (self._at[pair],) if pair in self._at else ()
+        for sample, expert, start, end in segments:
             if first <= sample < last and lowest <= expert < highest:
                 part = self._x[start:end].unsqueeze(0), self._dy[start:end].unsqueeze(0)
                 grads[sample - first, expert - lowest] = per_sample_grad(*part)[0]
