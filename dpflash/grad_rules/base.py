@@ -120,6 +120,21 @@ class Handles:
             self._gate(group).register_dense(position)
         return handle
 
+    def values(self, name: str) -> Tensor | None:
+        """The values [B, ...] of a trained parameter, with the gradient of `dense(name)`.
+
+        The handle of a sharded parameter expands a stand-in, which does not have its values.
+        """
+        handle = self.dense(name)
+        if handle is None:
+            return None
+        group, position = self._slots[name]
+        if not is_sharded(self._context.backward.groups[group].parameters[position]):
+            return handle
+        parameter = self._parameters[name]
+        assert parameter is not None
+        return parameter.detach() + (handle - handle.detach())
+
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
         """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""
         if self.compiling or name not in self._slots:

@@ -79,7 +79,7 @@ class PrivateLeaf(PrivateModule):
             copied.__dict__[hooks] = OrderedDict()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
-        per_sample = {n: h for n in own if (h := handles.dense(n)) is not None}
+        per_sample = {n: h for n in own if (h := handles.values(n)) is not None}
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())

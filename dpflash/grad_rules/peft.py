@@ -88,7 +88,7 @@ class PrivateDora(PrivateModule):
 
         self.is_private_call()
         rows = self._dpflash.check_batch(x)
-        magnitude = self.private_handles(rows.shape[0]).dense("weight")
+        magnitude = self.private_handles(rows.shape[0]).values("weight")
         if magnitude is None:
             magnitude = self._parameters["weight"].detach().unsqueeze(0)  # type: ignore[union-attr]
         with torch.no_grad():

@@ -212,12 +212,10 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 
     def _learned(self, handles: Handles, name: str, tokens: Tensor) -> Tensor:
         """One more key or value for each sample, [B, 1, E]."""
-        parameter, handle = self._parameters[name], handles[name]
+        values, parameter = handles.values(name), self._parameters[name]
         assert parameter is not None
-        values = parameter.detach().expand(tokens.shape[0], -1, -1, -1)
-        if handle is not None:
-            # The handle of a sharded parameter has its gradient, but not its values.
-            values = values + (handle - handle.detach())
+        if values is None:
+            values = parameter.detach().expand(tokens.shape[0], -1, -1, -1)
         return values.flatten(1, 2).to(tokens.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Private training of torch's transformer and recurrent layers by several ranks."""
+"""Private training of torch's transformer, recurrent and convolution layers by several ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class Layers(nn.Module):
         self.cross = nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_bias_kv=True)
         self.lstm = nn.LSTM(WIDTH, WIDTH, bidirectional=True)
         self.gru = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.encoder(x.transpose(0, 1)).transpose(0, 1)
         x = self.cross(x, memory, memory, need_weights=False)[0]
-        y: Tensor = self.gru(self.lstm(x.transpose(0, 1))[0].transpose(0, 1))[0]
+        x = self.gru(self.lstm(x.transpose(0, 1))[0].transpose(0, 1))[0]
+        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
         return y
 
     def parts(self) -> list[nn.Module]:
-        return [self.encoder.layers[0], self.cross, self.lstm, self.gru, self]
+        return [self.encoder.layers[0], self.cross, self.lstm, self.gru, self.conv, self]
 
 
 def train(group: object = None, *, sharded: bool = False, **clipping: Any) -> np.ndarray:

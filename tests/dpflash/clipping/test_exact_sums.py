@@ -211,7 +211,7 @@ def test_a_gradient_by_another_road_is_found_although_grad_is_renewed(private):
         optimizer.step()
 
 
-def test_the_noise_multiplier_is_never_rounded_down(monkeypatch):
+def test_noise_is_never_rounded_down_and_has_the_grid_of_the_sums():
     parameter = nn.Parameter(torch.zeros(3))
     narrow = np.float16(1.1), np.float16(0.3)
     for sigma, bound in ((1.1, 0.3), (1 / 3, 1e-5), (3.0, 7.7), narrow):

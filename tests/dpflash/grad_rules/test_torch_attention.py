@@ -190,7 +190,7 @@ def agree(oracle, private, sums, distance):
     return check
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @every_kind
 @every_order
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -204,7 +204,7 @@ def test_attention_agrees_with_torch_and_with_single_samples(
     agree(plain, (*samples(), *more), kind)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @every_kind
 @every_order
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -232,7 +232,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_parameters_neither_count_nor_open_a_way_around_the_gates(case, kind, agree):
@@ -319,7 +319,7 @@ def test_attention_dropout_scales_what_it_keeps(private):
     torch.testing.assert_close(dropped[kept], 2 * alive[kept])
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @every_kind
 @pytest.mark.parametrize("name", ["tokens_first", "attention"])
 def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sums):
