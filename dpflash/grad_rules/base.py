@@ -33,7 +33,7 @@ class ModuleContext:
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
-        has_positions: whether it received indices [T] of another length than B.
+        has_positions: whether it received a tensor [T] of another length than B.
         longest: most steps of the packed sequences that it received.
     """
 
@@ -46,7 +46,7 @@ class ModuleContext:
     longest: int = 0
 
     def note_positions(self) -> None:
-        """Note that the module received indices [T] of another length than B."""
+        """Note that the module received a tensor [T] of another length than B."""
         self.has_positions = True
 
     def note_length(self, length: int) -> int:

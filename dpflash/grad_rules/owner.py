@@ -165,12 +165,15 @@ class PrivateOwner(PrivateModule):
         """0 for a tensor of the batch; None for a plain value and for what all samples share."""
         if not isinstance(leaf, Tensor):
             return None
-        if leaf.ndim and len(leaf) == batch_size:
-            self._dpflash.check_batch(leaf)
+        context = self._dpflash
+        is_positions = leaf.ndim == 1 and not leaf.requires_grad
+        if leaf.ndim and len(leaf) == batch_size and not (is_positions and context.has_positions):
+            context.check_batch(leaf)
             return 0
-        # [T] and [T, T] are positions; anything larger may be tokens of all samples.
-        is_shared = leaf.ndim < 2 or len(leaf) in (1, leaf.shape[1])
-        if leaf.requires_grad or not is_shared:
+        if is_positions:
+            # Kept for a later batch with as many samples as positions.
+            context.note_positions()
+        elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise ValueError(
                 f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
                 f"{batch_size}; its first dimension must be the batch, or 1 where it does not "

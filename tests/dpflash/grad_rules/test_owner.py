@@ -223,6 +223,11 @@ class Flat(Owner):
         return self.project(x) * self.scale + others.sum()
 
 
+class Positioned(Owner):
+    def forward(self, x, positions):
+        return self.project(x) * self.scale + positions[:, None]
+
+
 class Caller(nn.Module):
     """Calls an owner with a second argument."""
 
@@ -244,6 +249,10 @@ REFUSALS = {
         lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
         "first dimension must be the batch",
     ),
+    "flattened to a square": (
+        lambda: Caller(Flat(), lambda x: x[:4, 0].detach()),
+        r"shape \(4, 4\) in a batch of 8",
+    ),
 }
 
 
@@ -253,6 +262,13 @@ def test_what_an_owner_cannot_tell_apart_is_refused(build, message, private):
     engine, model, *_ = private(of_a_model(build()), x, one_part=True)
     with pytest.raises((ValueError, RuntimeError), match=message):
         engine.backward(squares(model, x))
+
+
+def test_positions_stay_shared_in_a_batch_of_as_many_samples(private):
+    plain = of_a_model(Caller(Positioned(), lambda x: torch.arange(WIDTH)))
+    engine, model, *_ = private(copy.deepcopy(plain), inputs(), verify_first_batch=False)
+    for batch in (WIDTH + 2, WIDTH):
+        assert torch.allclose(model(inputs(batch)), plain(inputs(batch)), rtol=1e-12)
 
 
 def test_an_owner_in_torch_compile_is_refused(private):
