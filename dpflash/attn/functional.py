@@ -273,8 +273,8 @@ def _require_softcap(softcap: object) -> float | None:
     # Kernels compute scores in float32.
     if not float(softcap) >= torch.finfo(torch.float32).tiny:  # type: ignore[arg-type]
         raise ValueError(
-            f"softcap={softcap!r}: expected a positive number, of at least the least normal one of "
-            "float32; pass None for no bound"
+            f"softcap={softcap!r}: expected a positive number, of at least the smallest normal "
+            "number of float32; pass None for no bound"
         )
     return float(softcap)  # type: ignore[arg-type]
 
