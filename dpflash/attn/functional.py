@@ -90,7 +90,7 @@ def attention(
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
             each sample's three together, see `dpflash.private_boundary` for the guarantee.
             With an `Adaptive` pattern gradients through its choice count too.
-            Gradients of sinks and alibi_slopes are not covered, so they are refused beside it.
+            It does not clip gradients of sinks and alibi_slopes, so it cannot be passed with them.
 
     Returns:
         o: `[B, H, T, D]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
@@ -99,7 +99,7 @@ def attention(
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
-            or H, causal attention with T != S or beside a pattern that is not causal, a
+            or H, causal=True with T != S or with a pattern that is not causal, a
             softmax_scale that is not finite, and a padding mask with a hole.
 
     Guarantees:
@@ -123,7 +123,7 @@ def attention(
             )
         if sinks is not None or alibi_slopes is not None:
             raise ValueError(
-                "boundary beside sinks or alibi_slopes: their gradients would leave unclipped; "
+                "boundary together with sinks or alibi_slopes, whose gradients it does not clip: "
                 "train them with PrivacyEngine, or leave one of them out"
             )
         if not isinstance(pattern, Adaptive):

@@ -20,7 +20,7 @@ class SlidingWindow(Pattern):
     Source: Beltagy et al., Longformer, arXiv:2004.05150, section 3.1.
 
     Args:
-        window: tokens to each side, 0 or more; 0 leaves a token itself.
+        window: tokens to each side, 0 or more; with 0 each token sees only itself.
         global_tokens: the first so many tokens see all and are seen by all.
         causal: no query sees a key later than its own position, global or not.
 
