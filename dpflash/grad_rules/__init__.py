@@ -45,6 +45,8 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
     # The output projection alone may be trained.
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     nn.TransformerEncoder.forward: PrivateTransformerEncoder,
+    # Also with frozen magnitudes, since PEFT's forward runs both layers on an identity matrix.
+    "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 
 
