@@ -87,6 +87,7 @@ def test_a_backward_pass_and_the_inputs_count_into_memory():
     assert forward.peak_mb > 3.9 * of_a_tensor and both.peak_mb > 7.9 * of_a_tensor
 
 
+@pytest.mark.cases(0)
 def test_a_search_stops_where_memory_ends(monkeypatch):
     # The libraries take some 345 MiB of it.
     limit = 475 * 2**20

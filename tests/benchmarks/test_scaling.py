@@ -39,6 +39,7 @@ def roofs(monkeypatch):
     monkeypatch.setattr("dpflash.bench.suite.measured_roofs", lambda *_, **__: ceilings)
 
 
+@pytest.mark.cases(0)
 def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
     # One test, since it starts some twenty processes.
     monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))

@@ -69,7 +69,7 @@ def check_equal(found, wanted, name):
     assert found["lrs"] == wanted["lrs"], name
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expected):
     names = [*WRITERS, "alone-adamw", "alone-momentum"]
@@ -216,7 +216,7 @@ def test_a_process_by_itself_does_not_write_over_a_folder(cases, saved):
         run.engine.save_checkpoint(saved / "fsdp-adamw")
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "size, at, victim", [(2, "data", 1), (1, "data", 0), (1, "engine", 0), (1, "pointer", 0)]
 )

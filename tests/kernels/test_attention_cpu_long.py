@@ -68,7 +68,7 @@ def assert_matches_the_reference(graph, tensors, key_range=None):
         torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-11, msg=name)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tokens", [2304, 2211])
 @pytest.mark.parametrize("name", LONG)
 def test_long_sequences(name, tokens):

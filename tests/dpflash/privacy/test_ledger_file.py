@@ -596,6 +596,7 @@ def attempt(ledger: Ledger, replaced: Callable[[int, str, Callable], Callable]) 
     return True
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0], ids=["nothing", "half", "all"])
 def test_a_process_that_dies_at_any_call_loses_no_release(kind, written, tmp_path):
