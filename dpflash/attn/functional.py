@@ -111,8 +111,8 @@ def attention(
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
             each sample's three together, see `dpflash.private_boundary` for the guarantee.
             With an `Adaptive` pattern gradients through its choice count too.
-            Gradients of sinks, alibi_slopes and position_bias are not covered, so they are
-            refused beside it.
+            It does not clip gradients of sinks, alibi_slopes and position_bias, so it cannot be
+            passed with them.
 
     Returns:
         o: `[B, H, T, E]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
@@ -121,9 +121,9 @@ def attention(
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
-            or H, a pattern or causal attention with T > S, causal attention beside a pattern that
-            is not causal, a softmax_scale that is not finite, a softcap that is not positive, and
-            a padding mask with a hole.
+            or H, a pattern or causal=True with T > S, causal=True with a pattern that is not
+            causal, a softmax_scale that is not finite, a softcap that is not positive, and a
+            padding mask with a hole.
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
@@ -157,8 +157,8 @@ def attention(
             )
         if sinks is not None or alibi_slopes is not None or bias is not None:
             raise ValueError(
-                "boundary beside sinks, alibi_slopes or position_bias: their gradients would "
-                "leave unclipped; train them with PrivacyEngine, or leave one of them out"
+                "boundary together with sinks, alibi_slopes or position_bias, whose gradients it "
+                "does not clip: train them with PrivacyEngine, or leave one of them out"
             )
         adaptive = pattern.inner if isinstance(pattern, WithinDocuments) else pattern
         if not isinstance(adaptive, Adaptive):

@@ -143,7 +143,7 @@ class PrivateForward:
         try:
             yield True
         finally:
-            # A call without gradients leaves the forward before it open.
+            # A call under no_grad does not end the forward before it.
             if torch.is_grad_enabled():
                 self._state.flattened = self._call.flattened
             self._call = None

@@ -65,7 +65,7 @@ class PrivateOwner(PrivateModule):
         leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
-        owned = {n: handle for n in own if (handle := handles.dense(n)) is not None}
+        owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in owned.values())
@@ -295,7 +295,7 @@ class _Outside:
         handle = None
         if isinstance(module, PrivateModule) and module.is_private_call():
             with temporarily_pop_interpreter_stack():
-                handle = module.private_handles(self.batch_size).dense(name)
+                handle = module.private_handles(self.batch_size).values(name)
         if handle is None:
             self._refuse_reading(name)
         return _functorch._add_batch_dim(handle, 0, self.level)

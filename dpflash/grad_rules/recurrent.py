@@ -202,12 +202,8 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python.
-
-    Cost of a training step relative to the plain layer on one CPU thread (PyTorch 2.13; 16 samples
-    x 128 steps x 256 units, 16 x 512 x 64, 4 x 64 x 512): LSTM 1.8 to 3.8 times the time, GRU 0.7
-    to 1.7, RNN 0.9 to 1.6; with grad_sample_mode="ghost" 1.5 to 5.8. A layer's peak of memory is
-    1.6 to 2.5 times that of the plain one.
+    then loops over the steps in Python, so it takes more time and memory than that of the plain
+    module, most with grad_sample_mode="ghost".
 
     A PackedSequence is padded to the longest that the module has seen. Pack it with
     ``enforce_sorted=False``, which is required, and unpack with `total_length`: layers whose

@@ -20,10 +20,10 @@ class SlidingWindow(Pattern):
     Source: Beltagy et al., Longformer, arXiv:2004.05150, section 3.1.
 
     Args:
-        window: tokens to each side, 0 or more; 0 leaves a token itself. Pass either this or both
-            of left and right.
+        window: tokens to each side, 0 or more; with 0 each token sees only itself. Pass either
+            this or both of left and right.
         left: tokens before its own that a query sees, 0 or more.
-        right: tokens behind its own that it sees; none of them where causal.
+        right: tokens after its own that a query sees, 0 or more; none where causal.
         global_tokens: the first so many tokens see all and are seen by all.
         causal: no query sees a key later than its own position, global or not.
 

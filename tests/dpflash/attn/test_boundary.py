@@ -127,7 +127,7 @@ def test_what_is_no_batch_is_refused():
     with pytest.raises(ValueError, match="boundary=1.0"):
         attention(q, q, q, boundary=1.0)
     limit = Boundary(max_grad_norm=1.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="beside sinks"):
+    with pytest.raises(ValueError, match="together with sinks"):
         attention(q, q, q, boundary=limit, sinks=torch.zeros(2))
 
 

@@ -321,7 +321,7 @@ def test_the_first_batch_proves_it(cell, packed, private):
 
 
 def test_packed_sequences_are_padded_to_the_longest_so_far(private, monkeypatch):
-    """Without a longer sample, the others are still padded, and so rounded, as with it."""
+    """A batch without the longest sample is padded, and so rounded, like the batch with it."""
     padded = []
 
     def record(sequence, **options):
@@ -332,6 +332,7 @@ def test_packed_sequences_are_padded_to_the_longest_so_far(private, monkeypatch)
     engine, model, _, _ = private(Net("gru", packed="unsorted"))
     for lengths, longest in (([4, 5, 1], 5), ([4, 2, 1], 5), ([4, 6, 1], 6), ([4, 5, 1], 6)):
         padded.clear()
+        # More than once, where the first batches are compared.
         model(samples(3), torch.tensor(lengths))
         assert set(padded) == {longest}
 
