@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch", "torch.distributed", "dpflash"])
+# `import dpflash` alone imports nothing, and an optimizer imports torch._dynamo.
+FORKED.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "scipy.stats"]
+    + ["dpflash.train.run"]
+)
 
 
 def run_script(script: str, folder: Path, environment: Mapping[str, str], errors: Path) -> None:

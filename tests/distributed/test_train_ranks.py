@@ -397,7 +397,7 @@ def after_releases(process: subprocess.Popen[str], ledger: Path, lines: int) -> 
 linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
