@@ -96,7 +96,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(

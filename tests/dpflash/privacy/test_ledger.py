@@ -461,7 +461,6 @@ def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(privat
         noise_multiplier=1.0,
         accountant=accountants.RDPAccountant(),
         ledger=tmp_path / "l",
-        budget=dpflash.PrivacyBudget(500.0, DELTA),
     )
     train(*made, 2)
     assert "opacus" in Ledger(tmp_path / "l").lines[-1].accountant
