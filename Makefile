@@ -10,7 +10,8 @@ STAMP := .venv/.installed
 NEWEST := .triton
 
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Compiled Python is kept, since many tests start processes, which import dpflash.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # Those in which a Triton kernel runs or is compiled.
 TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
@@ -28,11 +29,11 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 	  set -x; $(BIN)/dpflash train --out $$out
 
 test: $(STAMP) ## run the tests that need no GPU, with some cases of the large grids
-	$(ONE_THREAD) $(PYTEST)
+	$(TEST_ENV) $(PYTEST)
 
 test-all: $(STAMP) $(NEWEST)/.installed ## run all cases of all tests, and the kernels again under the newest Triton
-	$(ONE_THREAD) DPFLASH_FULL=1 $(PYTEST)
-	$(ONE_THREAD) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
+	$(TEST_ENV) DPFLASH_FULL=1 $(PYTEST)
+	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
