@@ -103,6 +103,7 @@ def test_the_fft_never_excludes_the_gaussian_closed_form(
     assert lower * (1 - 1e-11) <= truth <= upper * (1 + 1e-11)
 
 
+@pytest.mark.cases(0)
 @given(noises, rates, st.floats(0, 3))
 @few
 def test_one_poisson_step_brackets_the_closed_forms(

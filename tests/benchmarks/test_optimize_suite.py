@@ -34,6 +34,7 @@ def test_a_sum_that_is_not_clipped_is_found(monkeypatch):
     assert subject.error() > 0.1
 
 
+@pytest.mark.cases(0)
 def test_a_row_whose_compiler_failed_names_it_and_ran_eagerly(monkeypatch):
     def fails(graph, inputs):
         raise RuntimeError("no such instruction")

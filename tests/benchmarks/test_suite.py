@@ -335,6 +335,7 @@ def test_an_interrupt_ends_the_command_at_once_and_keeps_what_was_measured(
     assert "| first |" in (tmp_path / "one.md").read_text() and (tmp_path / "one.png").exists()
 
 
+@pytest.mark.cases(0)
 def test_a_wrong_peer_is_named_and_no_failure_but_a_wrong_row_of_ours_is(
     command, tmp_path, capsys
 ):
@@ -389,6 +390,7 @@ def test_milliseconds_mark_high_variance():
     assert milliseconds(entry) == "2 [1, 3] (high variance, CV 50%)"
 
 
+@pytest.mark.cases(0)
 def test_a_script_without_a_guard_learns_what_it_lacks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

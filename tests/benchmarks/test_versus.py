@@ -88,6 +88,7 @@ def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path)
     assert verdicts["accounting/contour"] == "fails" and code == 1
 
 
+@pytest.mark.cases(0)
 def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
     broken = copy_checkout(tmp_path / "broken")
     (broken / "dpflash/__init__.py").write_text("raise ImportError('a checkout of no use')\n")

@@ -69,7 +69,7 @@ def check_equal(found, wanted, name):
     assert found["lrs"] == wanted["lrs"], name
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expected):
     names = [*WRITERS, "alone-adamw", "alone-momentum"]
@@ -107,7 +107,7 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
             check_equal(found, expected("adamw", steps=2), name)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_ranks_that_share_samples_save_and_go_on(wrapper, cases, of_size, expected, tmp_path):
     name = f"{wrapper}-adamw"

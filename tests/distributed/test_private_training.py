@@ -149,7 +149,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("model", "context"), MODELS)
 def test_every_kind_of_model_trains_over_its_context(
     started: _Started, model: dict[str, Any], context: dict[str, str]
@@ -190,6 +190,7 @@ def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
     np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_empty_batches_of_a_rank_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
     # Of about one sample a draw, one of three ranks gets it, or none does.
@@ -371,7 +372,7 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
     assert_same_bits(started, ranks, wrapper, clipping)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
 def test_sums_of_integers_have_the_same_bits_for_any_ranks_and_microbatches(
     started: _Started, ranks: int, wrapper: str

@@ -330,7 +330,7 @@ def running(words: list[str], ledger: Path, lines: int) -> subprocess.Popen[str]
     return process
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     number: signal.Signals, data: Path, tmp_path: Path

@@ -188,6 +188,7 @@ def test_unaligned_rows_fit_in_shared_memory(bits):
     assert not misfits("sm_90", lines, {("sm_90", name): (832, 832) for name in entries})
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", COMPILED)
 def test_16_bit_backward_with_squares_fits_its_architecture(arch):
     lines = compiled("attention", arch, attention("dq", "dkdv"), "--flags", "SQUARES")

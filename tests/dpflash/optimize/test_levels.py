@@ -773,6 +773,7 @@ def test_the_drawn_batch_tells_its_size_to_the_compiler(private, quick):
 # All levels
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("one_batch_a_draw")
 @every_level
 def test_every_level_trains(level, private, tiny_lm, next_token_loss, quick):

@@ -549,7 +549,7 @@ POINTS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("point", POINTS)
 def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path):
     budget = epsilon_of((STEP, 6))
