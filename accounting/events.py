@@ -161,7 +161,7 @@ class FixedSizeGaussian(Event):
     """A sum over a batch of fixed size drawn without replacement, with Gaussian noise.
 
     Under both of its relations another sample takes the place of one, so that the sum may change
-    by twice the bound.
+    by twice the bound. Under "zero_out" this is an upper bound, not the exact cost.
 
     Attributes:
         noise_multiplier: >= 0.

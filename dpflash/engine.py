@@ -530,7 +530,8 @@ class PrivacyEngine:
         if not self._spending.is_empty:
             warnings.warn(
                 "the accountant has spent privacy already; target_epsilon covers the coming "
-                "epochs alone, get_epsilon the sum",
+                "epochs alone, get_epsilon the sum. If load_checkpoint follows, to continue that "
+                "run, the noise is that of the checkpoint",
                 stacklevel=2,
             )
         noise_multiplier = self._spending.noise_for(

@@ -487,6 +487,12 @@ class PrivateStep(ClippedSums):
         return bool(self.sums) or self.noise is not None
 
     def begin_backward(self) -> None:
+        if self.noise is not None:
+            raise RuntimeError(
+                "a backward pass after a release of this logical batch was begun: its noise would "
+                "be used for another sum, so the batch is dropped. To complete a release that was "
+                "interrupted, call optimizer.step() again without a backward pass"
+            )
         super().begin_backward()
         self._may_charge = True
 

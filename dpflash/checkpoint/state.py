@@ -134,13 +134,18 @@ def check_fits(
     if any(not set(optimizer.defaults) <= set(g) for g in groups):
         raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
     releases = state["ledger_releases"]
-    if (ledger is None) != (releases is None):
-        raise ValueError(
-            f"{where} the engine: one of them keeps a ledger and the other does not, so "
-            "releases would be lost. Build PrivacyEngine(ledger=...) as it was"
-        )
     if ledger is None:
-        return
+        if releases is None:
+            return
+        raise ValueError(
+            f"{where} the engine: it was written with a ledger, and the engine has none. Build "
+            "PrivacyEngine(ledger=...) with that run's ledger"
+        )
+    if releases is None:
+        raise ValueError(
+            f"{where} the engine: it was written without a ledger, and the engine has one, which "
+            "lacks the steps before. Build PrivacyEngine() without ledger"
+        )
     if ledger.digest(releases) not in (state["ledger_digest"], None):
         raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")
     if ledger.releases < releases:

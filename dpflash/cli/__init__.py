@@ -1,5 +1,6 @@
 """The command line: one program, one subcommand per file of this package."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,6 +12,7 @@ from ._parser import Names, Parser
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+_BROKEN_PIPE = 141  # and for one that writes to a program that has ended
 # Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
     "train": ("train", "train a language model on your files, privately"),
@@ -46,14 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: that of the subcommand, 2 for an invalid argument or file, 130 after
-        Ctrl-C.
+        Ctrl-C, 141 where the reader of a pipe has ended.
     """
     argv = sys.argv[1:] if argv is None else argv
     args = _build_parser(argv[0] if argv else None).parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:  # such as in `dpflash check FILE.py:FUNCTION | head`
+        # Python flushes stdout once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except (ValueError, OSError) as error:
         print(f"dpflash: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -133,7 +133,8 @@ class Handles:
             return handle
         parameter = self._parameters[name]
         assert parameter is not None
-        return parameter.detach() + (handle - handle.detach())
+        # Mixed precision gathers values in another dtype.
+        return parameter.detach() + (handle - handle.detach()).to(parameter.dtype)
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
         """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -52,17 +52,28 @@ class Layers(nn.Module):
         return y
 
     def parts(self) -> list[nn.Module]:
-        return [self.encoder.layers[0], self.cross, self.lstm, self.gru, self.conv, self.scaled, self]
+        return [
+            self.encoder.layers[0],
+            self.cross,
+            self.lstm,
+            self.gru,
+            self.conv,
+            self.scaled,
+            self,
+        ]
 
 
-def train(group: object = None, *, sharded: bool = False, **clipping: Any) -> np.ndarray:
+def train(
+    group: object = None, *, sharded: bool = False, mixed: bool = False, **clipping: Any
+) -> np.ndarray:
     """The parameters after two private steps; by one process where there is no group."""
     torch.manual_seed(0)
     model, mesh = Layers(), None
     if dist.is_initialized():
         mesh = _mesh()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None)
         for part in model.parts() if sharded else ():
-            fully_shard(part, mesh=mesh["data"])
+            fully_shard(part, mesh=mesh["data"], mp_policy=policy)
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator) for _ in range(2))
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)

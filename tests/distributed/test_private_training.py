@@ -172,6 +172,14 @@ def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
         np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started: _Started) -> None:
+    alone = layer_cases.train()
+    for one in started(2).run(layer_cases.__file__, "train", 2, sharded=True, mixed=True):
+        # bfloat16 keeps 8 digits of changes up to 0.02.
+        assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-7
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_accumulation_over_unequal_parts_is_one_step(started: _Started, wrapper: str) -> None:

@@ -324,6 +324,27 @@ def _interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.filterwarnings("ignore:a drawn batch is released without a call:UserWarning")
+def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(private, monkeypatch):
+    engine, model, optimizer, loader = private(
+        build(), data(), noise_multiplier=1.0, one_part=True
+    )
+    for (x,) in loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._step, "_clear", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        first = [p.grad for p in model.parameters()]  # noise alone
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="after a release of this logical batch was begun"):
+            engine.backward(losses_of(model, x))
+        optimizer.step()
+        break
+    assert optimizer.releases == 2 == sum(steps for *_, steps in engine.accountant.history)
+    pairs = zip(first, model.parameters(), strict=True)
+    assert not any(torch.equal(grad, p.grad) for grad, p in pairs if p.grad is not None)
+
+
 def test_noise_multiplier_counts_as_it_was_in_the_backward(private):
     engine, model, optimizer, loader = private(
         build(), data(), noise_multiplier=1.0, one_part=True

@@ -188,6 +188,19 @@ def test_interrupt_becomes_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> N
     assert main(["doctor"]) == 130
 
 
+def test_a_reader_that_ends_first_is_no_error() -> None:
+    words = ["epsilon", "--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "9"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "dpflash", *words, "--delta", "1e-5"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_a_fault_of_dpflash_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     _make_every_run_raise(monkeypatch, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):

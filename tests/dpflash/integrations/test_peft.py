@@ -96,6 +96,17 @@ def tokens(samples=4, length=8, seed=1):
     return torch.randint(3, 9, (samples, length), generator=generator)
 
 
+def test_dora_with_frozen_magnitudes_trains(private, oracle, sums, distance):
+    model, batch = adapted(CONFIGS["dora"]), tokens()
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.requires_grad_(False)
+    expected = oracle(model, losses, batch)
+    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False)
+    engine.backward(losses(made, batch))
+    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+
+
 @pytest.mark.cases(16)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind

@@ -467,6 +467,23 @@ def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(privat
     assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "l").get_epsilon(DELTA) > 0
 
 
+def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(private, tmp_path):
+    def build(ledger):
+        return private(
+            nn.Linear(3, 2), torch.ones(16, 3), noise_multiplier=1.0, ledger=ledger, seed=None
+        )
+
+    with_ledger, without = build(tmp_path / "l"), build(None)
+    train(*with_ledger, 1)
+    train(*without, 1)
+    with_ledger[0].save_checkpoint(tmp_path / "with")
+    without[0].save_checkpoint(tmp_path / "without")
+    with pytest.raises(ValueError, match="written with a ledger, and the engine has none"):
+        build(None)[0].load_checkpoint(tmp_path / "with")
+    with pytest.raises(ValueError, match="written without a ledger, and the engine has one"):
+        build(tmp_path / "other")[0].load_checkpoint(tmp_path / "without")
+
+
 def test_a_digest_covers_whole_lines_and_is_none_for_more_steps_than_there_are(tmp_path):
     (tmp_path / "l").write_text(line(1, 4) + line(5))
     ledger = Ledger(tmp_path / "l")
