@@ -34,6 +34,7 @@ _functorch = torch._C._functorch
 
 # Anything else might keep tensors of one sample beyond the call, as a cache does.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_TENSOR = object()  # the place of a tensor among outputs
 
 
 class PrivateOwner(PrivateModule):
@@ -86,13 +87,18 @@ class PrivateOwner(PrivateModule):
                 for x, dim in zip(inputs, in_dims, strict=True)
             ]
             own_args, own_kwargs = tree_unflatten(rows, structure)
-            return tree_map_only(Tensor, outside.output, copied.forward(*own_args, **own_kwargs))
+            results, returned = tree_flatten(copied.forward(*own_args, **own_kwargs))
+            self._refuse_kept(results)
+            found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
+            return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
+        found: list[Any] = []  # what is no tensor, such as None for attention weights
         run = vmap(one, in_dims=(0, *in_dims), randomness="different")
         with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
-            outputs = run(owned, *leaves)
+            tensors = iter(run(owned, *leaves))
         # [1, ...] of each sample, or its windows.
-        outputs = tree_map_only(Tensor, lambda x: x.flatten(0, 1), outputs)
+        results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
+        outputs = tree_unflatten(results, found[1])
         if self._dpflash.backward.forward.rows is not None:
             self._compare(outputs, args, kwargs)
         return outputs
@@ -115,6 +121,15 @@ class PrivateOwner(PrivateModule):
                 "Move its parameters into a module of their own, or freeze them with "
                 "requires_grad_(False)"
             ) from error
+
+    def _refuse_kept(self, results: list[Any]) -> None:
+        for x in results:
+            if not isinstance(x, (Tensor, *_PLAIN)):
+                raise RuntimeError(
+                    f"{self._described} returned an object of {type(x).__name__}, which may keep "
+                    "tensors of one sample; return tensors, or freeze the module's own "
+                    "parameters with requires_grad_(False)"
+                )
 
     def _compare(self, outputs: Any, args: Any, kwargs: Any) -> None:
         """Refuse a forward that gives one sample another result than it gives a batch.

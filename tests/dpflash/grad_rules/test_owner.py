@@ -346,3 +346,38 @@ def test_a_sparse_embedding_trains_with_dense_gradients(private, oracle, sums, d
     engine, model, *_ = private(plain, tokens, one_part=True, max_grad_norm=0.5)
     engine.backward(squares(model, tokens))
     assert distance(sums(engine, model), expected) <= 1e-6
+
+
+class Returns(nn.Module):
+    """A scaled layer, whose forward returns something beside its output."""
+
+    def __init__(self, beside):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.linear = nn.Linear(3, 2)
+        self.beside = beside
+
+    def forward(self, x):
+        return self.beside, self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("beside", [None, 7, "text"], ids=str)
+def test_what_is_no_tensor_is_returned_as_it_is(beside, private, oracle, sums, distance):
+    def losses(model, x):
+        returned, y = model(x)
+        assert returned == beside
+        return y.square().sum((1, 2))
+
+    x = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = Returns(beside).double()
+    expected = oracle(model, losses, x).clipped_sum(0.5)
+    engine, made, *_ = private(model, max_grad_norm=0.5, exact=False)
+    engine.backward(losses(made, x))
+    assert distance(sums(engine, made), expected) <= 5e-7
+
+
+def test_an_object_that_may_keep_tensors_of_one_sample_is_refused(private):
+    engine, made, *_ = private(Returns(object()))
+    with pytest.raises(RuntimeError, match="returned an object of object, which may keep tensors"):
+        made(torch.zeros(4, 5, 3))
