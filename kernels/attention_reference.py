@@ -164,6 +164,14 @@ def delta_of(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     return delta if dlse is None else delta - dlse.to(lse.dtype)
 
 
+def needs_wide_o(q: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> bool:
+    """Whether the backward needs o before it is rounded to the 16 bits of q.
+
+    Gradients of sinks and slopes are sums over all queries, in which the rounding of o stays.
+    """
+    return q.dtype.itemsize == 2 and not (sinks is None and slopes is None)
+
+
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """`[B, H]`, dtype of lse: ``-sum_i e^(sink - lse_i) delta_i``; a sink's value is 0."""
     p = (sinks.to(lse.dtype).unsqueeze(2) - _finite(lse)).exp()

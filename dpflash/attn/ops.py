@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
-from dpflash.kernels.attention_reference import AttentionInputs
+from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
 from dpflash.kernels.layout import heads_outside, new_like
 from dpflash.kernels.tile_graph import TileGraph
 
@@ -252,8 +252,7 @@ def _backward(
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
     inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
-    if (sinks is not None or slopes is not None) and q.dtype.itemsize == 2:
-        # Sums over all queries, in which the rounding of o would not cancel.
+    if needs_wide_o(q, sinks, slopes):
         o, _ = kernels.attention_forward(inputs, wide=True)
     grads = kernels.attention_backward(
         *(do, dlse, o, lse, inputs),
