@@ -131,7 +131,8 @@ def _all_pairs(h: Any, i: Any, j: Any) -> Tensor:
 
 
 def _window(pattern: SlidingWindow) -> Multiplicity:
-    return lambda h, i, j: (i - j <= pattern.window) & (j - i <= pattern.window)
+    left, right = pattern.reach
+    return lambda h, i, j: (i - j <= left) & (j - i <= right)
 
 
 def _documents(pattern: Documents, case: Case) -> Multiplicity:

@@ -38,7 +38,8 @@ class Work(NamedTuple):
 def count_work(call: Callable[[], object]) -> Work:
     """Makes one call and counts its work.
 
-    Attention counts the pairs that its pattern has, 4 D each forward and 10 D backward.
+    Attention counts the pairs that its pattern has: 4 D each forward and 10 D backward, or with
+    values of another head dim E 2 (D + E) and 6 D + 4 E.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
     moved = _MovedBytes()
@@ -84,13 +85,15 @@ def _attention_formulas() -> dict[Any, Callable[..., int]]:
             return batch * heads * rows * min(pattern.keep * block, k[2])
         return batch * pattern.edges(rows, heads)
 
+    # Arguments after q, k and v are six optional tensors, then the pattern's key.
     def forward(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
-        return _FORWARD * q[3] * pairs(q, k, rest[5])
+        return _FORWARD * (q[3] + v[3]) * pairs(q, k, rest[6]) // 2
 
     def backward(
-        do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, *rest: Any, **_: Any
+        do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any
     ) -> int:
-        return _BACKWARD * q[3] * pairs(q, k, rest[6])
+        # Products of width D: q k, dq and dk; of width E: dv and do v.
+        return _BACKWARD * (3 * q[3] + 2 * v[3]) * pairs(q, k, rest[6]) // 5
 
     return {torch.ops.dpflash.attention: forward, torch.ops.dpflash.attention_backward: backward}
 

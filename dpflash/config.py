@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from ._validate import noise_fits, one_of, positive, positive_int
+from ._validate import finite, noise_fits, one_of, positive, positive_int
+from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS, PublicSize
@@ -56,7 +57,9 @@ class PrivacyConfig:
 
     Args:
         max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
-            1e-30 and 1e30.
+            1e-30 and 1e30. With per_layer or per_block clipping also a list of a bound C_k for
+            each clipping group, in the order of `engine.groups()`, or a dict of them by the
+            groups' names; then C = sqrt(sum C_k^2), which noise is scaled to.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
             epsilon). None if `make_private_with_epsilon` chooses it.
         clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
@@ -104,7 +107,7 @@ class PrivacyConfig:
         ValueError: naming the argument, its value and the way out.
     """
 
-    max_grad_norm: float
+    max_grad_norm: float | Bounds
     noise_multiplier: float | None = None
     clipping: str | None = None
     clip_function: str = "hard"
@@ -120,20 +123,44 @@ class PrivacyConfig:
     verify_first_batch: bool = True
     allow_buffers: tuple[str, ...] = ()
 
+    @property
+    def bounds(self) -> Bounds | None:
+        """The bounds of the clipping groups where they were given; None for one number."""
+        return None if isinstance(self.max_grad_norm, float) else self.max_grad_norm
+
+    @property
+    def bound(self) -> float:
+        """L2 bound of one sample's gradient over all parameters."""
+        if isinstance(self.max_grad_norm, float):
+            return self.max_grad_norm
+        return joint_bound(self.max_grad_norm)
+
+    def _set_bounds(self) -> None:
+        given: Any = self.max_grad_norm
+        if not isinstance(given, list | tuple | Mapping):
+            positive(max_grad_norm=given)
+            object.__setattr__(self, "max_grad_norm", float(given))
+            return
+        values = list(given.values() if isinstance(given, Mapping) else given)
+        if not values:
+            raise ValueError(f"max_grad_norm={given!r}: expected a bound for each clipping group")
+        for value in values:
+            positive(max_grad_norm=value)
+            finite(max_grad_norm=value)
+        numbers = [float(value) for value in values]
+        named = isinstance(given, Mapping)
+        bounds = dict(zip(given, numbers, strict=True)) if named else tuple(numbers)
+        object.__setattr__(self, "max_grad_norm", bounds)
+
     def __post_init__(self) -> None:
-        if isinstance(self.max_grad_norm, list | tuple):
-            raise ValueError(
-                f"max_grad_norm={self.max_grad_norm!r}: expected one number; clipping='per_layer' "
-                "gives each layer an equal part of it"
-            )
+        self._set_bounds()
         noise = 0.0 if self.noise_multiplier is None else self.noise_multiplier
-        noise_fits(max_grad_norm=self.max_grad_norm, noise_multiplier=noise)
+        noise_fits(max_grad_norm=self.bound, noise_multiplier=noise)
         if noise >= _MOST_NOISE:
             raise ValueError(
                 f"noise_multiplier={noise!r}: expected less than {_MOST_NOISE:g}, up to which "
                 "noise is exact in float64"
             )
-        object.__setattr__(self, "max_grad_norm", float(self.max_grad_norm))
         if self.noise_multiplier is not None:
             object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
         names = self.allow_buffers
@@ -147,7 +174,7 @@ class PrivacyConfig:
         one_of(verify_first_batch=(self.verify_first_batch, (True, False)))
         if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
             raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
-        if self.exact is True and math.isinf(self.max_grad_norm):
+        if self.exact is True and math.isinf(self.bound):
             raise ValueError("exact=True with max_grad_norm=inf, which has no grid; give a bound")
         if self.budget is not None and not isinstance(self.budget, PrivacyBudget):
             raise ValueError(
@@ -264,7 +291,12 @@ def resolved(
             "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "
             "chooses it for a target epsilon"
         )
-    infinite = math.isinf(privacy.max_grad_norm)
+    infinite = math.isinf(privacy.bound)
+    if privacy.bounds is not None and clipping == "flat":
+        raise ValueError(
+            f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat': bounds of layers "
+            "need clipping='per_layer' or 'per_block'; flat clipping takes one number"
+        )
     if privacy.clip_function == "automatic" and (clipping == "per_block" or infinite):
         raise ValueError(
             f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="

@@ -29,7 +29,7 @@ from .clipping.context_gate import ContextGate
 from .clipping.device_speed import ceilings_for
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .clipping.gate import Gate
-from .clipping.groups import Group
+from .clipping.groups import Bounds, Group
 from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
 from .config import (
@@ -199,7 +199,7 @@ class PrivacyEngine:
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         noise_multiplier: float = UNSET,
-        max_grad_norm: float = UNSET,
+        max_grad_norm: float | Bounds = UNSET,
         clipping: str | None = UNSET,
         clip_function: str = UNSET,
         sampling: str | None = UNSET,
@@ -303,7 +303,7 @@ class PrivacyEngine:
             keys=self._keys,
             ranks=ranks,
             noise_multiplier=privacy.noise_multiplier,
-            max_grad_norm=privacy.max_grad_norm,
+            max_grad_norm=privacy.bound,
             divisor=1.0 if privacy.loss_reduction == "sum" else loader.expected_batch_size,
             exact=privacy.exact is not False,
         )
@@ -366,7 +366,7 @@ class PrivacyEngine:
             public_size=privacy.public_size,
             public_length=privacy.public_length,
         )
-        check_slots(loader.expected_batch_size, privacy.max_grad_norm)
+        check_slots(loader.expected_batch_size, privacy.bound)
         refuse_mixing(data_loader, may_sort=loader.slots is None)
         trained = trained_parameters(module, optimizer)
         entries = []
@@ -383,7 +383,7 @@ class PrivacyEngine:
             level_name = f"optimize={performance.optimize!r}"
             refuse_coarse_mean(level_name if optimization.autocast else None)
         assert privacy.clipping is not None
-        groups = make_groups(module, trained, privacy.clipping)
+        groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
         check_allowed(module, trained, privacy.allow_buffers)
         return _Checked(trained, loader, groups, entries, planned, optimization)
 
@@ -467,7 +467,7 @@ class PrivacyEngine:
         epochs: int,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
-        max_grad_norm: float = UNSET,
+        max_grad_norm: float | Bounds = UNSET,
         clipping: str | None = UNSET,
         clip_function: str = UNSET,
         sampling: str | None = UNSET,

@@ -12,13 +12,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import attention_cpu, attention_reference, native
+from . import attention_configs, attention_cpu, attention_reference, native
 from .attention_reference import AttentionGrads, AttentionInputs, squared_norms
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`."""
-    return _backend(inputs.q).attention_forward(_with_positive_scale(inputs), wide=wide)
+    return _backend(inputs).attention_forward(_with_positive_scale(inputs), wide=wide)
 
 
 def attention_backward(
@@ -30,6 +30,7 @@ def attention_backward(
     *,
     token_sums: bool = False,
     run_grads: bool = False,
+    bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -48,17 +49,21 @@ def attention_backward(
             "pass out of the wanted dtype alone"
         )
     q, scale = inputs.q, inputs.scale
-    if inputs.key_range is not None or inputs.graph.rows.has_fully_masked_rows(q.shape[2]):
+    masks = inputs.key_range is not None or inputs.bias is not None
+    if masks or inputs.graph.rows.has_fully_masked_rows(q.shape[2]):
         # A fully masked row has gradient 0 for every do, NaN included.
         fully_masked = lse == -math.inf
         do = do.masked_fill(fully_masked.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(fully_masked, 0.0)
+    backend = _backend(inputs)
     # Only the Triton kernels write into given buffers.
-    where = {} if out is None or q.device.type == "cpu" else {"out": out}
-    grads = _backend(q).attention_backward(
+    triton = backend not in (attention_cpu, attention_reference)
+    where = {"out": out} if out is not None and triton else {}
+    grads = backend.attention_backward(
         *(do, dlse, o, lse, _with_positive_scale(inputs)),
         token_sums=token_sums,
         run_grads=run_grads,
+        bias_grad=bias_grad,
         squares=squares,
         wide=wide,
         **where,
@@ -84,9 +89,9 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     fully masked query has o = 0 and lse = -inf, on either side.
 
     Args:
-        o: `[B, H, T, D]`, float32 or float64; may be a view.
+        o: `[B, H, T, E]`, float32 or float64; may be a view.
         lse: `[B, H, T]`, of the same dtype; may be a view.
-        o_new: `[B, H, T, D]`, over keys that o has not seen.
+        o_new: `[B, H, T, E]`, over keys that o has not seen.
         lse_new: `[B, H, T]`.
     """
     total = torch.logaddexp(lse, lse_new)
@@ -105,10 +110,17 @@ def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, q=torch.zeros_like(inputs.q), scale=1.0)
 
 
-def _backend(q: Tensor) -> ModuleType:
-    """The module that runs on q's device; `attention_reference` without a C++ compiler."""
+def _backend(inputs: AttentionInputs) -> ModuleType:
+    """The module that runs on q's device.
+
+    It is `attention_reference` without a C++ compiler, and on a GPU for head dims above 256, whose
+    tiles its multiprocessors have no room for.
+    """
+    q = inputs.q
     if q.device.type == "cpu":
         return attention_reference if native.library() is None else attention_cpu
+    if max(q.shape[3], inputs.v.shape[3]) > attention_configs.HEAD_DIMS[-1]:
+        return attention_reference
     try:
         from . import attention_launch
     except ImportError as error:

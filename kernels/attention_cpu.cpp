@@ -6,7 +6,8 @@
 // time.
 // Flash attention's recurrences: Dao, arXiv:2307.08691, algorithms 1 and 2.
 //
-// Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+// Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
+// of values.
 
 #include <cmath>
 #include <condition_variable>
@@ -51,15 +52,51 @@ void bias(const Problem& p, const Keys& keys, const Rows& rows, bool masked, F s
   }
 }
 
+// Scores become softcap * tanh(score / softcap), and `tangents` that tanh, unless null.
+template <class F>
+void cap(const Problem& p, int keys, int vectors, F* scores, F* tangents) {
+  F bound = F(p.softcap), inverse = F(1 / p.softcap);
+  for (int v = 0; v < vectors; ++v) {
+    for (int x = 0; x < keys; ++x) {
+      int64_t at = x * kWidth<F> + v * kLanes<F>;
+      Vector<F> value = tangent<F>(load<F>(scores + at) * inverse);
+      if (tangents) store<F>(tangents + at, value);
+      store<F>(scores + at, value * bound);
+    }
+  }
+}
+
+// Adds the bias [query][key] of a sample's head to scores [key][query].
+template <class F>
+void add_bias(const Problem& p, const Keys& keys, const Rows& rows, const F* of_head, F* scores) {
+  for (int i = 0; i < rows.count; ++i) {
+    const F* line = of_head + rows.at(i) * p.bias.token;
+    for (int x = 0; x < keys.count; ++x) scores[x * kWidth<F> + i] += line[keys.position[x]];
+  }
+}
+
+// What of a tile's sample and head enters its scores.
+template <class F>
+struct Added {
+  F slope;
+  const F* bias;
+
+  Added(const Problem& p, const Tile& tile)
+      : slope(p.slopes ? static_cast<const F*>(p.slopes)[tile.b * p.heads + tile.h] : F(0)),
+        bias(p.bias.data ? p.bias.of<F>(tile.b, tile.h) : nullptr) {}
+};
+
 // Scores [key][query] of keys that the rows see at least in part; false if they see none.
 template <class F>
 bool score(const Problem& p, const Keys& keys, const Rows& rows, const F* const* k, const F* q,
-           F slope, F* const* scores) {
+           const Added<F>& added, F* const* scores, F* tangents) {
   Seen seen = keys.seen_by(rows);
   if (seen == kNone) return false;
   product<F, false, kKeys>(scores, k, q, kWidth<F>, keys.count, int(p.dim), rows.vectors);
+  if (p.softcap > 0) cap<F>(p, keys.count, rows.vectors, scores[0], tangents);
+  if (added.bias) add_bias<F>(p, keys, rows, added.bias, scores[0]);
   if (seen == kSome || keys.weighted || p.slopes) {
-    bias<F>(p, keys, rows, seen == kSome, slope, scores[0]);
+    bias<F>(p, keys, rows, seen == kSome, added.slope, scores[0]);
   }
   return true;
 }
@@ -76,19 +113,15 @@ void transpose(const F* x, int64_t stride, const Rows& rows, int64_t dim, F fact
   }
 }
 
-// [query][padded] of the rows of x, times `factor`.
+// [query][padded] of the rows of x [query][dim], times `factor`.
 template <class F>
-void copy(const F* x, int64_t stride, const Rows& rows, const Problem& p, F factor, F* out) {
-  for (int i = 0; i < rows.count; ++i, out += p.padded) {
+void copy(const F* x, int64_t stride, const Rows& rows, int64_t dim, int64_t padded, F factor,
+          F* out) {
+  for (int i = 0; i < rows.count; ++i, out += padded) {
     const F* from = x + rows.at(i) * stride;
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = from[d] * factor;
-    std::fill(out + p.dim, out + p.padded, F(0));
+    for (int64_t d = 0; d < dim; ++d) out[d] = from[d] * factor;
+    std::fill(out + dim, out + padded, F(0));
   }
-}
-
-template <class F>
-F slope_of(const Problem& p, const Tile& tile) {
-  return p.slopes ? static_cast<const F*>(p.slopes)[tile.b * p.heads + tile.h] : F(0);
 }
 
 int64_t key_head(const Problem& p, const Tile& tile) { return tile.h / (p.heads / p.key_heads); }
@@ -134,14 +167,14 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   const F* q = p.q.of<F>(tile.b, tile.h);
   const F* k = p.k.of<F>(tile.b, key_head(p, tile));
   const F* v = p.v.of<F>(tile.b, key_head(p, tile));
-  F slope = slope_of<F>(p, tile);
+  Added<F> added(p, tile);
   F sink = p.sinks ? static_cast<const F*>(p.sinks)[tile.b * p.heads + tile.h] : -kInfinity<F>;
   RowsOf<F> all(tile);
-  int64_t count = all.count, block = p.dim * width;
+  int64_t count = all.count, block = p.dim * width, value_block = p.value_dim * width;
   F* scores = scratch;
   F* qs = scores + kKeys * width;
   F* os = qs + count * block;
-  F* top = os + count * block;
+  F* top = os + count * value_block;
   F* sum = top + count * width;
   for (int64_t i = 0; i < count; ++i) {
     transpose<F>(q, p.q.token, all[i], p.dim, F(p.scale), qs + i * block);
@@ -158,10 +191,11 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
       of_keys[x] = scores + x * width;
     }
     for (int64_t i = 0; i < count; ++i) {
-      F* o = os + i * block;
-      if (!score<F>(p, keys, all[i], ks, qs + i * block, slope, of_keys)) continue;
-      soften<F>(keys.count, p.dim, all[i].vectors, scores, top + i * width, sum + i * width, o);
-      outer<F>(o, width, vs, scores, int(p.dim), keys.count, all[i].vectors);
+      F* o = os + i * value_block;
+      if (!score<F>(p, keys, all[i], ks, qs + i * block, added, of_keys, nullptr)) continue;
+      soften<F>(keys.count, p.value_dim, all[i].vectors, scores, top + i * width, sum + i * width,
+                o);
+      outer<F>(o, width, vs, scores, int(p.value_dim), keys.count, all[i].vectors);
     }
   });
   int64_t line = (tile.b * p.heads + tile.h) * p.queries;
@@ -177,10 +211,10 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
       } else if (sink != -kInfinity<F>) {
         total += std::exp(sink - most);
       }
-      F* o = static_cast<F*>(p.o) + row * p.dim;
-      const F* from = os + i * block + r;
+      F* o = static_cast<F*>(p.o) + row * p.value_dim;
+      const F* from = os + i * value_block + r;
       factor /= total;
-      for (int64_t d = 0; d < p.dim; ++d) o[d] = fully_masked ? F(0) : from[d * width] * factor;
+      for (int64_t d = 0; d < p.value_dim; ++d) o[d] = fully_masked ? F(0) : from[d * width] * factor;
       static_cast<F*>(p.lse)[row] = most + std::log(total);
     }
   }
@@ -199,6 +233,27 @@ void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F
     }
     *dslope -= far;
     if (dweights) dweights[keys.run[x]] += total;
+  }
+}
+
+// Writes ds [key][query] where the bias' gradient [query][key] of a sample's head is.
+template <class F>
+void write_bias_grad(const Problem& p, const Keys& keys, const Rows& rows, const F* ds, F* to) {
+  for (int i = 0; i < rows.count; ++i) {
+    F* line = to + rows.at(i) * p.keys;
+    for (int x = 0; x < keys.count; ++x) line[keys.position[x]] = ds[x * kWidth<F> + i];
+  }
+}
+
+// ds of bounded scores becomes that of the scores before the bound.
+template <class F>
+void uncap(int keys, int vectors, const F* tangents, F* ds) {
+  for (int v = 0; v < vectors; ++v) {
+    for (int x = 0; x < keys; ++x) {
+      int64_t at = x * kWidth<F> + v * kLanes<F>;
+      Vector<F> t = load<F>(tangents + at);
+      store<F>(ds + at, load<F>(ds + at) * (F(1) - t * t));
+    }
   }
 }
 
@@ -221,35 +276,39 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
   int64_t head = tile.b * p.heads + tile.h, line = head * p.queries;
   double dslope = 0;
   double* dweights = p.dweights ? p.dweights + p.dweights_of[head] : nullptr;
-  F slope = slope_of<F>(p, tile);
+  Added<F> added(p, tile);
   RowsOf<F> all(tile);
-  int64_t count = all.count, block = width * p.padded;
+  int64_t count = all.count, block = width * p.padded, value_block = width * p.value_padded;
+  F* dbias = p.dbias ? static_cast<F*>(p.dbias) + line * p.keys : nullptr;
   F* scores = scratch;
   F* ds = scores + kKeys * width;
-  F* q_lanes = ds + kKeys * width;
-  F* do_lanes = q_lanes + count * block;
-  F* dq_lanes = do_lanes + count * block;
+  F* tangents = ds + kKeys * width;
+  F* q_lanes = tangents + kKeys * width;
+  F* dq_lanes = q_lanes + count * block;
   F* q_rows = dq_lanes + count * block;
-  F* do_rows = q_rows + count * block;
-  F* lse = do_rows + count * block;
+  F* do_lanes = q_rows + count * block;
+  F* do_rows = do_lanes + count * value_block;
+  F* lse = do_rows + count * value_block;
   F* delta = lse + count * width;
   std::fill(dq_lanes, q_rows, F(0));
   std::fill(lse, delta, kInfinity<F>);  // e^(s - inf) = 0, also for queries without keys
   std::fill(delta, delta + count * width, F(0));
   for (int64_t i = 0; i < count; ++i) {
     transpose<F>(q, p.q.token, all[i], p.dim, F(p.scale), q_lanes + i * block);
-    transpose<F>(dout, p.dout.token, all[i], p.dim, F(1), do_lanes + i * block);
-    copy<F>(q, p.q.token, all[i], p, F(p.scale), q_rows + i * block);
-    copy<F>(dout, p.dout.token, all[i], p, F(1), do_rows + i * block);
+    transpose<F>(dout, p.dout.token, all[i], p.value_dim, F(1), do_lanes + i * value_block);
+    copy<F>(q, p.q.token, all[i], p.dim, p.padded, F(p.scale), q_rows + i * block);
+    copy<F>(dout, p.dout.token, all[i], p.value_dim, p.value_padded, F(1),
+            do_rows + i * value_block);
     for (int r = 0; r < all[i].count; ++r) {
       int64_t row = all[i].at(r);
       F own = static_cast<const F*>(p.lse_in)[line + row];
       if (own != -kInfinity<F>) lse[i * width + r] = own;
-      F sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
-      for (int64_t d = 0; d < p.dim; ++d) {
-        sum += dout[row * p.dout.token + d] * o[row * p.o_in.token + d];
+      // In double: an error here is one of every ds of the row.
+      double sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        sum += double(dout[row * p.dout.token + d]) * double(o[row * p.o_in.token + d]);
       }
-      delta[i * width + r] = sum;
+      delta[i * width + r] = F(sum);
     }
   }
   for_keys(p, tile, [&](const Keys& keys) {
@@ -259,15 +318,15 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
       ks[x] = k + keys.position[x] * p.k.token;
       vs[x] = v + keys.position[x] * p.v.token;
       dks[x] = sums.dk + (keys.position[x] - sums.first) * p.padded;
-      dvs[x] = sums.dv + (keys.position[x] - sums.first) * p.padded;
+      dvs[x] = sums.dv + (keys.position[x] - sums.first) * p.value_padded;
       ps[x] = to_scores[x] = scores + x * width;
       dss[x] = to_ds[x] = ds + x * width;
     }
     for (int64_t i = 0; i < count; ++i) {
       const Rows& rows = all[i];
-      if (!score<F>(p, keys, rows, ks, q_lanes + i * block, slope, to_scores)) continue;
-      product<F, false, kKeys>(to_ds, vs, do_lanes + i * block, width, keys.count, int(p.dim),
-                               rows.vectors);
+      if (!score<F>(p, keys, rows, ks, q_lanes + i * block, added, to_scores, tangents)) continue;
+      product<F, false, kKeys>(to_ds, vs, do_lanes + i * value_block, width, keys.count,
+                               int(p.value_dim), rows.vectors);
       for (int w = 0; w < rows.vectors; ++w) {
         int lane = w * kLanes<F>;
         Vector<F> of_row = load<F>(lse + i * width + lane);
@@ -279,13 +338,14 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
           store<F>(to_gradient, e * (load<F>(to_gradient) - less));
         }
       }
-      int vectors = int(p.padded) / kLanes<F>;
-      outer<F>(dq_lanes + i * block, width, ks, ds, int(p.dim), keys.count, rows.vectors);
-      product<F, true, kKeys>(dvs, ps, do_rows + i * block, p.padded, keys.count, rows.count,
-                              vectors);
-      product<F, true, kKeys>(dks, dss, q_rows + i * block, p.padded, keys.count, rows.count,
-                              vectors);
       if (p.dslopes || dweights) backward_bias<F>(p, keys, rows, ds, &dslope, dweights);
+      if (dbias) write_bias_grad<F>(p, keys, rows, ds, dbias);
+      if (p.softcap > 0) uncap<F>(keys.count, rows.vectors, tangents, ds);
+      outer<F>(dq_lanes + i * block, width, ks, ds, int(p.dim), keys.count, rows.vectors);
+      product<F, true, kKeys>(dvs, ps, do_rows + i * value_block, p.value_padded, keys.count,
+                              rows.count, int(p.value_padded) / kLanes<F>);
+      product<F, true, kKeys>(dks, dss, q_rows + i * block, p.padded, keys.count, rows.count,
+                              int(p.padded) / kLanes<F>);
     }
   });
   for (int64_t i = 0; i < count; ++i) {
@@ -302,7 +362,8 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
 template <class F>
 int64_t scratch_elements(const Problem& p) {
   int64_t rows = (kTile + kWidth<F> - 1) / kWidth<F> * kWidth<F>;
-  return 2 * kKeys * kWidth<F> + rows * (5 * p.padded + 2) + 64 / int64_t(sizeof(F));
+  int64_t numbers = 3 * p.padded + 2 * p.value_padded + 2;
+  return 3 * kKeys * kWidth<F> + rows * numbers + 64 / int64_t(sizeof(F));
 }
 
 template <class F>
@@ -328,7 +389,8 @@ void backward(const Problem& p) {
   for (const Part& part : parts) {
     if (part.turn > 0) rows = std::max(rows, part.end_key - part.first_key);
   }
-  int64_t waiting = 2 * rows * p.padded, all = 2 * p.batch * p.key_heads * p.keys * p.padded;
+  int64_t numbers = p.padded + p.value_padded;
+  int64_t waiting = rows * numbers, all = p.batch * p.key_heads * p.keys * numbers;
   int64_t threads = std::max<int64_t>(1, std::min<int64_t>(p.threads, int64_t(parts.size())));
   if (waiting > 0) {
     threads = std::min(threads, std::max<int64_t>(1, std::max(kWaiting, all) / waiting));
@@ -340,14 +402,14 @@ void backward(const Problem& p) {
   std::condition_variable turned;
   share<FlushToZero>(int64_t(parts.size()), threads, [&](int64_t task, int64_t thread) {
     const Part& part = parts[size_t(task)];
-    int64_t offset = part.unit * p.keys * p.padded;
-    F *dk = static_cast<F*>(p.dk) + offset, *dv = static_cast<F*>(p.dv) + offset;
-    int64_t size = (part.end_key - part.first_key) * p.padded;
+    F* dk = static_cast<F*>(p.dk) + part.unit * p.keys * p.padded;
+    F* dv = static_cast<F*>(p.dv) + part.unit * p.keys * p.value_padded;
+    int64_t keys = part.end_key - part.first_key;
     Sums<F> sums{dk, dv, 0};
     if (part.turn > 0) {
       F* own = sums_of_parts.of(thread);
-      std::fill(own, own + 2 * size, F(0));
-      sums = {own, own + size, part.first_key};
+      std::fill(own, own + keys * numbers, F(0));
+      sums = {own, own + keys * p.padded, part.first_key};
     }
     for (int64_t i = part.first; i < part.end; ++i) {
       dslopes[size_t(i)] = backward_tile<F>(p, tiles[size_t(i)], sums, scratch.of(thread));
@@ -356,11 +418,9 @@ void backward(const Problem& p) {
     turned.wait(lock, [&] { return turns[size_t(part.unit)] == part.turn; });
     lock.unlock();
     if (part.turn > 0) {
-      F *to_k = dk + part.first_key * p.padded, *to_v = dv + part.first_key * p.padded;
-      for (int64_t i = 0; i < size; ++i) {
-        to_k[i] += sums.dk[i];
-        to_v[i] += sums.dv[i];
-      }
+      F *to_k = dk + part.first_key * p.padded, *to_v = dv + part.first_key * p.value_padded;
+      for (int64_t i = 0; i < keys * p.padded; ++i) to_k[i] += sums.dk[i];
+      for (int64_t i = 0; i < keys * p.value_padded; ++i) to_v[i] += sums.dv[i];
     }
     lock.lock();
     ++turns[size_t(part.unit)];

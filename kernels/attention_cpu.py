@@ -2,7 +2,8 @@
 
 Memory is linear in T. Needs `native.library`; without it `attention` runs `attention_reference`.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     dtype = torch.promote_types(q.dtype, torch.float32)
     call = _Call(inputs, dtype)
     # Rows in no group are not visited.
-    o = q.new_zeros(q.shape, dtype=dtype)
+    o = q.new_zeros((*q.shape[:3], inputs.v.shape[3]), dtype=dtype)
     if sinks is None:
         lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     else:
@@ -59,6 +60,7 @@ def attention_backward(
     *,
     token_sums: bool = False,
     run_grads: bool = False,
+    bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
 ) -> AttentionGrads:
@@ -74,7 +76,9 @@ def attention_backward(
     dtype = lse.dtype
     call = _Call(inputs, dtype)
     dq = q.new_zeros(q.shape, dtype=dtype)
-    dk, dv = (x.new_zeros(*x.shape[:3], call.padded, dtype=dtype) for x in (k, v))
+    dk = k.new_zeros(*k.shape[:3], call.padded, dtype=dtype)
+    dv = v.new_zeros(*v.shape[:3], call.value_padded, dtype=dtype)
+    dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=dtype) if bias_grad else None
     dslopes = None if inputs.slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
     dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
     call.run(
@@ -83,11 +87,11 @@ def attention_backward(
         dout=_aligned(do, dtype),
         lse_in=lse.contiguous(),
         dlse=None if dlse is None else dlse.to(dtype).contiguous(),
-        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes},
+        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dbias": dbias},
         dweights=None if dweights is None else dweights.of_heads,
         dweights_of=None if dweights is None else dweights.begin_of_runs,
     )
-    dk, dv = dk[..., : q.shape[3]], dv[..., : q.shape[3]]
+    dk, dv = dk[..., : k.shape[3]], dv[..., : v.shape[3]]
     grads = AttentionGrads(
         dq,
         dk,
@@ -95,6 +99,7 @@ def attention_backward(
         dsinks=None if sinks is None else sinks_grad(sinks, lse, delta_of(do, o, lse, dlse)),
         dslopes=None if dslopes is None else dslopes.to(dtype),
         dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
+        dbias=dbias,
     )
     if token_sums:
         grads = grads._replace(q_sum=dq.sum(2), k_sum=dk.sum(2), v_sum=dv.sum(2))
@@ -154,23 +159,25 @@ class _Problem(ctypes.Structure):
     """The fields of attention_cpu.cpp's Problem, in its order."""
 
     _fields_ = [
-        *((name, _Tokens) for name in ("q", "k", "v", "o_in", "dout")),
+        *((name, _Tokens) for name in ("q", "k", "v", "o_in", "dout", "bias")),
         *(
             (name, ctypes.c_void_p)
             for name in (
                 *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
-                *("dslopes", "dweights", "dweights_of", "groups", "runs", "weights"),
-                *("variants", "row_variants", "key_range"),
+                *("dbias", "dslopes", "dweights", "dweights_of", "groups", "runs"),
+                *("weights", "variants", "row_variants", "key_range"),
             )
         ),
         *(
             (name, ctypes.c_int64)
             for name in (
                 *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
-                *("keys", "dim", "padded", "distance_shift", "threads"),
+                *("keys", "dim", "padded", "value_dim", "value_padded"),
+                *("distance_shift", "threads"),
             )
         ),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     ]
 
 
@@ -186,17 +193,19 @@ class _Call:
         self._held: list[Tensor] = []
         self._problem = _Problem()
         lanes = library.vector_bytes() // dtype.itemsize
-        self.padded = -(-q.shape[3] // lanes) * lanes
+        batch, heads, queries, dim = q.shape
+        value_dim = inputs.v.shape[3]
+        self.padded, self.value_padded = (-(-x // lanes) * lanes for x in (dim, value_dim))
         side = graph.rows
         tables = side.groups, side.runs, side.variants, graph.row_variants
         assert all(table.dtype == torch.int32 for table in tables)
         variants = graph.row_variants.expand(q.shape[:2])
-        batch, heads, queries, dim = q.shape
         pairs = batch * heads * queries * k.shape[2] * dim
         self._set(
             q=_aligned(q, dtype),
             k=_aligned(k, dtype),
             v=_aligned(inputs.v, dtype),
+            bias=None if inputs.bias is None else _aligned(inputs.bias, dtype),
             groups=side.groups.contiguous(),
             runs=side.runs.contiguous(),
             weights=side.log_multiplicity.detach().double().contiguous(),
@@ -210,9 +219,12 @@ class _Call:
             key_heads=k.shape[1],
             keys=k.shape[2],
             padded=self.padded,
+            value_dim=value_dim,
+            value_padded=self.value_padded,
             distance_shift=graph.distance_shift,
             threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
             scale=inputs.scale,
+            softcap=inputs.softcap or 0.0,
         )
 
     def run(self, direction: str, **tensors: Tensor | None) -> None:
@@ -224,6 +236,8 @@ class _Call:
 
     def _set(self, **fields: Tensor | int | float | None) -> None:
         for name, value in fields.items():
+            if value is None:
+                continue
             if not isinstance(value, Tensor):
                 setattr(self._problem, name, value)
                 continue

@@ -1,7 +1,8 @@
 """Launches the Triton attention kernels: allocation, grids, sums outside of them.
 
 Signatures are those of `attention_reference.py`, plus the buffers to write into.
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values.
 """
 
 from __future__ import annotations
@@ -30,26 +31,29 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     graph, sinks, slopes, key_range = inputs.graph, inputs.sinks, inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     complete = graph.rows.is_complete(queries)
-    o = _result_like(q, complete, wide)
+    o = _result_like(q, complete, wide, v.shape[3])
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not complete:
         lse.fill_(-math.inf)
         if sinks is not None:
             lse = torch.maximum(lse, sinks.float().unsqueeze(2))
-    sizes = _config("forward", q)
+    sizes = _config("forward", q, v)
     tiles, borders, num_tiles = graph.rows.tiles(sizes.block_m, last_first=graph.causal)
     if o.numel() and num_tiles:
         with on_device(q):
             kernels._attention_forward_kernel[_grid(num_tiles, batch, heads)](
                 q, k, v, o, lse,
-                _vector(sinks), _vector(slopes), key_range,
+                _vector(sinks), _vector(slopes), key_range, inputs.bias,
                 tiles, borders, *_tables(graph.rows, graph.row_variants),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+                *_bias_strides(inputs),
                 _sample_stride(graph.row_variants), heads, heads // k.shape[1],
                 queries, k.shape[2], num_tiles, _distance_shift(inputs), inputs.scale * _LOG2E,
-                **_head_dims(head_dim, is_aligned(q, k, v, o)), **_options(q, sizes),
+                _softcap(inputs), **_head_dims(head_dim, v.shape[3], is_aligned(q, k, v, o)),
+                **_options(q, sizes),
                 HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
                 HAS_KEY_RANGE=key_range is not None,
+                HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
             )  # fmt: skip
     return o, lse
 
@@ -63,6 +67,7 @@ def attention_backward(
     *,
     token_sums: bool = False,
     run_grads: bool = False,
+    bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -90,9 +95,12 @@ def attention_backward(
             if not side.is_complete(grads[0].shape[2]):
                 for grad in grads:
                     grad.zero_()
+    dbias = None
+    if bias_grad:
+        dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32)
     rows = (do, pivot, delta)
     q_sum, dslopes, dlog, q_squares = _launch_dq(
-        dq, *rows, inputs, token_sums=token_sums, run_grads=run_grads, squares=squares
+        dq, dbias, *rows, inputs, token_sums=token_sums, run_grads=run_grads, squares=squares
     )
     k_sum, v_sum, kv_squares = _launch_dkdv(
         dk, dv, *rows, inputs, token_sums=token_sums, squares=squares
@@ -101,7 +109,8 @@ def attention_backward(
     if q_squares is not None and kv_squares is not None:
         of_samples = q_squares + kv_squares
     dsinks = None if sinks is None else sinks_grad(sinks, lse, delta)
-    return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, q_sum, k_sum, v_sum, of_samples)
+    sums = q_sum, k_sum, v_sum
+    return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums, of_samples, dbias)
 
 
 def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -116,7 +125,7 @@ def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Ten
             kernels._attention_delta_kernel[_grid(num_blocks, batch, heads)](
                 o, do, lse, None if dlse is None else dlse.float().contiguous(), delta, pivot,
                 *o.stride()[:3], *do.stride()[:3], heads, queries, num_blocks,
-                D=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
+                E=head_dim, BLOCK_E=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
                 HAS_DLSE=dlse is not None,
             )  # fmt: skip
     return delta, pivot
@@ -124,6 +133,7 @@ def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Ten
 
 def _launch_dq(
     dq: Tensor,
+    dbias: Tensor | None,
     do: Tensor,
     pivot: Tensor,
     delta: Tensor,
@@ -133,11 +143,15 @@ def _launch_dq(
     run_grads: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Writes dq; returns its sum over tokens, dslopes, the runs' gradient, its squared norms."""
+    """Writes dq and dbias.
+
+    Returns:
+        The sum of dq over tokens, dslopes, the runs' gradient, the squared norms of dq.
+    """
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
-    sizes = _config("dq", q)
+    sizes = _config("dq", q, v)
     side = graph.rows
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=graph.causal)
     num_runs = side.runs.shape[0]
@@ -152,14 +166,18 @@ def _launch_dq(
         with on_device(q):
             kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
                 q, k, v, do, pivot, delta, dq,
-                slopes, key_range, q_sums, slope_sums, run_sums, partial,
+                slopes, key_range, inputs.bias, dbias, q_sums, slope_sums, run_sums, partial,
                 tiles, borders, *_tables(side, graph.row_variants),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-                *dq.stride()[:3], _sample_stride(graph.row_variants), heads, heads // k.shape[1],
+                *dq.stride()[:3], *_bias_strides(inputs),
+                _sample_stride(graph.row_variants), heads, heads // k.shape[1],
                 queries, k.shape[2], num_tiles, num_runs,
-                _distance_shift(inputs), scale, scale * _LOG2E,
-                **_head_dims(head_dim, is_aligned(q, k, v, do, dq)), **_options(q, sizes),
+                _distance_shift(inputs), scale, scale * _LOG2E, _softcap(inputs),
+                **_head_dims(head_dim, v.shape[3], is_aligned(q, k, v, do, dq)),
+                **_options(q, sizes),
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+                HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
+                BIAS_GRAD=dbias is not None,
                 TOKEN_SUMS=token_sums, RUN_GRADS=run_grads, SQUARES=squares,
             )  # fmt: skip
     return (
@@ -190,36 +208,41 @@ def _launch_dkdv(
     slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     groups, keys = k.shape[1:3]
-    sizes = _config("dkdv", q)
+    sizes = _config("dkdv", q, v)
+    value_dim = v.shape[3]
     side = graph.cols
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=False)
     shared = graph.heads_share_cols(heads // groups)
     heads_per_program = heads // groups if shared else 1
     results = dk, dv
+    zeros = functools.partial(torch.zeros, device=q.device)
     if not shared:
-        per_head = (batch, heads, keys, head_dim)
-        wide = torch.zeros(2, *per_head, dtype=torch.float32, device=q.device)
-        dk, dv = wide.unbind(0)
+        dk = zeros((batch, heads, keys, head_dim), dtype=torch.float32)
+        dv = zeros((batch, heads, keys, value_dim), dtype=torch.float32)
     programs = heads // heads_per_program
     k_sums = v_sums = None
     if token_sums:
-        shape = (2, batch, programs, num_tiles, head_dim)
-        k_sums, v_sums = torch.zeros(shape, dtype=torch.float32, device=q.device).unbind(0)
+        of_tiles = (batch, programs, num_tiles)
+        k_sums = zeros((*of_tiles, head_dim), dtype=torch.float32)
+        v_sums = zeros((*of_tiles, value_dim), dtype=torch.float32)
     partial = None
     if squares and shared:
-        partial = torch.zeros((batch, programs * num_tiles), dtype=torch.float64, device=q.device)
+        partial = zeros((batch, programs * num_tiles), dtype=torch.float64)
     if dk.numel() and num_tiles:
         with on_device(q):
             kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
                 q, k, v, do, pivot, delta, dk, dv,
-                slopes, key_range, k_sums, v_sums, partial,
+                slopes, key_range, inputs.bias, k_sums, v_sums, partial,
                 tiles, borders, *_tables(side, graph.col_variants),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-                *dk.stride()[:3], *dv.stride()[:3],
+                *dk.stride()[:3], *dv.stride()[:3], *_bias_strides(inputs),
                 _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
                 queries, num_tiles, _distance_shift(inputs), scale, scale * _LOG2E,
-                **_head_dims(head_dim, is_aligned(q, k, v, do, dk, dv)), **_options(q, sizes),
+                _softcap(inputs),
+                **_head_dims(head_dim, value_dim, is_aligned(q, k, v, do, dk, dv)),
+                **_options(q, sizes),
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
+                HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
                 TOKEN_SUMS=token_sums, SQUARES=partial is not None,
             )  # fmt: skip
     if not shared:
@@ -230,8 +253,9 @@ def _launch_dkdv(
         of_samples = squared_norms(*results) if partial is None else partial.sum(1)
     if k_sums is None or v_sums is None:
         return None, None, of_samples
-    of_groups = (batch, groups, programs // groups * num_tiles, head_dim)
-    return k_sums.reshape(of_groups).sum(2), v_sums.reshape(of_groups).sum(2), of_samples
+    of_groups = (batch, groups, programs // groups * num_tiles)
+    k_sum = k_sums.reshape(*of_groups, head_dim).sum(2)
+    return k_sum, v_sums.reshape(*of_groups, value_dim).sum(2), of_samples
 
 
 def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
@@ -260,24 +284,41 @@ def _sample_stride(variants: Tensor) -> int:
     return variants.shape[1] if variants.ndim == 2 else 0
 
 
-def _head_dims(head_dim: int, aligned: bool) -> dict[str, int]:
-    """D as one power of two, or as two where that wastes less: 80 = 64 + 16.
+def _softcap(inputs: AttentionInputs) -> float:
+    """The bound of the scores in base 2; kernels without a bound do not read it."""
+    return 0.0 if inputs.softcap is None else inputs.softcap * _LOG2E
 
-    In one part where tensors are not aligned: Triton 3.6 compiles two parts of those wrongly for
+
+def _bias_strides(inputs: AttentionInputs) -> tuple[int, int, int, int]:
+    bias = inputs.bias
+    return (0, 0, 0, 0) if bias is None else tuple(bias.stride())  # type: ignore[return-value]
+
+
+def _head_dims(head_dim: int, value_dim: int, aligned: bool) -> dict[str, int]:
+    """D and E with the parts in which kernels take them."""
+    d0, d1 = _parts(head_dim, aligned)
+    e0, e1 = _parts(value_dim, aligned)
+    return {"D": head_dim, "D0": d0, "D1": d1, "E": value_dim, "E0": e0, "E1": e1}
+
+
+def _parts(head_dim: int, aligned: bool) -> tuple[int, int]:
+    """One power of two, or two where that wastes less: 80 = 64 + 16.
+
+    One where tensors are not aligned: Triton 3.6 compiles two parts of those wrongly for
     sm_90 (seen on an H100; `tests/kernels/test_attention_triton.py` compares both).
     """
     whole = max(16, 1 << (head_dim - 1).bit_length())
     low = whole // 2
     rest = max(16, 1 << (head_dim - low - 1).bit_length()) if head_dim > 16 else 0
     if whole == head_dim or head_dim <= 16 or rest >= low or not aligned:
-        return {"D": head_dim, "D0": whole, "D1": 0}
-    return {"D": head_dim, "D0": low, "D1": rest}
+        return whole, 0
+    return low, rest
 
 
-def _config(kernel: Kernel, q: Tensor) -> Config:
+def _config(kernel: Kernel, q: Tensor, v: Tensor) -> Config:
     if _INTERPRETED:
         return INTERPRETED
-    return config(kernel, q.shape[3], q.dtype, q.device)
+    return config(kernel, max(q.shape[3], v.shape[3]), q.dtype, q.device)
 
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:
@@ -307,5 +348,6 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _result_like(x: Tensor, complete: bool, wide: bool) -> Tensor:
-    return new_like(x, torch.float32 if wide else x.dtype, zeros=not complete)
+def _result_like(x: Tensor, complete: bool, wide: bool, head_dim: int | None = None) -> Tensor:
+    dtype = torch.float32 if wide else x.dtype
+    return new_like(x, dtype, zeros=not complete, head_dim=head_dim)

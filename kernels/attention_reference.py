@@ -1,6 +1,7 @@
 """Reference implementation of the attention kernels: holds every score of the tile graph.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
+queries and keys, E head dim of values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class AttentionInputs:
 
     Attributes:
         q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
-        k, v: `[B, G, S, D]`.
+        k: `[B, G, S, D]`.
+        v: `[B, G, S, E]`.
         graph: whose runs give m, the multiplicity of key j for query i in head h.
         scale: factor of q k.
         sinks: `[B, H]`, the score of one more key whose value is 0.
@@ -29,6 +31,9 @@ class AttentionInputs:
             ``|i - j + graph.distance_shift|``.
         key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
             including, ``key_range[b, 1]``.
+        softcap: a bound c of the scores: ``c tanh(scale q k / c)`` takes the place of scale q k
+            (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
+        bias: `[B, H, T, S]`, added to the scores behind the bound; any strides, 0 included.
     """
 
     q: Tensor
@@ -39,6 +44,8 @@ class AttentionInputs:
     sinks: Tensor | None = None
     slopes: Tensor | None = None
     key_range: Tensor | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
 
 
 class AttentionGrads(NamedTuple):
@@ -53,6 +60,7 @@ class AttentionGrads(NamedTuple):
             which is each sample's gradient of a bias of q, k or v; or None.
         squares: `[B]`, float64: squared L2 norm of each sample's (dq, dk, dv) together, of the
             values returned, rounded as they are; not finite where one of them is not. Or None.
+        dbias: `[B, H, T, S]`, or None if not asked for.
 
     The other optional ones are float32 (float64 for float64).
     """
@@ -67,21 +75,22 @@ class AttentionGrads(NamedTuple):
     k_sum: Tensor | None = None
     v_sum: Tensor | None = None
     squares: Tensor | None = None
+    dbias: Tensor | None = None
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j|``.
+    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j| + bias``.
 
     Args:
         inputs: see `AttentionInputs`.
         wide: return o in the dtype of lse, before it is rounded.
 
     Returns:
-        o `[B, H, T, D]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
+        o `[B, H, T, E]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
         (float64 for float64). A query without key (and sink) has o = 0 and lse = -inf.
     """
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
-    scores = _scores(inputs, dtype)
+    scores, _ = _scores(inputs, dtype)
     if inputs.sinks is not None:
         column = inputs.sinks.to(dtype)[:, :, None, None].expand(*scores.shape[:3], 1)
         lse = torch.cat((scores, column), dim=3).logsumexp(3)
@@ -101,6 +110,7 @@ def attention_backward(
     *,
     token_sums: bool = False,
     run_grads: bool = False,
+    bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
 ) -> AttentionGrads:
@@ -114,6 +124,7 @@ def attention_backward(
         inputs: of `attention_forward`.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
+        bias_grad: also return the gradient of the bias.
         squares: also return the squared norms of (dq, dk, dv).
         wide: return dq, dk and dv in the dtype of lse, before they are rounded.
 
@@ -123,25 +134,27 @@ def attention_backward(
     """
     dtype = lse.dtype
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
-    scores = _scores(inputs, dtype)
+    scores, capped = _scores(inputs, dtype)
     p = (scores - _finite(lse).unsqueeze(3)).exp()
     keys, values = (_of_query_heads(x, inputs, dtype) for x in (k, v))
     delta = delta_of(do, o, lse, dlse)
     ds = p * (do.to(dtype) @ values.transpose(2, 3) - delta.unsqueeze(3))
-    dq = scale * (ds @ keys)
-    dk = scale * (ds.transpose(2, 3) @ q.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
-    dv = (p.transpose(2, 3) @ do.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
-    dsinks = dslopes = dlog = None
-    if inputs.sinks is not None:
-        dsinks = sinks_grad(inputs.sinks, lse, delta)
+    dbias = ds if bias_grad else None
+    dslopes = dlog = None
     if inputs.slopes is not None:
         dslopes = -(ds * _distances(inputs.graph, dtype, ds.device)).sum((2, 3))
     if run_grads:
         dlog = _run_grads(ds, inputs.graph)
+    if inputs.softcap is not None:
+        ds = ds * (1 - (capped / inputs.softcap).square())
+    dq = scale * (ds @ keys)
+    dk = scale * (ds.transpose(2, 3) @ q.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
+    dv = (p.transpose(2, 3) @ do.to(dtype)).unflatten(1, (k.shape[1], -1)).sum(2)
+    dsinks = None if inputs.sinks is None else sinks_grad(inputs.sinks, lse, delta)
     sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
     if not wide:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums)
+    grads = AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums)._replace(dbias=dbias)
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
 
 
@@ -149,6 +162,14 @@ def delta_of(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """`[B, H, T]`, dtype of lse: ``rowsum(do o) - dlse``."""
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(3)
     return delta if dlse is None else delta - dlse.to(lse.dtype)
+
+
+def needs_wide_o(q: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> bool:
+    """Whether the backward needs o before it is rounded to the 16 bits of q.
+
+    Gradients of sinks and slopes are sums over all queries, in which the rounding of o stays.
+    """
+    return q.dtype.itemsize == 2 and not (sinks is None and slopes is None)
 
 
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -168,11 +189,19 @@ def _of_query_heads(x: Tensor, inputs: AttentionInputs, dtype: torch.dtype) -> T
     return x.to(dtype).repeat_interleave(inputs.q.shape[1] // x.shape[1], dim=1)
 
 
-def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
-    """`[B, H, T, S]`: scores with the log of their multiplicity, -inf where nothing is seen."""
+def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`[B, H, T, S]` twice: scores with all that is added to them, and behind the bound alone.
+
+    Added are bias, slopes and the log of the multiplicity, -inf where nothing is seen.
+    """
     q, graph, key_range = inputs.q, inputs.graph, inputs.key_range
     keys = _of_query_heads(inputs.k, inputs, dtype)
     scores = inputs.scale * (q.to(dtype) @ keys.transpose(2, 3))
+    if inputs.softcap is not None:
+        scores = inputs.softcap * (scores / inputs.softcap).tanh()
+    capped = scores
+    if inputs.bias is not None:
+        scores = scores + inputs.bias.to(dtype)
     if inputs.slopes is not None:
         distances = _distances(graph, dtype, q.device)
         scores = scores - inputs.slopes.to(dtype)[:, :, None, None] * distances
@@ -181,7 +210,7 @@ def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
         position = torch.arange(keys.shape[2], device=q.device)
         seen = (position >= key_range[:, :1]) & (position < key_range[:, 1:])
         scores = scores.masked_fill(~seen[:, None, None, :], -math.inf)
-    return scores
+    return scores, capped
 
 
 def _distances(graph: TileGraph, dtype: torch.dtype, device: torch.device) -> Tensor:

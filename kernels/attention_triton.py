@@ -4,7 +4,9 @@ A program owns one tile of rows and walks the runs of its group. The band of a r
 the tile in closed form: columns that no row sees are never touched, columns that every row sees
 need no mask. Scores are kept in base 2. No kernel uses atomics, so results repeat bit for bit.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
+of queries and keys, E that of values. A head dim is taken in one part or two, powers of two: D0
+and D1, E0 and E1.
 """
 
 import triton
@@ -44,6 +46,13 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=seen[:, None] & (dims < D)[None, :])
+
+
+@triton.jit
+def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Writes the sum over the rows that are there to head dims FIRST.. at `ptr`."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    tl.store(ptr + dims, tl.sum(tl.where(there[:, None], x, 0.0), 0), mask=dims < D)
 
 
 @triton.jit
@@ -112,12 +121,37 @@ def _clip(
 
 
 @triton.jit
+def _tanh(x):
+    """tanh, to some units in the last place also near 0."""
+    square = x * x
+    series = 62.0 / 2835.0
+    series = series * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = series * square - 1.0 / 3.0
+    near = x + x * square * series
+    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def _bias(ptr, rows, columns, stride_row, stride_column, seen):
+    """The bias in base 2 of `[rows, columns]`, 0 where unseen."""
+    offsets = (
+        rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    )
+    return tl.load(ptr + offsets, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def _forward_step(
     acc0, acc1, m, total,
-    q0, q1, k_ptr, v_ptr, stride_kt, stride_vt,
-    rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
+    q0, q1, k_ptr, v_ptr, bias_ptr, stride_kt, stride_vt, stride_it, stride_is,
+    rows, there, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
+    softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``m, total, acc`` after one more chunk of keys: the online softmax, in base 2."""
@@ -131,28 +165,36 @@ def _forward_step(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     distance = rows[:, None] - columns[None, :]
     factor = scale_log2
-    if HAS_SLOPES:
-        s = s * scale_log2 - slope * tl.abs(distance + distance_shift).to(tl.float32)
+    if HAS_SOFTCAP or HAS_BIAS or HAS_SLOPES:
+        s = s * scale_log2
         factor = 1.0
+    if HAS_SOFTCAP:
+        s = softcap_log2 * _tanh(s / softcap_log2)
+    if HAS_BIAS:
+        inside = there[:, None] & seen_columns[None, :]
+        s += _bias(bias_ptr, rows, columns, stride_it, stride_is, inside)
+    if HAS_SLOPES:
+        s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
     if MASKED:
         seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
     pivot = m_new
-    if MASKED:
+    if MASKED or HAS_BIAS:
+        # A bias of -inf masks, too.
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor - (pivot - bias)[:, None])
     alpha = tl.exp2(m - pivot)
     total = total * alpha + tl.sum(p, 1)
-    v0 = _load(v_ptr, v_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+    v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
     acc0 = tl.dot(
         p.to(v_ptr.dtype.element_ty).to(v0.dtype),
         v0,
         acc0 * alpha[:, None],
         input_precision=PRECISION,
     )
-    if D1 > 0:
-        v1 = _load(v_ptr, v_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+    if E1 > 0:
+        v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
         acc1 = tl.dot(
             p.to(v_ptr.dtype.element_ty).to(v1.dtype),
             v1,
@@ -165,17 +207,20 @@ def _forward_step(
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
-    sinks_ptr, slopes_ptr, key_range_ptr,
+    sinks_ptr, slopes_ptr, key_range_ptr, bias_ptr,
     tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
+    stride_ib, stride_ih, stride_it, stride_is,
     stride_variant_b, heads, heads_per_group, num_queries, num_keys, num_tiles,
-    distance_shift, scale_log2,
+    distance_shift, scale_log2, softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``o = sum_j m e^s v / sum_j m e^s`` and ``lse = log sum_j m e^s`` for a tile of queries."""
@@ -196,6 +241,8 @@ def _attention_forward_kernel(
     k_ptr += sample * stride_kb + kv_head * stride_kh
     v_ptr += sample * stride_vb + kv_head * stride_vh
     o_ptr += sample * stride_ob + head.to(tl.int64) * stride_oh
+    if HAS_BIAS:
+        bias_ptr += sample * stride_ib + head.to(tl.int64) * stride_ih
     lse_ptr += (sample * heads + head) * num_queries
     key_begin = 0
     key_end = num_keys
@@ -209,11 +256,12 @@ def _attention_forward_kernel(
     row_offsets = rows.to(tl.int64)
     q0 = _load(q_ptr, row_offsets * stride_qt, there, 0, D0, D, True, UPCAST)
     q1 = q0
-    acc0 = tl.zeros([BLOCK_M, D0], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, E0], tl.float32)
     acc1 = 0.0
     if D1 > 0:
         q1 = _load(q_ptr, row_offsets * stride_qt, there, D0, D1, D, True, UPCAST)
-        acc1 = tl.zeros([BLOCK_M, D1], tl.float32)
+    if E1 > 0:
+        acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -235,27 +283,29 @@ def _attention_forward_kernel(
         columns = start + stride * offs_n
         for n in range(left, right, BLOCK_N):
             acc0, acc1, m, total = _forward_step(
-                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr,
-                stride_kt, stride_vt, rows, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, distance_shift, scale_log2,
-                D, D0, D1, False, HAS_SLOPES, UPCAST, PRECISION,
+                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
+                stride_kt, stride_vt, stride_it, stride_is,
+                rows, there, columns + n * stride, n + offs_n < end,
+                lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
+                D, D0, D1, E, E0, E1, False, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
             )  # fmt: skip
         for n in range(begin, end - right + left, BLOCK_N):
             n += tl.where(n < left, 0, right - left)
             acc0, acc1, m, total = _forward_step(
-                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr,
-                stride_kt, stride_vt, rows, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, distance_shift, scale_log2,
-                D, D0, D1, True, HAS_SLOPES, UPCAST, PRECISION,
+                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
+                stride_kt, stride_vt, stride_it, stride_is,
+                rows, there, columns + n * stride, n + offs_n < end,
+                lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
+                D, D0, D1, E, E0, E1, True, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
             )  # fmt: skip
 
     # Not "total > 0": a NaN must stay one.
     fully_masked = total == 0.0
     total = tl.where(fully_masked, 1.0, total)
     inverse = tl.where(fully_masked, 0.0, 1.0 / total)
-    _store(o_ptr, row_offsets * stride_ot, there, acc0 * inverse[:, None], 0, D0, D)
-    if D1 > 0:
-        _store(o_ptr, row_offsets * stride_ot, there, acc1 * inverse[:, None], D0, D1, D)
+    _store(o_ptr, row_offsets * stride_ot, there, acc0 * inverse[:, None], 0, E0, E)
+    if E1 > 0:
+        _store(o_ptr, row_offsets * stride_ot, there, acc1 * inverse[:, None], E0, E1, E)
     lse = tl.where(fully_masked, float("-inf"), (m + tl.log2(total)) / log2e)
     tl.store(lse_ptr + rows, lse, mask=there)
 
@@ -266,7 +316,7 @@ def _attention_delta_kernel(
     stride_ob, stride_oh, stride_ot,
     stride_db, stride_dh, stride_dt,
     heads, num_queries, num_blocks,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """``delta = rowsum(o do) - dlse``, and ``pivot``, the lse in base 2.
 
@@ -279,8 +329,8 @@ def _attention_delta_kernel(
     there = rows < num_queries
     o_ptr += sample * stride_ob + head * stride_oh
     do_ptr += sample * stride_db + head * stride_dh
-    o = _load(o_ptr, rows * stride_ot, there, 0, BLOCK_D, D, True, False).to(tl.float32)
-    do = _load(do_ptr, rows * stride_dt, there, 0, BLOCK_D, D, True, False).to(tl.float32)
+    o = _load(o_ptr, rows * stride_ot, there, 0, BLOCK_E, E, True, False).to(tl.float32)
+    do = _load(do_ptr, rows * stride_dt, there, 0, BLOCK_E, E, True, False).to(tl.float32)
     delta = tl.sum(o * do, 1)
     at = (sample * heads + head) * num_queries + rows
     if HAS_DLSE:
@@ -294,10 +344,14 @@ def _attention_delta_kernel(
 @triton.jit
 def _dq_step(
     dq0, dq1, slope_sum, run_sum,
-    q0, q1, do0, do1, pivot, delta, k_ptr, v_ptr, stride_kt, stride_vt,
-    rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
+    q0, q1, do0, do1, pivot, delta, k_ptr, v_ptr, bias_ptr, dbias_ptr,
+    stride_kt, stride_vt, stride_it, stride_is, num_keys,
+    rows, there, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
+    softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, RUN_GRADS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dq += ds k`` for one chunk of keys, with ``ds = p (do v - delta)``."""
@@ -305,17 +359,25 @@ def _dq_step(
     k_offsets = positions * stride_kt
     v_offsets = positions * stride_vt
     k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
-    v0 = _load(v_ptr, v_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+    v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
     k1 = k0
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
     if D1 > 0:
         k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
-        v1 = _load(v_ptr, v_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+    if E1 > 0:
+        v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
     distance = rows[:, None] - columns[None, :]
     s = s * scale_log2
+    tangent = s
+    inside = there[:, None] & seen_columns[None, :]
+    if HAS_SOFTCAP:
+        tangent = _tanh(s / softcap_log2)
+        s = softcap_log2 * tangent
+    if HAS_BIAS:
+        s += _bias(bias_ptr, rows, columns, stride_it, stride_is, inside)
     if HAS_SLOPES:
         s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
     p = tl.exp2(s - (pivot - bias)[:, None])
@@ -327,6 +389,14 @@ def _dq_step(
         slope_sum += tl.sum(ds * tl.abs(distance + distance_shift).to(tl.float32), 1)
     if RUN_GRADS:
         run_sum += tl.sum(ds, 1)
+    if BIAS_GRAD:
+        written = inside
+        if MASKED:
+            written = inside & (distance >= lo) & (distance <= hi)
+        at = rows.to(tl.int64)[:, None] * num_keys + columns.to(tl.int64)[None, :]
+        tl.store(dbias_ptr + at, ds, mask=written)
+    if HAS_SOFTCAP:
+        ds *= 1.0 - tangent * tangent
     dq0 = tl.dot(ds.to(k_ptr.dtype.element_ty).to(k0.dtype), k0, dq0, input_precision=PRECISION)
     if D1 > 0:
         dq1 = tl.dot(
@@ -338,18 +408,22 @@ def _dq_step(
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dq_ptr,
-    slopes_ptr, key_range_ptr, q_sums_ptr, slope_sums_ptr, run_sums_ptr, squares_ptr,
+    slopes_ptr, key_range_ptr, bias_ptr, dbias_ptr,
+    q_sums_ptr, slope_sums_ptr, run_sums_ptr, squares_ptr,
     tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
     stride_db, stride_dh, stride_dt,
     stride_dqb, stride_dqh, stride_dqt,
+    stride_ib, stride_ih, stride_it, stride_is,
     stride_variant_b, heads, heads_per_group, num_queries, num_keys, num_tiles, num_runs,
-    distance_shift, scale, scale_log2,
+    distance_shift, scale, scale_log2, softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -374,6 +448,10 @@ def _attention_dq_kernel(
     do_ptr += sample * stride_db + wide_head * stride_dh
     dq_ptr += sample * stride_dqb + wide_head * stride_dqh
     at = (sample * heads + head) * num_queries
+    if HAS_BIAS:
+        bias_ptr += sample * stride_ib + wide_head * stride_ih
+    if BIAS_GRAD:
+        dbias_ptr += at * num_keys
     key_begin = 0
     key_end = num_keys
     if HAS_KEY_RANGE:
@@ -385,15 +463,16 @@ def _attention_dq_kernel(
 
     row_offsets = rows.to(tl.int64)
     q0 = _load(q_ptr, row_offsets * stride_qt, there, 0, D0, D, True, UPCAST)
-    do0 = _load(do_ptr, row_offsets * stride_dt, there, 0, D0, D, True, UPCAST)
+    do0 = _load(do_ptr, row_offsets * stride_dt, there, 0, E0, E, True, UPCAST)
     q1 = q0
     do1 = do0
     dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
     dq1 = 0.0
     if D1 > 0:
         q1 = _load(q_ptr, row_offsets * stride_qt, there, D0, D1, D, True, UPCAST)
-        do1 = _load(do_ptr, row_offsets * stride_dt, there, D0, D1, D, True, UPCAST)
         dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
+    if E1 > 0:
+        do1 = _load(do_ptr, row_offsets * stride_dt, there, E0, E1, E, True, UPCAST)
     pivot = tl.load(pivot_ptr + at + rows, mask=there, other=float("inf"))
     delta = tl.load(delta_ptr + at + rows, mask=there, other=0.0)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -414,19 +493,23 @@ def _attention_dq_kernel(
         for n in range(left, right, BLOCK_N):
             dq0, dq1, slope_sum, run_sum = _dq_step(
                 dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
-                k_ptr, v_ptr, stride_kt, stride_vt,
-                rows, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                slope, distance_shift, scale_log2,
-                D, D0, D1, False, HAS_SLOPES, RUN_GRADS, UPCAST, PRECISION,
+                k_ptr, v_ptr, bias_ptr, dbias_ptr,
+                stride_kt, stride_vt, stride_it, stride_is, num_keys,
+                rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                slope, distance_shift, scale_log2, softcap_log2,
+                D, D0, D1, E, E0, E1, False, HAS_SLOPES, RUN_GRADS,
+                HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
             )  # fmt: skip
         for n in range(begin, end - right + left, BLOCK_N):
             n += tl.where(n < left, 0, right - left)
             dq0, dq1, slope_sum, run_sum = _dq_step(
                 dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
-                k_ptr, v_ptr, stride_kt, stride_vt,
-                rows, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                slope, distance_shift, scale_log2,
-                D, D0, D1, True, HAS_SLOPES, RUN_GRADS, UPCAST, PRECISION,
+                k_ptr, v_ptr, bias_ptr, dbias_ptr,
+                stride_kt, stride_vt, stride_it, stride_is, num_keys,
+                rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                slope, distance_shift, scale_log2, softcap_log2,
+                D, D0, D1, E, E0, E1, True, HAS_SLOPES, RUN_GRADS,
+                HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
             )  # fmt: skip
         if RUN_GRADS:
             run_sum = tl.where(there, run_sum, 0.0)
@@ -458,10 +541,14 @@ def _attention_dq_kernel(
 @triton.jit
 def _dkdv_step(
     dk0, dk1, dv0, dv1,
-    k0, k1, v0, v1, q_ptr, do_ptr, pivot_ptr, delta_ptr, stride_qt, stride_dt,
-    rows, seen_rows, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
+    k0, k1, v0, v1, q_ptr, do_ptr, pivot_ptr, delta_ptr, bias_ptr,
+    stride_qt, stride_dt, stride_it, stride_is,
+    rows, there, seen_rows, columns, seen_columns, lo, hi, bias, slope, distance_shift,
+    scale_log2, softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``dv += p^T do`` and ``dk += ds^T q`` for one chunk of queries, keys as rows throughout."""
@@ -480,6 +567,14 @@ def _dkdv_step(
     else:
         pivot = tl.load(pivot_ptr + columns)
         delta = tl.load(delta_ptr + columns)
+    s = s * scale_log2
+    tangent = s
+    if HAS_SOFTCAP:
+        tangent = _tanh(s / softcap_log2)
+        s = softcap_log2 * tangent
+    if HAS_BIAS:
+        inside = there[:, None] & seen_columns[None, :]
+        s += _bias(bias_ptr, rows, columns, stride_is, stride_it, inside)
     if HAS_SLOPES:
         # The shift is one of query - key, and keys are rows here. One matrix of distances for
         # slopes and band spares registers.
@@ -487,7 +582,6 @@ def _dkdv_step(
         lo -= distance_shift
         hi -= distance_shift
     distance = rows[:, None] - columns[None, :]
-    s = s * scale_log2
     if HAS_SLOPES:
         s -= slope * tl.abs(distance).to(tl.float32)
     p = tl.exp2(s - (pivot - bias)[None, :])
@@ -496,16 +590,18 @@ def _dkdv_step(
         p = tl.where(seen, p, 0.0)
     if HAS_KEY_RANGE:
         p = tl.where(seen_rows[:, None], p, 0.0)
-    do0 = _load(do_ptr, do_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+    do0 = _load(do_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
     dv0 = tl.dot(p.to(do_ptr.dtype.element_ty).to(do0.dtype), do0, dv0, input_precision=PRECISION)
     dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
-    if D1 > 0:
-        do1 = _load(do_ptr, do_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+    if E1 > 0:
+        do1 = _load(do_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
         dv1 = tl.dot(
             p.to(do_ptr.dtype.element_ty).to(do1.dtype), do1, dv1, input_precision=PRECISION
         )
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
+    if HAS_SOFTCAP:
+        ds *= 1.0 - tangent * tangent
     dk0 = tl.dot(ds.to(q_ptr.dtype.element_ty).to(q0.dtype), q0, dk0, input_precision=PRECISION)
     if D1 > 0:
         dk1 = tl.dot(
@@ -517,7 +613,7 @@ def _dkdv_step(
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dk_ptr, dv_ptr,
-    slopes_ptr, key_range_ptr, k_sums_ptr, v_sums_ptr, squares_ptr,
+    slopes_ptr, key_range_ptr, bias_ptr, k_sums_ptr, v_sums_ptr, squares_ptr,
     tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
@@ -525,11 +621,14 @@ def _attention_dkdv_kernel(
     stride_db, stride_dh, stride_dt,
     stride_dkb, stride_dkh, stride_dkt,
     stride_dvb, stride_dvh, stride_dvt,
+    stride_ib, stride_ih, stride_it, stride_is,
     stride_variant_b, heads, heads_per_group, heads_per_program, num_queries, num_tiles,
-    distance_shift, scale, scale_log2,
+    distance_shift, scale, scale_log2, softcap_log2,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -562,18 +661,19 @@ def _attention_dkdv_kernel(
 
     row_offsets = rows.to(tl.int64)
     k0 = _load(k_ptr, row_offsets * stride_kt, there, 0, D0, D, True, UPCAST)
-    v0 = _load(v_ptr, row_offsets * stride_vt, there, 0, D0, D, True, UPCAST)
+    v0 = _load(v_ptr, row_offsets * stride_vt, there, 0, E0, E, True, UPCAST)
     k1 = k0
     v1 = v0
     dk0 = tl.zeros([BLOCK_M, D0], tl.float32)
-    dv0 = tl.zeros([BLOCK_M, D0], tl.float32)
+    dv0 = tl.zeros([BLOCK_M, E0], tl.float32)
     dk1 = 0.0
     dv1 = 0.0
     if D1 > 0:
         k1 = _load(k_ptr, row_offsets * stride_kt, there, D0, D1, D, True, UPCAST)
-        v1 = _load(v_ptr, row_offsets * stride_vt, there, D0, D1, D, True, UPCAST)
         dk1 = tl.zeros([BLOCK_M, D1], tl.float32)
-        dv1 = tl.zeros([BLOCK_M, D1], tl.float32)
+    if E1 > 0:
+        v1 = _load(v_ptr, row_offsets * stride_vt, there, E0, E1, E, True, UPCAST)
+        dv1 = tl.zeros([BLOCK_M, E1], tl.float32)
 
     offs_n = tl.arange(0, BLOCK_N)
     for i in range(heads_per_program):
@@ -583,6 +683,9 @@ def _attention_dkdv_kernel(
         head_do_ptr = do_ptr + sample * stride_db + wide_head * stride_dh
         head_pivot_ptr = pivot_ptr + (sample * heads + head) * num_queries
         head_delta_ptr = delta_ptr + (sample * heads + head) * num_queries
+        head_bias_ptr = bias_ptr
+        if HAS_BIAS:
+            head_bias_ptr = bias_ptr + sample * stride_ib + wide_head * stride_ih
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(slopes_ptr + b * heads + head) * log2e
@@ -600,54 +703,50 @@ def _attention_dkdv_kernel(
             for n in range(left, right, BLOCK_N):
                 dk0, dk1, dv0, dv1 = _dkdv_step(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr,
-                    stride_qt, stride_dt, rows, seen_rows, columns + n * stride,
-                    n + offs_n < end, lo, hi, bias, slope, distance_shift, scale_log2,
-                    D, D0, D1, False, HAS_SLOPES, HAS_KEY_RANGE, UPCAST, PRECISION,
+                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
+                    stride_qt, stride_dt, stride_it, stride_is,
+                    rows, there, seen_rows, columns + n * stride, n + offs_n < end,
+                    lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
+                    D, D0, D1, E, E0, E1, False, HAS_SLOPES, HAS_KEY_RANGE,
+                    HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
                 )  # fmt: skip
             for n in range(begin, end - right + left, BLOCK_N):
                 n += tl.where(n < left, 0, right - left)
                 dk0, dk1, dv0, dv1 = _dkdv_step(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr,
-                    stride_qt, stride_dt, rows, seen_rows, columns + n * stride,
-                    n + offs_n < end, lo, hi, bias, slope, distance_shift, scale_log2,
-                    D, D0, D1, True, HAS_SLOPES, HAS_KEY_RANGE, UPCAST, PRECISION,
+                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
+                    stride_qt, stride_dt, stride_it, stride_is,
+                    rows, there, seen_rows, columns + n * stride, n + offs_n < end,
+                    lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
+                    D, D0, D1, E, E0, E1, True, HAS_SLOPES, HAS_KEY_RANGE,
+                    HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
                 )  # fmt: skip
 
     dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
     dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh
     dk0 *= scale
     _store(dk_ptr, row_offsets * stride_dkt, there, dk0, 0, D0, D)
-    _store(dv_ptr, row_offsets * stride_dvt, there, dv0, 0, D0, D)
+    _store(dv_ptr, row_offsets * stride_dvt, there, dv0, 0, E0, E)
     if D1 > 0:
         dk1 *= scale
         _store(dk_ptr, row_offsets * stride_dkt, there, dk1, D0, D1, D)
-        _store(dv_ptr, row_offsets * stride_dvt, there, dv1, D0, D1, D)
+    if E1 > 0:
+        _store(dv_ptr, row_offsets * stride_dvt, there, dv1, E0, E1, E)
     if TOKEN_SUMS:
         # Rows that are not there have k = v = 0, but p = e^-lse; they are masked out here.
-        partial = ((sample * programs + out_head) * num_tiles + index) * D
-        dims = tl.arange(0, D0)
-        row_mask = there[:, None]
-        tl.store(
-            k_sums_ptr + partial + dims, tl.sum(tl.where(row_mask, dk0, 0.0), 0), mask=dims < D
-        )
-        tl.store(
-            v_sums_ptr + partial + dims, tl.sum(tl.where(row_mask, dv0, 0.0), 0), mask=dims < D
-        )
+        partial = (sample * programs + out_head) * num_tiles + index
+        _store_sum(k_sums_ptr + partial * D, dk0, there, 0, D0, D)
+        _store_sum(v_sums_ptr + partial * E, dv0, there, 0, E0, E)
         if D1 > 0:
-            more = D0 + tl.arange(0, D1)
-            tl.store(
-                k_sums_ptr + partial + more, tl.sum(tl.where(row_mask, dk1, 0.0), 0), mask=more < D
-            )
-            tl.store(
-                v_sums_ptr + partial + more, tl.sum(tl.where(row_mask, dv1, 0.0), 0), mask=more < D
-            )
+            _store_sum(k_sums_ptr + partial * D, dk1, there, D0, D1, D)
+        if E1 > 0:
+            _store_sum(v_sums_ptr + partial * E, dv1, there, E0, E1, E)
     if SQUARES:
-        squares = _squares(dk_ptr, dk0, 0, D0, D) + _squares(dv_ptr, dv0, 0, D0, D)
+        squares = _squares(dk_ptr, dk0, 0, D0, D) + _squares(dv_ptr, dv0, 0, E0, E)
         if D1 > 0:
             squares += _squares(dk_ptr, dk1, D0, D1, D)
-            squares += _squares(dv_ptr, dv1, D0, D1, D)
+        if E1 > 0:
+            squares += _squares(dv_ptr, dv1, E0, E1, E)
         # Existing rows, from values that the loop holds in registers anyway.
         squares = tl.where(rows <= last, squares, 0.0)
         tl.store(squares_ptr + pid, tl.sum(squares, 0))

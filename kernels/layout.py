@@ -11,12 +11,22 @@ def heads_outside(x: Tensor) -> bool:
     return x.stride(1) >= x.stride(2)
 
 
-def new_like(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
-    """A tensor `[B, H, T, D]` with the shape and memory layout of x, uninitialized or zero."""
+def new_like(
+    x: Tensor, dtype: torch.dtype, *, zeros: bool = False, head_dim: int | None = None
+) -> Tensor:
+    """A tensor `[B, H, T, D]` with the shape and memory layout of x, uninitialized or zero.
+
+    Args:
+        x: `[B, H, T, D]`.
+        dtype: of the result.
+        zeros: fill it with zeros.
+        head_dim: of the result, in place of x's.
+    """
     make = x.new_zeros if zeros else x.new_empty
+    batch, heads, tokens, own = x.shape
+    head_dim = own if head_dim is None else head_dim
     if heads_outside(x):
-        return make(x.shape, dtype=dtype)
-    batch, heads, tokens, head_dim = x.shape
+        return make((batch, heads, tokens, head_dim), dtype=dtype)
     return make((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
 
 

@@ -1,6 +1,7 @@
 // A tile graph as attention walks it: tiles of queries, and the keys that meet them.
 //
-// Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+// Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
+// of values.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 #include "vectors.h"
 
-// Tensors [B, heads, tokens, D] with stride 1 in D; strides in elements.
+// Tensors [B, heads, tokens, D] (D, or E, or S) with stride 1 in their last; strides in elements.
 struct Tokens {
   const void* data;
   int64_t sample, head, token;
@@ -23,20 +24,21 @@ struct Tokens {
 
 // The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where noted.
 struct Problem {
-  Tokens q, k, v, o_in, dout;
+  Tokens q, k, v, o_in, dout, bias;  // bias [B, H, T, S], or null
   const void *sinks, *slopes;      // [B, H], or null
-  void *o, *lse;                   // [B, H, T, D], [B, H, T]: results of the forward
+  void *o, *lse;                   // [B, H, T, E], [B, H, T]: results of the forward
   const void *lse_in, *dlse;       // [B, H, T]; dlse or null
-  void *dq, *dk, *dv;              // [B, H, T, D]; [B, G, S, padded], added to
+  void *dq, *dk, *dv;              // [B, H, T, D]; [B, G, S, padded], [..., value_padded], added to
+  void *dbias;                     // [B, H, T, S], or null
   double *dslopes, *dweights;      // [B, H], added to; [W], added to; or null
   const int64_t* dweights_of;      // [B, H]: where in dweights a head's run 0 is
   const int32_t *groups, *runs;    // tile_graph.Side
   const double* weights;           // [R]: log multiplicities
   const int32_t *variants, *row_variants, *key_range;  // key_range or null
   int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
-  int64_t batch, heads, key_heads, queries, keys, dim, padded;
+  int64_t batch, heads, key_heads, queries, keys, dim, padded, value_dim, value_padded;
   int64_t distance_shift, threads;
-  double scale;
+  double scale, softcap;           // softcap 0 for none
 };
 
 constexpr int kKeys = 64;        // that meet a tile at a time

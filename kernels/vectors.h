@@ -18,6 +18,8 @@ constexpr int kVectorBytes = 16, kVectors = 4;  // of 32
 #endif
 // Sums that a product keeps in registers: for each of so many rows, kVectors vectors.
 constexpr int kRegisterRows = 6;
+// Terms of a product's sum that are added one by one: up to so many, or else so many at a time.
+constexpr int kLongest = 128, kBlock = 64;
 
 template <class F>
 struct Number;
@@ -83,26 +85,59 @@ inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
   }
 }
 
-// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
-// least normal number.
+// The same of r^(n - 1) / n!, down to n = 1.
+template <class F, int degree>
+inline Vector<F> taylor_of_ratio(Vector<F> r, Vector<F> sum) {
+  if constexpr (degree < 1) {
+    return sum;
+  } else {
+    return taylor_of_ratio<F, degree - 1>(r, sum * r + kInverseFactorial<F, degree>);
+  }
+}
+
+// x = n ln2 + r with a small r, and 2^n.
 template <class F>
-inline Vector<F> exponential(Vector<F> x) {
+inline Vector<F> reduced(Vector<F> x, Vector<F>* power) {
   using N = Number<F>;
   // Adding `round` leaves the nearest integer in the low bits.
   Vector<F> shifted = x * F(1.44269504088896340736) + N::round;
   Vector<F> n = shifted - N::round;
   Vector<F> r = x - n * N::ln2_high;
   r = r - n * N::ln2_low;
-  Vector<F> top = splat<F>(kInverseFactorial<F, N::taylor_degree>);
-  Vector<F> mantissa = taylor<F, N::taylor_degree - 1>(r, top);
   Integers<F> bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits + typename N::Integer(N::exponent_bias)) << N::mantissa_bits;
-  Vector<F> power;
-  std::memcpy(&power, &bits, sizeof power);
+  std::memcpy(power, &bits, sizeof bits);
+  return r;
+}
+
+// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
+// least normal number.
+template <class F>
+inline Vector<F> exponential(Vector<F> x) {
+  using N = Number<F>;
+  Vector<F> power, r = reduced<F>(x, &power);
+  Vector<F> top = splat<F>(kInverseFactorial<F, N::taylor_degree>);
+  Vector<F> mantissa = taylor<F, N::taylor_degree - 1>(r, top);
   Vector<F> y = mantissa * power;
   y = x < N::lowest ? Vector<F>{} : y;
   return x > N::highest ? splat<F>(kInfinity<F>) : y;
+}
+
+// tanh x to a few units in the last place, also near 0: (e^2x - 1) / (e^2x + 1) by e^2x - 1, which
+// is 2^n (e^r - 1) + (2^n - 1). NaN for NaN.
+template <class F>
+inline Vector<F> tangent(Vector<F> x) {
+  using N = Number<F>;
+  Vector<F> twice = x + x;
+  twice = twice > F(60) ? splat<F>(60) : twice;
+  twice = twice < F(-60) ? splat<F>(-60) : twice;
+  Vector<F> power, r = reduced<F>(twice, &power);
+  // The sum of r^n / (n + 1)!, which r turns into e^r - 1.
+  Vector<F> ratio = splat<F>(kInverseFactorial<F, N::taylor_degree>);
+  ratio = taylor_of_ratio<F, N::taylor_degree - 1>(r, ratio);
+  Vector<F> less_one = power * (r * ratio) + (power - F(1));
+  return less_one / (less_one + F(2));
 }
 
 // Registers hold `rows` sums of `vectors` vectors; fewer vectors leave room for more rows.
@@ -119,7 +154,7 @@ inline void product_in_registers(F* const* c, const F* const* a, const F* x, int
     of_row[r] = a[r];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      sums[r][v] = add ? load<F>(c[r] + v * kLanes<F>) : Vector<F>{};
+      sums[r][v] = Vector<F>{};
     }
   }
   for (int d = 0; d < depth; ++d) {
@@ -136,7 +171,10 @@ inline void product_in_registers(F* const* c, const F* const* a, const F* x, int
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store<F>(c[r] + v * kLanes<F>, sums[r][v]);
+    for (int v = 0; v < vectors; ++v) {
+      F* at = c[r] + v * kLanes<F>;
+      store<F>(at, add ? load<F>(at) + sums[r][v] : sums[r][v]);
+    }
   }
 }
 
@@ -154,10 +192,12 @@ void product_by_rows(F* const* c, const F* const* a, const F* x, int64_t stride,
   }
 }
 
+// The sum over d is taken from 0 on and then added: in blocks, so that a sum of many numbers
+// rounds no small ones against a large one.
 // C[r] = sum_d A[r][d] X[d] for `count` rows r, or added to C; a row of C and of X has `vectors`
 // vectors. Rows of A and of C lie anywhere; those of C differ.
 template <class F, bool add, int most>
-void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
+void product_at_once(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
              int vectors) {
   F* moved[most];
   for (int done = 0; done < vectors;) {
@@ -177,6 +217,23 @@ void product(F* const* c, const F* const* a, const F* x, int64_t stride, int cou
   }
 }
 
+// The same, of long rows in several blocks.
+template <class F, bool add, int most>
+void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
+             int vectors) {
+  if (depth <= kLongest) {
+    product_at_once<F, add, most>(c, a, x, stride, count, depth, vectors);
+    return;
+  }
+  const F* moved[most];
+  product_at_once<F, add, most>(c, a, x, stride, count, kBlock, vectors);
+  for (int done = kBlock; done < depth; done += kBlock) {
+    for (int r = 0; r < count; ++r) moved[r] = a[r] + done;
+    product_at_once<F, true, most>(c, moved, x + done * stride, stride, count,
+                                   std::min(kBlock, depth - done), vectors);
+  }
+}
+
 template <class F, int rows, int vectors>
 inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int first, const F* x,
                                int depth) {
@@ -184,7 +241,7 @@ inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int firs
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) sums[r][v] = load<F>(c + r * stride + v * kLanes<F>);
+    for (int v = 0; v < vectors; ++v) sums[r][v] = Vector<F>{};
   }
   for (int d = 0; d < depth; ++d) {
     Vector<F> line[vectors];
@@ -201,7 +258,10 @@ inline void outer_in_registers(F* c, int64_t stride, const F* const* a, int firs
 #pragma GCC unroll 32
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) store<F>(c + r * stride + v * kLanes<F>, sums[r][v]);
+    for (int v = 0; v < vectors; ++v) {
+      F* at = c + r * stride + v * kLanes<F>;
+      store<F>(at, load<F>(at) + sums[r][v]);
+    }
   }
 }
 
@@ -218,7 +278,7 @@ void outer_by_rows(F* c, int64_t stride, const F* const* a, const F* x, int firs
   }
 }
 
-// C[r] += sum_d A[d][r] X[d] for `count` rows r of at most kVectors vectors. Rows of A lie
+// C[r] += sum_d A[d][r] X[d], in blocks as above, for `count` rows r of at most kVectors vectors. Rows of A lie
 // anywhere, those of C and of X `stride` apart.
 template <class F>
 void outer(F* c, int64_t stride, const F* const* a, const F* x, int count, int depth,

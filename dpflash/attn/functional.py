@@ -1,20 +1,23 @@
 """Attention as a function: q, k and v in, o (and on request its log-sum-exp) out.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
+queries and keys, E that of values.
 """
 
 import math
-from typing import Literal, overload
+from itertools import pairwise
+from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _validate
-from ..patterns import Adaptive, Dense, Pattern
+from ..patterns import Adaptive, Dense, Pattern, WithinDocuments
 from .boundary import Boundary, cross, release_of
 from .ops import Attention, ReleasedAttention
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
@@ -28,10 +31,12 @@ def attention(
     pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     return_lse: Literal[False] = False,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    position_bias: Tensor | None = None,
     boundary: Boundary | None = None,
 ) -> Tensor: ...
 @overload
@@ -43,10 +48,12 @@ def attention(
     pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     return_lse: Literal[True],
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    position_bias: Tensor | None = None,
     boundary: Boundary | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -57,10 +64,12 @@ def attention(
     pattern: Pattern | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    position_bias: Tensor | None = None,
     boundary: Boundary | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the keys of a pattern, head by head, in memory O(T).
@@ -68,18 +77,27 @@ def attention(
     ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
     and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
     views are taken as they are (last stride 1) and an empty batch gives an empty result.
-    Differentiable once, with respect to q, k, v, sinks and alibi_slopes, through o and lse.
+    Differentiable once, with respect to q, k, v, sinks, alibi_slopes and position_bias, through o
+    and lse. Under `torch.autocast` q, k and v are converted to its dtype, as by torch's
+    `scaled_dot_product_attention`.
+
+    With fewer queries than keys the queries are the last T of S tokens, in every pattern that is
+    not plain dense attention: query t stands at position ``S - T + t``, as while decoding with a
+    key/value cache, whose samples of other lengths a key_padding_mask describes.
 
     Args:
-        q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU); D up to 256. Heads come
+        q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU). Heads come
             before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` this would
-            attend over heads, which no check can detect.
+            attend over heads, which no check can detect. D up to 576; on a GPU D or E above 256
+            runs in plain torch, in memory O(TS).
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
-        v: `[B, G, S, D]`, dtype and device of `q`.
+        v: `[B, G, S, E]`, dtype and device of `q`; E up to 576.
         pattern: one of `dpflash.patterns`; None means dense attention.
-        causal: query t sees the keys 0..t only, for dense attention with T = S; a pattern
-            has its own `causal`.
+        causal: no query sees a key behind its own position, for dense attention; a pattern has
+            its own `causal`.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
+        softcap: a positive bound c of the scores: ``c tanh(s_ij / c)`` takes the place of s_ij
+            (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
         return_lse: also return the log-sum-exp of each query's scores.
         key_padding_mask: `[B, S]`, bool, True where a key is *not* attended to, as in torch's
             MultiheadAttention (a tokenizer's attention_mask is the other way round); the keys
@@ -87,52 +105,75 @@ def attention(
         sinks: `[H]` or `[B, H]`: the score of one more key, whose value is 0.
         alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
             et al., arXiv:2108.12409, equation in section 3).
+        position_bias: `[B, H, T, S]`, or with 1 in place of any of these, floating point: added
+            to the scores, behind the bound; -inf masks. One shared by the batch, as T5's, is not
+            copied, but its gradient is computed for each sample, `[B, H, T, S]`, and then summed.
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
             each sample's three together, see `dpflash.private_boundary` for the guarantee.
             With an `Adaptive` pattern gradients through its choice count too.
-            It does not clip gradients of sinks and alibi_slopes, so it cannot be passed with them.
+            It does not clip gradients of sinks, alibi_slopes and position_bias, so it cannot be
+            passed with them.
 
     Returns:
-        o: `[B, H, T, D]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
+        o: `[B, H, T, E]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
         `[B, H, T]`, natural logarithm, float32 (float64 for float64 inputs), differentiable.
         A query with no key and no sink has o = 0, lse = -inf and gradient 0.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
-            or H, causal=True with T != S or with a pattern that is not causal, a
-            softmax_scale that is not finite, and a padding mask with a hole.
+            or H, a pattern or causal=True with T > S, causal=True with a pattern that is not
+            causal, a softmax_scale that is not finite, a softcap that is not positive, and a
+            padding mask with a hole.
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
-        sinks and alibi_slopes) alone. Repeats bit for bit.
+        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit. One query in dense
+        attention on the CPU, where nothing else is asked for and no gradient, runs in torch's own
+        `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
     """
-    require_fitting(q, k, v)
+    q, k, v = (autocast(x) for x in (q, k, v))
+    require_fitting(q, k, v, equal_head_dims=False)
     pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
     if softmax_scale is not None:
         _validate.finite(softmax_scale=softmax_scale)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    softcap = _require_softcap(softcap)
     sinks = per_head("sinks", sinks, q)
     alibi_slopes = per_head("alibi_slopes", alibi_slopes, q)
+    bias = None if position_bias is None else _bias(position_bias, q, k)
     if key_padding_mask is not None:
         _require_padding(key_padding_mask, k)
+    extras = (sinks, alibi_slopes, bias, key_padding_mask, softcap, boundary)
+    if not return_lse and isinstance(pattern, Dense) and all(x is None for x in extras):
+        if _is_plain_decoding(q, k, v):
+            return F.scaled_dot_product_attention(
+                q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
     if boundary is not None:
         if not isinstance(boundary, Boundary):
             raise ValueError(
                 f"boundary={boundary!r}: expected dpflash.Boundary(max_grad_norm=..., "
                 "noise_multiplier=...) or None"
             )
-        if sinks is not None or alibi_slopes is not None:
+        if sinks is not None or alibi_slopes is not None or bias is not None:
             raise ValueError(
-                "boundary together with sinks or alibi_slopes, whose gradients it does not clip: "
-                "train them with PrivacyEngine, or leave one of them out"
+                "boundary together with sinks, alibi_slopes or position_bias, whose gradients it "
+                "does not clip: train them with PrivacyEngine, or leave one of them out"
             )
-        if not isinstance(pattern, Adaptive):
+        adaptive = pattern.inner if isinstance(pattern, WithinDocuments) else pattern
+        if not isinstance(adaptive, Adaptive):
             o, lse = ReleasedAttention.apply(
-                release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale
+                release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale, softcap
             )
             return (o, lse) if return_lse else o
         # Gradients of the choice reach q and k too: only where both are added is the norm known.
         q, k, v = cross(boundary, q, k, v)
+    if isinstance(pattern, WithinDocuments) and isinstance(pattern.inner, Adaptive):
+        # Blocks are chosen within a document, from its own queries and keys.
+        named: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap}
+        named |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        o, lse = _document_by_document(q, k, v, pattern, key_padding_mask, bias, named)
+        return (o, lse) if return_lse else o
     if torch.compiler.is_compiling():
         # Dynamo refuses one tensor in several places of an autograd.Function.
         k = k.view_as(k) if k is q else k
@@ -145,10 +186,48 @@ def attention(
                 "which blocks are chosen; use another pattern, or batch samples of one length"
             )
         blocks, gates = pattern.choose(q, k, scale)
-    o, lse = Attention.apply(
-        q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, pattern.key, scale
-    )
+    tensors = (q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, bias)
+    o, lse = Attention.apply(*tensors, pattern.key, scale, softcap)
     return (o, lse) if return_lse else o
+
+
+def _is_plain_decoding(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's own kernel does as well: one query on the CPU, without a gradient.
+
+    The kernels here take queries side by side, and one alone leaves most of a vector empty.
+    """
+    if q.shape[2] != 1 or not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _document_by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: WithinDocuments,
+    key_padding_mask: Tensor | None,
+    bias: Tensor | None,
+    named: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of an `Adaptive` pattern within documents, one after the other."""
+    pattern._check_size(q.shape[2], q.shape[1])
+    results = []
+    for begin, end in pairwise(pattern.cu_seqlens):
+        tokens = slice(begin, end)
+        of_document = attention(
+            *(x[:, :, tokens] for x in (q, k, v)),
+            pattern=pattern.inner,
+            return_lse=True,
+            key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, tokens],
+            position_bias=None if bias is None else bias[:, :, tokens, tokens],
+            **named,
+        )
+        results.append(of_document)
+    outputs, lses = zip(*results, strict=True)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
 
 
 def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
@@ -161,14 +240,61 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
             f"causal=True beside pattern={resolved!r}: the pattern is not causal; "
             "build it with causal=True"
         )
-    if queries != keys and (resolved.causal or not isinstance(resolved, Dense)):
+    plain = isinstance(resolved, Dense) and not resolved.causal
+    if queries > keys and not plain:
         name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
         raise ValueError(
-            f"{name} with {queries} queries and {keys} keys: causal alignment is "
-            "undefined; pass as many queries as keys, or dense attention that is not "
-            "causal"
+            f"{name} with {queries} queries and {keys} keys: expected no more queries than keys, "
+            "whose last the queries are; pass the keys of all queries, or dense attention that is "
+            "not causal"
+        )
+    inner = resolved.inner if isinstance(resolved, WithinDocuments) else resolved
+    if queries < keys and isinstance(inner, Adaptive):
+        raise ValueError(
+            f"pattern={pattern!r} with {queries} queries and {keys} keys: expected as many, since "
+            "blocks of queries choose among the blocks before them; pass the whole sequence"
         )
     return resolved
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Convert to autocast's dtype where that is on, as torch's own attention does."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _require_softcap(softcap: object) -> float | None:
+    """The bound of the scores as a float; raises unless it is positive and finite, or None."""
+    if softcap is None:
+        return None
+    _validate.finite(softcap=softcap)
+    # Kernels compute scores in float32.
+    if not float(softcap) >= torch.finfo(torch.float32).tiny:  # type: ignore[arg-type]
+        raise ValueError(
+            f"softcap={softcap!r}: expected a positive number, of at least the smallest normal "
+            "number of float32; pass None for no bound"
+        )
+    return float(softcap)  # type: ignore[arg-type]
+
+
+def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
+    """`[B, H, T, S]`, in the dtype of the scores, from what broadcasts to it."""
+    shape = (*q.shape[:3], k.shape[2])
+    expected = f"expected [B, H, T, S]={list(shape)}, or 1 in place of any of these"
+    if not isinstance(bias, Tensor):
+        raise ValueError(f"position_bias is a {type(bias).__name__}: {expected}")
+    sizes = zip(bias.shape, shape, strict=False)
+    if bias.ndim != 4 or any(own not in (1, size) for own, size in sizes):
+        raise ValueError(f"position_bias has shape {tuple(bias.shape)}: {expected}")
+    if not bias.is_floating_point() or bias.device != q.device:
+        raise ValueError(
+            f"position_bias is {bias.dtype} on {bias.device}: expected floating point on "
+            f"{q.device}; use position_bias.float().to(q.device)"
+        )
+    # Before it is expanded: samples share the copy, and their gradients' sum is not rounded.
+    return bias.to(torch.promote_types(q.dtype, torch.float32)).expand(shape)
 
 
 def require_pattern(pattern: object) -> Pattern:
@@ -219,7 +345,7 @@ def _require_padding(mask: object, k: Tensor) -> None:
         )
 
 
-def require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_fitting(q: Tensor, k: Tensor, v: Tensor, *, equal_head_dims: bool = True) -> None:
     """Refuses shapes, dtypes and devices that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -241,7 +367,12 @@ def require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: "
                 f"expected one dtype and one device; use {name}.to(q)"
             )
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: expected the same batch, heads "
+            "and tokens; only the head_dim (dimension 3) of v may differ"
+        )
+    if equal_head_dims and k.shape[3] != v.shape[3]:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: expected equal shapes; "
             "pad the narrower head_dim or project to a common one"
@@ -252,11 +383,12 @@ def require_fitting(q: Tensor, k: Tensor, v: Tensor) -> None:
             "(dimension 0) and head_dim (dimension 3); lay q, k and v out as "
             "[batch, heads, tokens, head_dim]"
         )
-    if not 1 <= q.shape[3] <= _MAX_HEAD_DIM:
-        raise ValueError(
-            f"q has head_dim {q.shape[3]} (dimension 3): expected 1 to {_MAX_HEAD_DIM}; use more "
-            "heads of a smaller head_dim"
-        )
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[3] <= _MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} has head_dim {tensor.shape[3]} (dimension 3): expected 1 to "
+                f"{_MAX_HEAD_DIM}; use more heads of a smaller head_dim"
+            )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: expected a number of key/value "

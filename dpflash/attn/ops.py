@@ -3,7 +3,8 @@
 A pattern is passed as its key, a string, so that a compiled graph holds no table; the tile graph
 is looked up where the operator runs. An absent optional gradient is a tensor without elements.
 
-Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim.
+Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
+queries and keys, E that of values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
-from dpflash.kernels.attention_reference import AttentionInputs
+from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
 from dpflash.kernels.layout import heads_outside, new_like
 from dpflash.kernels.tile_graph import TileGraph
 
@@ -28,13 +29,14 @@ _LIBRARY = torch.library.Library("dpflash", "DEF")
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? padding, "
-    "Tensor? blocks, Tensor? gates"
+    "Tensor? blocks, Tensor? gates, Tensor? bias"
 )
-_LIBRARY.define(f"attention({_INPUTS}, str pattern, float scale) -> (Tensor, Tensor)")
+_OPTIONS = "str pattern, float scale, float? softcap=None"
+_LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, "
-    "str pattern, float scale, bool squares=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"{_OPTIONS}, bool bias_grad=False, bool squares=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -53,16 +55,17 @@ class Attention(torch.autograd.Function):
         padding: Tensor | None,
         blocks: Tensor | None,
         gates: Tensor | None,
+        bias: Tensor | None,
         pattern: str,
         scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.dpflash.attention(
-            q, k, v, sinks, slopes, padding, blocks, gates, pattern, scale
-        )
+        tensors = (q, k, v, sinks, slopes, padding, blocks, gates, bias)
+        return torch.ops.dpflash.attention(*tensors, pattern, scale, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.pattern, ctx.scale = inputs
+        *tensors, ctx.pattern, ctx.scale, ctx.softcap = inputs
         ctx.save_for_backward(*output, *tensors)
         ctx.set_materialize_grads(False)
 
@@ -70,16 +73,18 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         o, lse, *tensors = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 12
         do = torch.zeros_like(o) if do is None else do
-        arguments = (do, dlse, o, lse, *tensors, ctx.pattern, ctx.scale)
+        _, _, _, sinks, slopes, _, _, gates, bias = tensors
+        options = (ctx.pattern, ctx.scale, ctx.softcap)
+        bias_grad = bias is not None and ctx.needs_input_grad[8]
+        arguments = (do, dlse, o, lse, *tensors, *options, bias_grad)
         if torch.compiler.is_compiling():
             # The compiler differentiates once, and does not support autograd nodes inside nodes.
             grads = torch.ops.dpflash.attention_backward(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
-        dq, dk, dv, dsinks, dslopes, dgates, _ = grads
-        _, _, _, sinks, slopes, _, _, gates = tensors
+        dq, dk, dv, dsinks, dslopes, dgates, dbias, _ = grads
         return (
             dq,
             dk,
@@ -89,6 +94,8 @@ class Attention(torch.autograd.Function):
             None,
             None,
             None if gates is None else dgates,
+            dbias if bias_grad else None,
+            None,
             None,
             None,
         )
@@ -132,11 +139,13 @@ class ReleasedAttention(torch.autograd.Function):
         padding: Tensor | None,
         pattern: str,
         scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (q, k, v, None, None, padding, None, None)
-        o, lse = torch.ops.dpflash.attention(*inputs, pattern, scale)
+        inputs = (q, k, v, None, None, padding, None, None, None)
+        ctx.options = (pattern, scale, softcap)
+        o, lse = torch.ops.dpflash.attention(*inputs, *ctx.options)
         ctx.save_for_backward(o, lse, *inputs)
-        ctx.release, ctx.pattern, ctx.scale = release, pattern, scale
+        ctx.release = release
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -145,10 +154,10 @@ class ReleasedAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         o, lse, *inputs = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        *grads, _, _, _, squares = torch.ops.dpflash.attention_backward(
-            do, dlse, o, lse, *inputs, ctx.pattern, ctx.scale, True
+        *grads, _, _, _, _, squares = torch.ops.dpflash.attention_backward(
+            do, dlse, o, lse, *inputs, *ctx.options, squares=True
         )
-        return (None, *ctx.release(grads, squares), None, None, None)
+        return (None, *ctx.release(grads, squares), None, None, None, None)
 
 
 def graph_of(
@@ -164,8 +173,9 @@ def graph_of(
         assert blocks is not None and gates is not None
         return runtime_graph(blocks, gates, pattern, queries)
     if queries != keys:
-        assert isinstance(pattern, Dense) and not pattern.causal
-        return cross_graph(queries, keys, q.shape[1], q.device)
+        if isinstance(pattern, Dense) and not pattern.causal:
+            return cross_graph(queries, keys, q.shape[1], q.device)
+        return pattern.last_rows(queries, keys, q.shape[1], q.device)
     return pattern.graph(queries, q.shape[1], q.device)
 
 
@@ -206,12 +216,15 @@ def _forward(
     padding: Tensor | None,
     blocks: Tensor | None,
     gates: Tensor | None,
+    bias: Tensor | None,
     pattern: str,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
+    key_range = key_range_of(padding)
     o, lse = kernels.attention_forward(
-        AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding))
+        AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
     )
     return _laid_out(o, q), lse.contiguous()
 
@@ -229,19 +242,33 @@ def _backward(
     padding: Tensor | None,
     blocks: Tensor | None,
     gates: Tensor | None,
+    bias: Tensor | None,
     pattern: str,
     scale: float,
+    softcap: float | None = None,
+    bias_grad: bool = False,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
-    inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding))
+    key_range = key_range_of(padding)
+    inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
+    if needs_wide_o(q, sinks, slopes):
+        o, _ = kernels.attention_forward(inputs, wide=True)
     grads = kernels.attention_backward(
-        do, dlse, o, lse, inputs, run_grads=gates is not None, squares=squares
+        *(do, dlse, o, lse, inputs),
+        run_grads=gates is not None,
+        bias_grad=bias_grad,
+        squares=squares,
     )
     dgates = grads.dlog_multiplicity
     if gates is not None and dgates is not None:
         dgates = dgates.view(gates.shape)
-    optional = ((grads.dsinks, sinks), (grads.dslopes, slopes), (dgates, gates))
+    optional = (
+        (grads.dsinks, sinks),
+        (grads.dslopes, slopes),
+        (dgates, gates),
+        (grads.dbias, bias),
+    )
     dqkv = (_laid_out(*pair) for pair in ((grads.dq, q), (grads.dk, k), (grads.dv, v)))
     of_samples = _like(None, None, q) if grads.squares is None else grads.squares
     return *dqkv, *(_like(grad, x, q) for grad, x in optional), of_samples
@@ -259,9 +286,10 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return new_like(q, q.dtype), q.new_empty(q.shape[:3], dtype=dtype)
+    o = new_like(q, q.dtype, head_dim=v.shape[3])
+    return o, q.new_empty(q.shape[:3], dtype=dtype)
 
 
 def _fake_backward(
@@ -277,11 +305,14 @@ def _fake_backward(
     padding: Tensor | None,
     blocks: Tensor | None,
     gates: Tensor | None,
+    bias: Tensor | None,
     pattern: str,
     scale: float,
+    softcap: float | None = None,
+    bias_grad: bool = False,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
-    optional = (sinks, slopes, gates)
+    optional = (sinks, slopes, gates, bias if bias_grad else None)
     grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
     of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)
     return *(new_like(x, x.dtype) for x in (q, k, v)), *grads, of_samples

@@ -14,9 +14,8 @@ from ..clipping.planner import STORED
 from ..clipping.row_origin import is_flattened
 from ..grad_rules import rule_for
 from ..grad_rules.batch_second import batch_second
-from ..grad_rules.convert import attach, check_module, owners
+from ..grad_rules.convert import attach, check_module, owners, parts_of_layers
 from ..grad_rules.generic import PrivateLeaf
-from ..grad_rules.peft import inside_adapters
 from ..optimize.levels import PLAIN
 from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchMark, BatchTracker
@@ -39,7 +38,7 @@ _INDICES_REMEDY = (
 def check_modules(model: nn.Module, findings: Findings) -> None:
     """Report every module that make_private would refuse."""
     findings.checked.append("every module against the rules of make_private")
-    inside = inside_adapters(model)
+    inside = parts_of_layers(model)
     for name, module in model.named_modules():
         try:
             check_module(name or ITSELF, module, is_inside=module in inside)

@@ -222,7 +222,7 @@ class PrivateBackward:
             squares = gate.finish_norms(grads)
             gate.reset()
             if squares.shape != losses.shape:
-                self._refuse_size(gate.batch_size, losses.shape[0])
+                self.refuse_size(gate.batch_size, losses.shape[0])
             allowed = first.allowed(squares)
             factors = clip_factors(allowed, gate.bound, self.clip_function)
             self.factors = self.step.rows.only(factors)
@@ -337,7 +337,7 @@ class PrivateBackward:
         elif self._expected_size is None and not self._arrived:
             self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:
-            self._refuse_size(gate.batch_size, self._expected_size)
+            self.refuse_size(gate.batch_size, self._expected_size)
         if id(gate) in self._arrived:
             raise RuntimeError(
                 "the clipping gate ran twice in one backward, so a sample would be clipped in "
@@ -355,7 +355,7 @@ class PrivateBackward:
         self._arrived_generation = gate.generation
         self.forward.finish()
 
-    def _refuse_size(self, gate_size: int, loss_size: int) -> None:
+    def refuse_size(self, gate_size: int, loss_size: int) -> None:
         raise ValueError(
             f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
             "loss per sample of the forward, batch first"

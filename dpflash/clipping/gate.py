@@ -218,6 +218,8 @@ class Gate:
     def _take_once(self, position: int, use: DeferredGradients) -> None:
         """Ghost clipping of a parameter with one use: norm or sum it without saving it."""
         if self.owner.mode == "sum":
+            if self.batch_size != len(self.owner.factors):
+                self.owner.refuse_size(self.batch_size, len(self.owner.factors))
             self._sums[position] = use.clipped(self.owner.factors, self.bound)
             if not self.owner.norms_again:
                 return

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from dpflash.kernels import bound_share
+from dpflash.kernels.reference import ROOT_SLACK
+
+# A bound for each clipping group: in their order, or by name.
+Bounds = Sequence[float] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -68,4 +73,45 @@ def per_block_groups(
     return [
         Group(names[p], (p,), share, id(p) in tiled)
         for p, share in zip(parameters, shares, strict=True)
+    ]
+
+
+def joint_bound(bounds: Bounds) -> float:
+    """sqrt(sum C_k^2): the most that one sample changes all groups together."""
+    return math.hypot(*(bounds.values() if isinstance(bounds, Mapping) else bounds))
+
+
+def with_bounds(groups: Sequence[Group], bounds: Bounds) -> list[Group]:
+    """The groups with these bounds, as fractions of their joint bound.
+
+    Guarantees:
+        The shares' squares sum to at most 1, and a share of the joint bound is at most the
+        group's bound.
+
+    Raises:
+        ValueError: for another number of bounds than groups, or for other names.
+    """
+    names = [group.name for group in groups]
+    if isinstance(bounds, Mapping):
+        wrong = [repr(n) for n in bounds if n not in names] + [
+            f"{n!r} is missing" for n in names if n not in bounds
+        ]
+        if wrong:
+            raise ValueError(
+                f"max_grad_norm={dict(bounds)!r}: expected one bound for each clipping group by "
+                f"its name; not so: {', '.join(wrong)}. engine.groups() shows the names"
+            )
+        values = [bounds[name] for name in names]
+    else:
+        values = list(bounds)
+    if len(values) != len(groups):
+        raise ValueError(
+            f"max_grad_norm has {len(values)} bounds, but the model has {len(groups)} clipping "
+            f"groups: {', '.join(names[:8])}{', ...' * (len(names) > 8)}; give one for each, or a "
+            "dict by name"
+        )
+    whole = joint_bound(values)
+    return [
+        replace(group, share=value / whole * ROOT_SLACK)
+        for group, value in zip(groups, values, strict=True)
     ]

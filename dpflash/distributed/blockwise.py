@@ -19,7 +19,12 @@ from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward, merge_
-from dpflash.kernels.attention_reference import AttentionInputs, delta_of, sinks_grad
+from dpflash.kernels.attention_reference import (
+    AttentionInputs,
+    delta_of,
+    needs_wide_o,
+    sinks_grad,
+)
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
@@ -149,6 +154,11 @@ class BlockwiseForward:
         return self._results()[0].to(self._q.dtype)
 
     @property
+    def o_to_save(self) -> Tensor:
+        """`o` for the backward, see `needs_wide_o`."""
+        return self._results()[0] if needs_wide_o(self._q, self._sinks, self._slopes) else self.o
+
+    @property
     def lse(self) -> Tensor:
         """`[B, H, T]`, in the accumulation dtype."""
         return self._results()[1]
@@ -158,7 +168,7 @@ class BlockwiseBackward:
     """Backward over key/value shards, added one at a time, given o and lse over all of them.
 
     Args:
-        saved: q, k, v, o, lse, sinks, slopes, blocks and gates of the forward.
+        saved: q, k, v, `BlockwiseForward.o_to_save`, lse, sinks, slopes, blocks and gates.
         do: gradient of o; None for 0.
         dlse: gradient of lse; None for 0.
         scale: softmax scale.
@@ -174,7 +184,7 @@ class BlockwiseBackward:
         q, _, _, o, lse, self._sinks, self._slopes, self._blocks, self._gates = saved
         assert q is not None and o is not None and lse is not None
         self._q, self._o, self._lse, self._scale = q, o, lse, scale
-        self._do = torch.zeros_like(o) if do is None else do
+        self._do = torch.zeros_like(o, dtype=q.dtype) if do is None else do
         self._dlse = dlse
         self._dq: Tensor | None = None
         self._dslopes = lse.new_zeros(q.shape[:2])

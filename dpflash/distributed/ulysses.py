@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward
-from dpflash.kernels.attention_reference import AttentionInputs
+from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
@@ -128,10 +128,11 @@ class _OwnHeads(torch.autograd.Function):
         graph: TileGraph,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        o, lse = attention_forward(AttentionInputs(q, k, v, graph, scale, sinks, slopes))
+        inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes)
+        o, lse = attention_forward(inputs, wide=needs_wide_o(q, sinks, slopes))
         ctx.save_for_backward(q, k, v, o, lse, sinks, slopes, gates)
         ctx.graph, ctx.scale = graph, scale
-        return o, lse
+        return o.to(q.dtype), lse
 
     @staticmethod
     @differentiable_once

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule
 from .embedding import PrivateEmbedding
 from .experts import PrivateExperts, is_experts
-from .generic import PrivateLeaf
+from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
 from .linear_cross_entropy import PrivateLinearCrossEntropy
-from .norm import PrivateLayerNorm, PrivateRMSNorm
+from .norm import FrozenBatchNorm, PrivateLayerNorm, PrivateRMSNorm
+from .owner import PrivateOwner, PrivateRelativeBias, PrivateSampleBySample
 from .peft import PrivateDora, PrivatePrompts, PrivateTrainableTokens, is_adapter, makes_prompts
 from .recurrent import PrivateRecurrent
 from .recurrent_step import PrivateRecurrentCell
@@ -39,28 +42,38 @@ RULES: dict[object, type[PrivateModule]] = {
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
-# Modules whose layers have rules of their own, and which run several of them as one node.
+# Modules without parameters of their own, around layers that have rules.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
     # The output projection alone may be trained.
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     nn.TransformerEncoder.forward: PrivateTransformerEncoder,
+    "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
+    "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
+    "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
+    "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
     # Also with frozen magnitudes, since PEFT's forward runs both layers on an identity matrix.
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
-    """The private class for a module that holds parameters, and whose children hold none."""
+    """The private class for a module that holds parameters."""
     if is_experts(module):
         return PrivateExperts
     if is_adapter(module):
         return RULES.get(_name_of_forward(module)) or PrivateLeaf
-    return RULES.get(type(module).forward) or RULES.get(_name_of_forward(module)) or PrivateLeaf
+    if parametrize.is_parametrized(module):
+        return PrivateParametrized
+    rule = RULES.get(type(module).forward) or RULES.get(_name_of_forward(module))
+    has_layers = any(True for child in module.children() for _ in child.parameters())
+    return rule or (PrivateOwner if has_layers else PrivateLeaf)
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
     """The private class for a module that has no trained parameters itself; None for most."""
+    if isinstance(module, _BatchNorm):
+        return FrozenBatchNorm
     if is_experts(module):
         return PrivateExperts
     if makes_prompts(module):

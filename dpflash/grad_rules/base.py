@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
-        is_whole: whether the parameters of its children are its own, see `peft`.
-        has_positions: whether it received indices [T] of another length than B.
+        is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
+        has_positions: whether it received a tensor [T] of another length than B.
         longest: most steps of the packed sequences that it received.
     """
 
@@ -46,7 +46,7 @@ class ModuleContext:
     longest: int = 0
 
     def note_positions(self) -> None:
-        """Note that the module received indices [T] of another length than B."""
+        """Note that the module received a tensor [T] of another length than B."""
         self.has_positions = True
 
     def note_length(self, length: int) -> int:
@@ -169,12 +169,15 @@ class PrivateModule(nn.Module):
             if parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:
-                    raise RuntimeError(
-                        f"parameter '{context.name}.{name}' was frozen when the model was made "
-                        "private and is trainable now; call engine.detach(model), then "
-                        "make_private again"
-                    )
+                    self.refuse_thawed(name)
         return trainable and torch.is_grad_enabled()
+
+    def refuse_thawed(self, name: str) -> NoReturn:
+        """Refuse a parameter that was frozen when the model was made private."""
+        raise RuntimeError(
+            f"parameter '{self._dpflash.name}.{name}' was frozen when the model was made "
+            "private and is trainable now; call engine.detach(model), then make_private again"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.

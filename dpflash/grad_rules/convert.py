@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,14 +12,22 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..clipping.backward import PrivateBackward
-from ..clipping.groups import Group, flat_groups, per_block_groups, per_layer_groups
+from ..clipping.groups import (
+    Bounds,
+    Group,
+    flat_groups,
+    per_block_groups,
+    per_layer_groups,
+    with_bounds,
+)
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class
 from .batch_second import BatchSecond, batch_second
 from .experts import check_routing
-from .generic import PrivateLeaf
+from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
-from .peft import check_adapter, inside_adapters, is_adapter
+from .owner import PrivateOwner
+from .peft import check_adapter, is_adapter
 
 _OF_ATTENTION = (
     "in_proj_weight",
@@ -36,7 +45,7 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
     """
-    inside = inside_adapters(model)
+    inside = parts_of_layers(model)
     for name, module in model.named_modules():
         check_module(name or "(the model itself)", module, is_inside=module in inside)
 
@@ -47,14 +56,15 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     Args:
         name: dotted name, for messages.
         module: to check.
-        is_inside: whether an adapter above it owns its parameters, see `peft`.
+        is_inside: whether a layer above it owns its parameters, see `parts_of_layers`.
     """
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
-            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm"
+            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm, or "
+            "freeze it: .eval() and requires_grad_(False) before make_private"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(
@@ -87,7 +97,7 @@ def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> 
     """
     if not any(p.requires_grad for p in module.parameters()):
         return
-    if rule_for(module) is PrivateLeaf:
+    if rule_for(module) in (PrivateLeaf, PrivateOwner):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}, a {_torch_kind(module)} with a forward "
             "of its own, which uses the parameters beside any rule for private training. Use the "
@@ -113,12 +123,10 @@ def _torch_kind(module: nn.Module) -> str:
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that no layer below it has too, as `decoder.bias` of BERT's head.
 
-    Those of an adapter are all below it.
-
     Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
-    and the step refuses the release.
+    and the step refuses the release. A layer that `is_whole` has those below it too.
     """
-    if is_adapter(module):
+    if is_whole(module):
         return dict(module.named_parameters())
     below = {id(p) for child in module.children() for p in child.parameters()}
     return {n: p for n, p in module._parameters.items() if p is not None and id(p) not in below}
@@ -131,32 +139,21 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, nn.EmbeddingBag):
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
-        for flag in ("scale_grad_by_freq", "sparse"):
+        # Gradients of PrivateEmbedding are dense, so sparse=True changes nothing there.
+        own_forward = type(module).forward is not nn.Embedding.forward
+        for flag in ("scale_grad_by_freq", *(["sparse"] if own_forward else [])):
             if getattr(module, flag):
                 raise ValueError(
                     f"module '{name}' has {flag}=True, which has no rule for private training. "
                     f"Set {flag}=False"
                 )
-    if parametrize.is_parametrized(module) or isinstance(module, parametrize.ParametrizationList):
-        raise ValueError(
-            f"module '{name}' is parametrized; its parameters have no rule for private training. "
-            "Call torch.nn.utils.parametrize.remove_parametrizations first"
-        )
     weight = module._parameters.get("weight", module)
-    if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
+    if parametrize.is_parametrized(module):
+        _check_parametrized(name, module)
+    elif isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
         raise ValueError(
             f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
             "pruning), which has no rule for private training. Make the weight a parameter again"
-        )
-    if is_adapter(module):
-        return
-    has_layers = any(True for child in module.children() for _ in child.parameters())
-    if has_layers and rule_for(module) is PrivateLeaf:
-        raise ValueError(
-            f"parameter '{own[0]}' hangs directly on module '{name}' ({kind}), which has other "
-            "layers below it and no rule for private training. Move the parameter into a module "
-            "of its own (nn.Embedding, nn.Linear or a leaf module), or freeze it with "
-            "requires_grad_(False)"
         )
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         raise ValueError(
@@ -170,17 +167,70 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
         )
 
 
+def _is_frozen(module: _BatchNorm) -> bool:
+    """Whether a batch norm maps each sample by itself, by statistics that are kept."""
+    has_statistics = module.running_mean is not None and module.running_var is not None
+    trained = any(p.requires_grad for p in module.parameters())
+    return has_statistics and not module.training and not trained
+
+
+def _check_parametrized(name: str, module: nn.Module) -> None:
+    children = [m for n, m in module.named_modules() if n and "parametrizations" not in n]
+    parametrizations: Any = module.parametrizations
+    if any(True for child in children for _ in child.parameters()):
+        raise ValueError(
+            f"module '{name}' is parametrized and has layers below it, which has no rule for "
+            "private training. Call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if any(True for _ in parametrizations.buffers()):
+        raise ValueError(
+            f"module '{name}' has a parametrization that keeps statistics (spectral_norm), which "
+            "would be released without noise. Call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether the parameters of the modules below one are its own: adapters, computed weights."""
+    return is_adapter(module) or parametrize.is_parametrized(module)
+
+
+def parts_of_layers(model: nn.Module) -> set[nn.Module]:
+    """The modules whose parameters a layer above them owns: below adapters, parametrizations."""
+    parts: set[nn.Module] = set()
+    for module in model.modules():
+        if is_adapter(module):
+            parts |= {inner for inner in module.modules() if inner is not module}
+        elif parametrize.is_parametrized(module):
+            parametrizations: Any = module.parametrizations
+            parts |= set(parametrizations.modules())
+    return parts
+
+
 def owners(
     model: nn.Module, trained: Iterable[nn.Parameter]
 ) -> list[tuple[str, list[nn.Parameter]]]:
     """(name, own trained parameters) of each module, in the model's order."""
-    wanted, inside = {id(p) for p in trained}, inside_adapters(model)
+    wanted, inside = {id(p) for p in trained}, parts_of_layers(model)
     return [
         (name, own)
         for name, module in model.named_modules()
         if module not in inside
         and (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
+
+
+def untraceable(model: nn.Module) -> str | None:
+    """Name of the first module whose private forward torch.compile cannot trace; None if none."""
+    inside = parts_of_layers(model)
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        trained = any(p.requires_grad for p in _own_parameters(module).values())
+        rule = rule_for(module) if trained else block_rule_for(module)
+        if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
+            return name or "(the model itself)"
+    return None
 
 
 def tileable(model: nn.Module) -> set[int]:
@@ -203,7 +253,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
 
     Objects, parameters, buffers and state_dict keys stay the same.
     """
-    inside = inside_adapters(model)
+    inside = parts_of_layers(model)
     second = batch_second(model)
     for name, module in list(model.named_modules()):
         if module in inside:
@@ -218,7 +268,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
             name,
             {n: backward.slots[id(p)] for n, p in own.items() if id(p) in backward.slots},
             frozenset(n for n, p in own.items() if not p.requires_grad),
-            is_whole=is_adapter(module),
+            is_whole=is_whole(module),
         )
         original = type(module)
         if id(module) in second and not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -235,11 +285,15 @@ def detach(model: nn.Module) -> None:
             object.__setattr__(module, "__class__", original)
 
 
-def make_groups(module: nn.Module, trained: list[nn.Parameter], clipping: str) -> list[Group]:
-    """The clipping groups of a kind of clipping."""
+def make_groups(
+    module: nn.Module, trained: list[nn.Parameter], clipping: str, bounds: Bounds | None = None
+) -> list[Group]:
+    """The clipping groups of a kind of clipping, with equal bounds where none are given."""
     if clipping == "flat":
         return flat_groups(trained)
     if clipping == "per_layer":
-        return per_layer_groups(owners(module, trained))
-    names = {p: n for n, p in module.named_parameters()}
-    return per_block_groups(trained, names, tileable(module))
+        groups = per_layer_groups(owners(module, trained))
+    else:
+        names = {p: n for n, p in module.named_parameters()}
+        groups = per_block_groups(trained, names, tileable(module))
+    return groups if bounds is None else with_bounds(groups, bounds)

@@ -25,6 +25,12 @@ class PrivateLeaf(PrivateModule):
         if not self.is_private_call():
             return super().forward(*args, **kwargs)
         context = self._dpflash
+        # transformers passes positions that all samples share as [T].
+        positions = {
+            k: kwargs.pop(k)
+            for k in ("position_ids",)
+            if isinstance(kwargs.get(k), Tensor) and kwargs[k].ndim == 1
+        }
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not tensors:
             raise ValueError(
@@ -78,7 +84,7 @@ class PrivateLeaf(PrivateModule):
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleLookups(context.name):
-                outputs = functional_call(copied, shared, args, kwargs)
+                outputs = functional_call(copied, shared, args, {**kwargs, **positions})
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
@@ -89,6 +95,7 @@ class PrivateLeaf(PrivateModule):
             if not is_flattened:
                 # Modules expect a batch dimension; theirs has one sample.
                 inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
+            named = {**named, **positions}
             outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
             return shape.of_sample(outputs)
 
@@ -98,7 +105,8 @@ class PrivateLeaf(PrivateModule):
             {k: 0 if isinstance(a, Tensor) else None for k, a in kwargs.items()},
         )
         shape = OutputShapes(
-            is_flattened, lambda *of_two: functional_call(copied, shared, *of_two)
+            is_flattened,
+            lambda given, named: functional_call(copied, shared, given, {**named, **positions}),
         )
         with PerSampleLookups(context.name):
             try:
@@ -114,3 +122,10 @@ class PrivateLeaf(PrivateModule):
                     f"Freeze it with requires_grad_(False), or use another layer{misfit}"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)
+
+
+class PrivateParametrized(PrivateLeaf):
+    """A leaf whose weight torch.nn.utils.parametrize computes, by weight_norm for example.
+
+    The parameters of the computation count as its own, and it is repeated for each sample.
+    """

@@ -98,6 +98,19 @@ class PrivateLayerNorm(PrivateModule):
         return as_given(y, input)
 
 
+class FrozenBatchNorm(PrivateModule):
+    """Batch norm in eval mode without trained parameters: the same affine map for all samples."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError(
+                f"module '{self._dpflash.name}' is a batch norm in training mode, in which it "
+                "mixes the samples of a batch; call its .eval() after model.train()"
+            )
+        self.is_private_call()  # Raises where parameters were frozen and are not any more.
+        return super().forward(input)
+
+
 class PrivateRMSNorm(PrivateModule):
     """RMS norm over the trailing dimensions of x [B, ..., *normalized_shape]."""
 

@@ -30,12 +30,6 @@ def is_adapter(module: nn.Module) -> bool:
     )
 
 
-def inside_adapters(model: nn.Module) -> set[nn.Module]:
-    """The modules below adapters."""
-    adapters = [module for module in model.modules() if is_adapter(module)]
-    return {inner for outer in adapters for inner in outer.modules() if inner is not outer}
-
-
 def makes_prompts(module: nn.Module) -> bool:
     """Whether a module is a model that PEFT gives virtual tokens."""
     return type(module).__module__ == "peft.peft_model" and hasattr(module, "prompt_encoder")

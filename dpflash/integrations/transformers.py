@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -49,8 +50,6 @@ _IGNORED = frozenset(
 _REMEDIES = {
     "head_mask": "prune the heads from the weights instead",
     "output_attentions": "leave it out; no attention weights exist in memory here",
-    "position_bias": "use a model without a bias on the scores",
-    "softcap": "set the config's attn_logit_softcapping=None",
 }
 
 # The mask functions of transformers.masking_utils that `_attention` can follow.
@@ -70,16 +69,23 @@ def register() -> str:
     """Register ``attn_implementation="dpflash"`` with transformers. A second call does nothing.
 
     Such a model trains and generates like one with ``"sdpa"``, in memory O(T): padding on the left
-    or right, causal or not, grouped heads, sliding windows, sinks, packed documents (one row with
-    `cu_seq_lens_q` and `cu_seq_lens_k` or with `position_ids` that restart), and decoding one
-    token at a time. Compiled models work too, except for packed documents. Unsupported features
-    raise ValueError when the model runs: attention dropout, softcap, head_mask, position_bias,
-    output_attentions, masks of more than two dimensions, masks with holes, several new tokens on a
-    filled cache, and a preallocated cache longer than the prompt. At padded queries the hidden
-    states differ from those of ``"sdpa"``; they are finite, and no other token sees them.
+    or right, causal or not, grouped heads, values of another head dim (DeepSeek), sliding windows,
+    sinks (GPT-OSS), softcap (Gemma 2), a bias on the scores (T5), packed documents (one row with
+    `cu_seq_lens_q` and `cu_seq_lens_k` or with `position_ids` that restart), and decoding from a
+    cache that grows or is preallocated, any number of tokens at a time. Compiled models work too,
+    except for packed documents and several tokens on a filled or preallocated cache. Unsupported
+    features raise ValueError when the model runs: attention dropout, head_mask,
+    output_attentions, masks of more than two dimensions, and masks with holes. At padded queries
+    the hidden states differ from those of ``"sdpa"``; they are finite, and no other token sees
+    them.
 
-    Some models (GPT-OSS, GPT-J, Falcon, ...) treat every name with "flash" in it as a
-    FlashAttention package; for those the same functions are also registered as "dp_attention".
+    Models whose code never asks transformers' attention interface (GPT-J, Falcon, BigBird,
+    Longformer, DeBERTa, ...) raise ValueError when they are made with this name: they train with
+    their own attention, ``attn_implementation="eager"``.
+
+    While registered, transformers does not take this name for one of a FlashAttention package.
+    The same functions are also registered as "dp_attention", for code outside of transformers that
+    takes every name with "flash" in it for one.
 
     ``experts_implementation="dpflash"`` names the experts of a mixture, see `_experts`.
 
@@ -101,7 +107,8 @@ def register() -> str:
     for name in (NAME, NEUTRAL_NAME):
         AttentionInterface.register(name, _attention)
         AttentionMaskInterface.register(name, _mask)
-    _load_nothing_for_our_name()
+    _is_not_flash_attention()
+    _refuse_models_with_their_own_attention()
     _register_experts()
     return NAME
 
@@ -128,22 +135,70 @@ def _experts(
     return result
 
 
-def _load_nothing_for_our_name() -> None:
-    """Keep transformers from searching for a FlashAttention package named "dpflash"."""
-    from transformers import modeling_utils
+def _is_not_flash_attention() -> None:
+    """Keep transformers from treating "dpflash" as a FlashAttention package of that name."""
+    from transformers.utils import generic
 
-    load = modeling_utils.lazy_import_flash_attention
-    if getattr(load, "_dpflash", False):
+    asked = generic.is_flash_attention_requested
+    if getattr(asked, "_dpflash", False):
         return
 
-    @functools.wraps(load)
-    def load_unless_ours(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation == NAME:
-            return None
-        return load(implementation, *args, **kwargs)
+    @functools.wraps(asked)
+    def is_requested(
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: Any = None,
+    ) -> bool:
+        name = requested_attention_implementation
+        if config is not None and name is None:
+            name = config._attn_implementation
+        if name == NAME:
+            return False
+        return asked(config, requested_attention_implementation, version)
 
-    load_unless_ours._dpflash = True  # type: ignore[attr-defined]
-    modeling_utils.lazy_import_flash_attention = load_unless_ours
+    is_requested._dpflash = True  # type: ignore[attr-defined]
+    generic.is_flash_attention_requested = is_requested
+    # Modules that were imported before hold the function by its name.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and "is_flash_attention_requested" in vars(module):
+            module.is_flash_attention_requested = is_requested  # type: ignore[attr-defined]
+
+
+def _refuse_models_with_their_own_attention() -> None:
+    """Make models that would run another attention than the one asked for raise when made."""
+    from transformers import PreTrainedModel
+
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    if getattr(check, "_dpflash", False):
+        return
+
+    @functools.wraps(check)
+    def check_ours(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation in (NAME, NEUTRAL_NAME) and _has_its_own_attention(type(self)):
+            raise ValueError(
+                f'attn_implementation="{attn_implementation}" with {type(self).__name__}: its '
+                "code never asks transformers' attention interface, so it trains with its own "
+                'attention; pass attn_implementation="eager"'
+            )
+        return check(self, attn_implementation, *args, **kwargs)
+
+    check_ours._dpflash = True  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = check_ours  # type: ignore[method-assign]
+
+
+def _has_its_own_attention(model: type) -> bool:
+    """Whether the modules that define a model have attention, but not transformers' interface."""
+    modules = [vars(sys.modules[base.__module__]) for base in model.__mro__[:-1]]
+    # Every model inherits from PreTrainedModel, whose module defines the interface.
+    own = [names for names in modules if names["__name__"] != "transformers.modeling_utils"]
+    if any("ALL_ATTENTION_FUNCTIONS" in names for names in own):
+        return False
+    return any(
+        "Attention" in name and isinstance(value, type) and issubclass(value, torch.nn.Module)
+        for names in own
+        for name, value in names.items()
+        if names["__name__"].rpartition(".")[2].startswith("modeling_")
+    )
 
 
 def _refuse(cause: str, why: str, remedy: str) -> NoReturn:
@@ -168,13 +223,15 @@ def _mask(
     """The mask argument of `_attention`: None, padding or documents.
 
     Returns:
-        None if no key is masked; `[B, S]`, bool, True where a key is attended to; or `[n + 1]`,
-        int32, the borders of n packed documents.
+        None if no key is masked; `[B, S]`, bool, True where a key is attended to, or fewer than S
+        where the last keys of a preallocated cache are not known yet; for one query
+        `[B, 1, 1, S]`; or `[n + 1]`, int32, the borders of n packed documents.
     """
     if q_length == 1:
         from transformers.masking_utils import sdpa_mask
 
-        seen: Any = sdpa_mask(
+        # Of 4 dimensions, as models take such a mask as it is where `generate` has made it before.
+        seen: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=1,
             kv_length=kv_length,
@@ -186,7 +243,7 @@ def _mask(
             use_vmap=use_vmap,
             device=device,
         )
-        return seen[:, 0, 0]
+        return seen
 
     compiling = torch.compiler.is_compiling()
     names = _names_compiling(mask_function) if compiling else set(_names(mask_function))
@@ -198,14 +255,22 @@ def _mask(
     if use_vmap or not names <= _FOLLOWED:
         unknown = sorted(names - _FOLLOWED) or ["an overlay of the model's own"]
         _refuse(f"mask_function={unknown[0]}", "no pattern corresponds to this mask", _ELSEWHERE)
+    known = kv_length
     if _CAUSAL in names and q_length != kv_length:
-        _refuse(
-            f"past_key_values with {q_length} new tokens and {kv_length} keys",
-            "expected one new token, or an empty cache that grows",
-            _UNCACHED,
-        )
+        if compiling or _PACKED in names:
+            _refuse(
+                f"past_key_values with {q_length} new tokens and {kv_length} keys",
+                "expected one new token, or an empty cache that grows, while compiling and with "
+                "packed documents",
+                _UNCACHED,
+            )
+        # The queries are the last of the keys that are known by now.
+        known = int(q_offset) + q_length - int(kv_offset)
     if attention_mask is not None:
-        return _padding(attention_mask, batch_size, kv_length)
+        attention_mask = attention_mask[:, int(kv_offset) :][:, :known]
+        return _padding(attention_mask, batch_size, known, kv_length)
+    if known < kv_length:
+        return torch.ones(batch_size, known, dtype=torch.bool, device=device)
     # In a window of one token no token sees its neighbor, so documents do not matter.
     if _PACKED in names and q_length == kv_length and local_size not in (0, 1):
         return _packed_borders(mask_function, batch_size, q_length, device)
@@ -236,15 +301,16 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-def _padding(mask: Tensor, batch_size: int, keys: int) -> Tensor | None:
-    if tuple(mask.shape) != (batch_size, keys):
+def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | None:
+    """The padding of `known` keys; None if there is none, and no key that is not yet known."""
+    if tuple(mask.shape) != (batch_size, known):
         _refuse(
             f"attention_mask of shape {list(mask.shape)}",
-            f"expected [B, S]={[batch_size, keys]}, nonzero where a key is attended to",
+            f"expected [B, S]={[batch_size, known]}, nonzero where a key is attended to",
             f"pass the tokenizer's mask, or {_ELSEWHERE}",
         )
     mask = mask.bool()
-    if not torch.compiler.is_compiling() and bool(mask.all()):
+    if known == keys and not torch.compiler.is_compiling() and bool(mask.all()):
         return None
     return mask
 
@@ -292,7 +358,9 @@ def _attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -304,7 +372,10 @@ def _attention(
     if attention_mask is not None and attention_mask.ndim == 1:
         borders = attention_mask
     elif attention_mask is not None:
-        padding = _require_padding(attention_mask, key)
+        padding = _require_padding(attention_mask, query, key)
+        known = padding.shape[1]
+        key, value = key[:, :, :known], value[:, :, :known]
+        position_bias = None if position_bias is None else position_bias[..., :known]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -316,26 +387,19 @@ def _attention(
         _refuse("seq_idx", "expected cu_seq_lens_q and cu_seq_lens_k with it", "pass them too")
 
     pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
-    q, k, v = (_autocast(x) for x in (query, key, value))
     o = attention(
-        q,
-        k,
-        v,
+        query,
+        key,
+        value,
         pattern=pattern,
         causal=pattern is None and causal and query.shape[2] > 1,
         softmax_scale=scaling,
+        softcap=softcap,
         key_padding_mask=None if padding is None else ~padding,
         sinks=s_aux,
+        position_bias=position_bias,
     )
     return o.transpose(1, 2), None
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Convert to autocast's dtype, as for the inputs of torch's own attention."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -360,8 +424,12 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
         _refuse("output_attentions=True", "no weights are stored", _REMEDIES["output_attentions"])
 
 
-def _require_padding(mask: Tensor, key: Tensor) -> Tensor:
-    if mask.dtype != torch.bool or tuple(mask.shape) != (key.shape[0], key.shape[2]):
+def _require_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The padding `[B, S]`; raises for another mask."""
+    if query.shape[2] == 1 and mask.ndim == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
+    fits = mask.ndim == 2 and mask.shape[0] == key.shape[0] and mask.shape[1] <= key.shape[2]
+    if mask.dtype != torch.bool or not fits:
         _refuse(
             f"attention_mask of shape {list(mask.shape)} and dtype {mask.dtype}",
             f"expected None or padding [B, S]={[key.shape[0], key.shape[2]]}",
@@ -448,13 +516,8 @@ def _pattern(
     """The pattern of the call; None for dense attention, which for one query is never causal."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
-        lengths = borders.diff()
-        if sliding_window is not None and int(lengths.max()) > sliding_window:
-            _refuse(
-                f"sliding_window={sliding_window} with packed documents of {lengths.tolist()}",
-                "expected no document longer than the window",
-                "pad the documents into a batch instead",
-            )
+        if sliding_window is not None and int(borders.diff().max()) > sliding_window:
+            return documents & _sliding_window(sliding_window, causal)
         return documents
     if queries == 1:
         # The mask of a single query includes the window, see `_mask`.
@@ -465,11 +528,11 @@ def _pattern(
                 _UNCACHED,
             )
         return None
-    if queries != keys and (causal or sliding_window is not None):
+    if queries > keys and causal or queries != keys and not causal and sliding_window is not None:
         cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
         _refuse(
             f"{cause} with {queries} queries and {keys} keys",
-            "expected as many queries as keys, or one query",
+            "expected as many queries as keys, or in a causal model no more",
             _UNCACHED,
         )
     if sliding_window is not None and sliding_window < keys:

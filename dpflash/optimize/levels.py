@@ -20,6 +20,7 @@ from torch import nn
 
 from ..clipping.planner import clipping_for
 from ..distributed.mesh import Ranks
+from ..grad_rules.convert import untraceable
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,9 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
             "several ranks exchange gradients during the backward, and a compiled backward "
             "returns them only at its end"
         )
+    untraced = untraceable(module)
+    if untraced is not None:
+        return f"the forward of module '{untraced}' runs sample by sample, which is not traced"
     if size > asked.memory_budget:
         return (
             f"its per-sample gradients would take {size} bytes together, beyond "

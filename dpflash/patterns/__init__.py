@@ -11,6 +11,7 @@ from .dilated import Dilated
 from .documents import Documents
 from .hierarchical import Hierarchical
 from .sliding_window import SlidingWindow
+from .within_documents import WithinDocuments
 
 __all__ = [
     "Adaptive",
@@ -21,12 +22,16 @@ __all__ = [
     "Hierarchical",
     "Pattern",
     "SlidingWindow",
+    "WithinDocuments",
     "from_key",
 ]
 
 _PATTERNS: dict[str, type[Pattern]] = {
     pattern.__name__: pattern
-    for pattern in (Adaptive, BlockSparse, Dense, Dilated, Documents, Hierarchical, SlidingWindow)
+    for pattern in (
+        *(Adaptive, BlockSparse, Dense, Dilated, Documents, Hierarchical, SlidingWindow),
+        WithinDocuments,
+    )
 }
 
 
@@ -46,6 +51,8 @@ def from_key(key: str) -> Pattern:
     try:
         named = json.loads(key)
         pattern = _PATTERNS[named.pop("pattern")]
+        if "inner" in named:
+            named["inner"] = from_key(named["inner"])
         return pattern(**named)  # lists become tuples there
     except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         known = ", ".join(sorted(_PATTERNS))

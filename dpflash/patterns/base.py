@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpflash.kernels.tile_graph import MAX_TOKENS, TileGraph, real_cpu_tensors
+from dpflash.kernels.tile_shard import Chunk, restrict
 
 from . import _arguments
 
@@ -84,6 +85,23 @@ class Pattern(ABC):
         self._check_size(num_tokens, num_heads)
         return _cached_graph(self, num_tokens, num_heads, torch.device(device))
 
+    def last_rows(
+        self, num_queries: int, num_keys: int, num_heads: int, device: torch.device | str = "cpu"
+    ) -> TileGraph:
+        """The tile graph of the last queries of a sequence with all of its keys.
+
+        Args:
+            num_queries: T, at most S: queries that stand at positions S - T to S - 1.
+            num_keys: S.
+            num_heads: H.
+            device: where its tables lie.
+
+        Raises:
+            ValueError: for an S or H that the pattern does not take.
+        """
+        self._check_size(num_keys, num_heads)
+        return _cached_last_rows(self, num_queries, num_keys, num_heads, torch.device(device))
+
     def edges(self, num_tokens: int, num_heads: int = 1) -> int:
         """Pairs (query, key) that see each other, summed over the heads."""
         return self.graph(num_tokens, num_heads).edges()
@@ -131,9 +149,24 @@ class Pattern(ABC):
 
         return plot(self, num_tokens, path, num_heads=num_heads)
 
-    def _fix_key(self) -> None:
-        """Sets `key`, at the end of every constructor: a compiler cannot trace it."""
+    def __and__(self, other: object) -> Pattern:
+        """``Documents(...) & pattern``, in either order: the pattern within each document."""
+        from .documents import Documents, within
+
+        if isinstance(self, Documents) and isinstance(other, Pattern):
+            return within(self, other)
+        if isinstance(other, Documents):
+            return within(other, self)
+        return NotImplemented
+
+    def _fix_key(self, **as_json: object) -> None:
+        """Sets `key`, at the end of every constructor: a compiler cannot trace it.
+
+        Args:
+            **as_json: fields that JSON does not know, as it does.
+        """
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        named |= as_json
         _arguments.store(self, key=json.dumps({"pattern": type(self).__name__, **named}))
 
 
@@ -145,3 +178,14 @@ def _cached_graph(
         with real_cpu_tensors():
             return pattern._build(num_tokens, num_heads)
     return _cached_graph(pattern, num_tokens, num_heads, torch.device("cpu")).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_last_rows(
+    pattern: Pattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device
+) -> TileGraph:
+    with real_cpu_tensors():
+        whole = pattern._build(num_keys, num_heads)
+        queries = Chunk(num_keys - num_queries, num_queries, 0)
+        graph = restrict(whole, [queries], num_queries, [Chunk(0, num_keys, 0)], num_keys)
+    return graph.to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from dpflash.kernels.tile_graph import UNBOUNDED, TileGraph
 
 from . import _arguments, _builder
 from .base import Pattern
+from .within_documents import WithinDocuments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class Documents(Pattern):
     The borders hold for every sample of a batch: documents of several samples are packed into one
     sample, as for flash-attn's functions of variable length. Another packing is another pattern,
     which takes well under a millisecond to make.
+
+    ``documents & pattern`` is the pattern within each document: equal to the pattern on that
+    document alone, whatever it counts from its begin.
 
     Args:
         cu_seqlens: the documents' borders, ``(0, length of the first, ..., T)``: integers or an
@@ -80,3 +84,32 @@ class Documents(Pattern):
         runs = np.stack((start, one, length, -UNBOUNDED * one, UNBOUNDED * one), axis=1)
         rows = _builder.tables(groups, runs)
         return _builder.make_graph(num_tokens, [0] * num_heads, rows, rows, self.causal)
+
+
+def within(documents: Documents, pattern: Pattern) -> Pattern:
+    """The pattern within each document, causal if either is."""
+    causal = documents.causal or pattern.causal
+    if isinstance(pattern, Documents):
+        if pattern.cu_seqlens[-1] != documents.cu_seqlens[-1]:
+            raise _arguments.refusal(
+                "cu_seqlens",
+                pattern.cu_seqlens,
+                f"a last border of {documents.cu_seqlens[-1]}, as in the other documents",
+                "describe the same sequence in both",
+            )
+        borders = sorted({*documents.cu_seqlens, *pattern.cu_seqlens})
+        return Documents(cu_seqlens=borders if len(borders) > 1 else (0, 0), causal=causal)
+    if isinstance(pattern, WithinDocuments):
+        if pattern.cu_seqlens[-1] != documents.cu_seqlens[-1] or not set(
+            documents.cu_seqlens
+        ) <= set(pattern.cu_seqlens):
+            raise _arguments.refusal(
+                "cu_seqlens",
+                documents.cu_seqlens,
+                f"some of the pattern's borders {pattern.cu_seqlens}",
+                "combine the documents first, and the pattern with them",
+            )
+        return within(Documents(cu_seqlens=pattern.cu_seqlens, causal=causal), pattern.inner)
+    if causal and not pattern.causal:
+        pattern = replace(pattern, causal=True)  # type: ignore[type-var]
+    return WithinDocuments(cu_seqlens=documents.cu_seqlens, inner=pattern)

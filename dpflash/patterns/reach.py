@@ -23,7 +23,7 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen
-    if isinstance(pattern, SlidingWindow) and pattern.window > 0:
+    if isinstance(pattern, SlidingWindow) and pattern.reach[0] > 0:
         return True  # from neighbor to neighbor; below that would take T / window rounds
     side = pattern.graph(tokens, heads).rows
     groups, runs = side.groups.long().numpy(), side.runs.long().numpy()

@@ -28,6 +28,13 @@ class RandomState:
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether the generators of torch are in the same state."""
+        if self._cuda is not None and other._cuda is not None:
+            if not torch.equal(self._cuda, other._cuda):
+                return False
+        return torch.equal(self._torch, other._torch)
+
     def restore(self) -> None:
         """Restore the generators."""
         torch.set_rng_state(self._torch)

@@ -17,6 +17,19 @@ import dpflash
 SAMPLES, TOKENS, WIDTH = 30, 7, 8
 
 
+class Scaled(nn.Module):
+    """A layer, and a parameter beside it; and the layer's own weight once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale + x @ self.linear.weight
+        return y
+
+
 class Layers(nn.Module):
     """One after another, in both batch orders."""
 
@@ -29,16 +42,25 @@ class Layers(nn.Module):
         self.lstm = nn.LSTM(WIDTH, WIDTH, bidirectional=True)
         self.gru = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.scaled = Scaled()
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.encoder(x.transpose(0, 1)).transpose(0, 1)
         x = self.cross(x, memory, memory, need_weights=False)[0]
         x = self.gru(self.lstm(x.transpose(0, 1))[0].transpose(0, 1))[0]
-        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        y: Tensor = self.scaled(self.conv(x.transpose(1, 2)).transpose(1, 2))
         return y
 
     def parts(self) -> list[nn.Module]:
-        return [self.encoder.layers[0], self.cross, self.lstm, self.gru, self.conv, self]
+        return [
+            self.encoder.layers[0],
+            self.cross,
+            self.lstm,
+            self.gru,
+            self.conv,
+            self.scaled,
+            self,
+        ]
 
 
 def train(

@@ -37,6 +37,8 @@ POINTERS = {
     "dlse_ptr": "*fp32",
     "sinks_ptr": "*fp32",
     "slopes_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "dbias_ptr": "*fp32",
     "key_range_ptr": "*i32",
     "q_sums_ptr": "*fp32",
     "k_sums_ptr": "*fp32",
@@ -55,6 +57,8 @@ POINTERS = {
 OPTIONAL = {
     "sinks_ptr": "HAS_SINKS",
     "slopes_ptr": "HAS_SLOPES",
+    "bias_ptr": "HAS_BIAS",
+    "dbias_ptr": "BIAS_GRAD",
     "slope_sums_ptr": "HAS_SLOPES",
     "key_range_ptr": "HAS_KEY_RANGE",
     "q_sums_ptr": "TOKEN_SUMS",
@@ -64,7 +68,7 @@ OPTIONAL = {
     "squares_ptr": "SQUARES",
     "dlse_ptr": "HAS_DLSE",
 }
-FLAGS = sorted(set(OPTIONAL.values()))
+FLAGS = sorted({*OPTIONAL.values(), "HAS_SOFTCAP"})
 
 
 def jit_function(kernel):
@@ -81,9 +85,9 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
     target = TARGETS[arch]
     constants = {flag: flag in flags for flag in FLAGS}
     if kernel == "delta":
-        constants |= {"D": head_dim, "BLOCK_D": 1 << (head_dim - 1).bit_length(), "BLOCK_M": 64}
+        constants |= {"E": head_dim, "BLOCK_E": 1 << (head_dim - 1).bit_length(), "BLOCK_M": 64}
     else:
-        constants |= launch._head_dims(head_dim, aligned=aligned)
+        constants |= launch._head_dims(head_dim, head_dim, aligned=aligned)
         constants |= {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "UPCAST": False}
         constants["PRECISION"] = launch.precision(hip=target.backend == "hip")
     signature, constexprs, attributes = {}, {}, {}
@@ -100,7 +104,7 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
             attributes[(position,)] = [["tt.divisibility", 16]] if aligned else []
             if small_tensors:
                 attributes[(position,)].append(["tt.pointer_range", 32])
-        elif name.startswith("scale"):
+        elif name.startswith(("scale", "softcap")):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"

@@ -196,7 +196,7 @@ def slope_terms(graph, tensors, dlse, extra, expected):
     q, k, v, do = tensors
     reference = attention_reference
     inputs = AttentionInputs(q, k, v, graph, q.shape[3] ** -0.5, **extra)
-    scores = reference._scores(inputs, q.dtype)
+    scores = reference._scores(inputs, q.dtype)[0]
     p = (scores - reference._finite(expected["lse"]).unsqueeze(3)).exp()
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     delta = (do * expected["o"]).sum(3) - (0 if dlse is None else dlse)

@@ -74,13 +74,16 @@ def error(found, expected):
     return float(distance.max()) / scale if distance.numel() else 0.0
 
 
+BACKWARD = ("token_sums", "run_grads", "squares", "bias_grad")
+
+
 def run(graph, q, k, v, scale=None, with_dlse=True, **named):
     """Forward and backward of kernels and reference: two dicts of the same names."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     generator = torch.Generator().manual_seed(8)
-    do = torch.randn(q.shape, generator=generator).to(q)
+    do = torch.randn(*q.shape[:3], v.shape[3], generator=generator).to(q)
     dlse = torch.randn(q.shape[:3], generator=generator).to(DEVICE) if with_dlse else None
-    backward = {x: named.pop(x, False) for x in ("token_sums", "run_grads", "squares")}
+    backward = {x: named.pop(x, False) for x in BACKWARD}
     inputs = AttentionInputs(q, k, v, graph, scale, **named)
     found_o, found_lse = launch.attention_forward(inputs)
     found = launch.attention_backward(do, dlse, found_o, found_lse, inputs, **backward)
@@ -453,8 +456,8 @@ def test_a_head_dim_is_split_only_where_rows_are_aligned():
     x = torch.zeros(2, 35, 4, 81)
     assert is_aligned(x[..., :80].contiguous()) and not is_aligned(x[..., :80])
     assert not is_aligned(torch.zeros(2, 35, 4, 96)[..., 1:81])
-    assert launch._head_dims(80, aligned=True) == {"D": 80, "D0": 64, "D1": 16}
-    assert launch._head_dims(80, aligned=False) == {"D": 80, "D0": 128, "D1": 0}
+    assert launch._parts(80, aligned=True) == (64, 16)
+    assert launch._parts(80, aligned=False) == (128, 0)
 
 
 @GPU
@@ -508,3 +511,49 @@ def test_compiled_kernels_repeat_bit_for_bit():
         again = launch.attention_backward(o, lse, o, lse, inputs)
         assert torch.equal(o, again_o) and torch.equal(lse, again_lse)
         assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    "pattern, queries, keys, head_dim, value_dim, dtype",
+    [
+        (None, 33, 50, 80, 32, torch.float32),
+        (None, 1, 39, 32, 48, torch.float16),
+        (Dense(causal=True), 35, 35, 48, 80, torch.float16),
+        (SlidingWindow(window=9, global_tokens=2), 40, 40, 16, 24, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_softcap_bias_and_values_of_another_head_dim(
+    pattern, queries, keys, head_dim, value_dim, dtype, softcap, with_bias
+):
+    generator = torch.Generator().manual_seed(3)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    q, k, v = (
+        make(2, 4, queries, head_dim),
+        make(2, 2, keys, head_dim),
+        make(2, 2, keys, value_dim),
+    )
+    bias = None
+    if with_bias:
+        bias = make(1, 4, queries, keys).float()
+        bias[..., 0, :] = -torch.inf
+        bias = bias.expand(2, -1, -1, -1)
+    found, expected = run(
+        cross_graph(queries, keys, 4, DEVICE) if pattern is None else block(pattern, queries, 4),
+        *(3 * q, k, v),
+        softcap=softcap,
+        bias=bias,
+        slopes=torch.rand(2, 4, generator=generator).to(DEVICE) if with_bias else None,
+        sinks=torch.rand(2, 4, generator=generator).to(DEVICE),
+        bias_grad=with_bias,
+        token_sums=True,
+        squares=True,
+    )
+    if with_bias:
+        assert (found["dbias"][:, :, 0] == 0).all()
+    assert_close(found, expected, 2e-5 if dtype == torch.float32 else 4e-3)

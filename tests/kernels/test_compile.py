@@ -250,7 +250,8 @@ for module in (attention_triton, grad_triton, noise_triton):
     # Widths, strides and what follows from the widths: fixed by the model.
     fixed = {"num_inputs", "num_outputs", "width", "size", "num_elements"}
     fixed |= {"tiles_i", "num_tiles", "num_blocks"}
-    fixed |= {"heads", "heads_per_group", "heads_per_program", "scale", "scale_log2"}
+    fixed |= {"heads", "heads_per_group", "heads_per_program"}
+    fixed |= {"scale", "scale_log2", "softcap_log2"}
     # What lengths decide, of attention alone: 1, a multiple of 16, or another number.
     lengths = {"num_queries", "num_keys", "num_rows", "num_runs"}
     for line in done.stdout.splitlines():

@@ -588,7 +588,7 @@ def test_delta_sees_do_and_o_unrounded_and_products_see_one_dtype(narrow, monkey
     o, do = (x.half() if name == narrow else x for name, x in (("o", o), ("do", do)))
     seen = []
 
-    def launched(dq, do, pivot, delta, inputs, **named):
+    def launched(dq, dbias, do, pivot, delta, inputs, **named):
         seen.append((do, delta))
         return None, None, None, None
 

@@ -204,10 +204,10 @@ def test_an_empty_batch_or_sequence_goes_through(shape):
 
 def test_the_backward_operator_with_squares_passes_opcheck():
     q, k, v = (x.detach() for x in make_qkv())
-    arguments = (q, k, v, *[None] * 5, Dense(causal=True).key, 0.25)
+    arguments = (q, k, v, *[None] * 6, Dense(causal=True).key, 0.25)
     o, lse = torch.ops.dpflash.attention(*arguments)
     backward = torch.ops.dpflash.attention_backward.default
-    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, True))
+    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, 2.0, False, True))
 
 
 def test_differentiating_twice_mapping_and_compiling_are_refused():

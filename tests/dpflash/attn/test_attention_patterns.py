@@ -320,7 +320,7 @@ def test_a_compiled_function_sees_that_its_pattern_is_another_one():
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "all-inputs"])
 def test_operators_pass_opcheck(extras):
     q, k, v = (x.detach() for x in make_qkv())
-    more = [None, None, None, None, None]
+    more = [None] * 6
     pattern = Dense(causal=True)
     if extras:
         pattern = Adaptive(block_size=16, keep=2, causal=True)
@@ -328,11 +328,12 @@ def test_operators_pass_opcheck(extras):
         padding[1, 20:] = True
         chosen = pattern.choose(q, k, 0.4)
         more = [torch.zeros(2, 4).double(), torch.ones(2, 4).double(), padding, *chosen]
-    arguments = (q, k, v, *more, pattern.key, 0.4)
+        more.append(torch.ones(2, 4, T, T).double())
+    arguments = (q, k, v, *more, pattern.key, 0.4, 2.0 if extras else None)
     torch.library.opcheck(torch.ops.dpflash.attention.default, arguments)
     o, lse = torch.ops.dpflash.attention(*arguments)
     backward = torch.ops.dpflash.attention_backward.default
-    torch.library.opcheck(backward, (o, lse, o, lse, *arguments))
+    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, extras))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,12 @@ def test_operators_pass_opcheck(extras):
         ({"k": (2, 2, 44, 5)}, "k has shape"),
         ({"q": (3, 4, 45, 5)}, "q has shape"),
         ({"q": (2, 5, 45, 5)}, "q has 5 heads and k has 2"),
-        ({"all": 257}, "head_dim 257"),
+        ({"all": 577}, "head_dim 577"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"softcap": math.inf}, "softcap=inf"),
+        ({"position_bias": torch.zeros(4, 45, 45)}, "position_bias has shape"),
+        ({"position_bias": torch.zeros(2, 1, 45, 44)}, "position_bias has shape"),
+        ({"position_bias": torch.zeros(1, 1, 1, 45).bool()}, "position_bias is torch.bool"),
         ({"k_dtype": torch.float32}, "k is torch.float32"),
         ({"softmax_scale": math.nan}, "softmax_scale=nan"),
         ({"softmax_scale": math.inf}, "softmax_scale=inf"),

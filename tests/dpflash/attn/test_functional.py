@@ -70,8 +70,7 @@ def test_lse_and_its_gradient_match_explicit_softmax(causal):
 def test_lse_is_float32_and_accurate_for_narrow_inputs(dtype):
     q, k, v = [x.detach().to(dtype) for x in make_qkv(queries=63, keys=63, head_dim=17)]
     _, expected = explicit_attention(q.double(), k.double(), v.double())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, lse = attention(q, k, v, return_lse=True)
+    o, lse = attention(q, k, v, return_lse=True)
     assert o.dtype == dtype and lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -130,7 +129,7 @@ def test_a_samples_output_ignores_its_batch_mates():
         (lambda q, k, v: (q, k, v.float()), r"v is torch\.float32.*v\.to\(q\)"),
         (lambda q, k, v: (q, k.to("meta"), v), r"k is torch\.float64 on meta"),
         (lambda q, k, v: (q.long(), k, v), r"q has dtype torch\.int64.*q\.float\(\)"),
-        (lambda q, k, v: (q, k, v[:, :, :3]), r"expected equal shapes"),
+        (lambda q, k, v: (q, k, v[:, :, :3]), r"the same batch, heads and tokens"),
         (lambda q, k, v: (q[:, :, :, :4], k, v), r"head_dim"),
         (lambda q, k, v: (q[:1], k, v), r"the same batch"),
         (lambda q, k, v: (q[:, :3], k, v), r"q has 3 heads and k has 2"),
@@ -157,9 +156,9 @@ def test_arguments_that_have_no_meaning_are_refused_by_name(arguments, message):
         attention(*make_qkv(), **arguments)
 
 
-def test_causal_attention_of_unequal_lengths_is_refused_rather_than_guessed():
-    with pytest.raises(ValueError, match="causal=True with 7 queries and 9 keys"):
-        attention(*make_qkv(keys=9), causal=True)
+def test_causal_attention_of_more_queries_than_keys_is_refused_rather_than_guessed():
+    with pytest.raises(ValueError, match="causal=True with 7 queries and 5 keys"):
+        attention(*make_qkv(keys=5), causal=True)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

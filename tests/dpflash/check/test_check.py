@@ -254,14 +254,14 @@ def mean_for_everyone(model, batch):
 # What must be caught
 
 
-def test_batch_norm_is_found_as_a_layer_and_as_coupling_and_is_to_be_replaced_alone():
+def test_batch_norm_is_found_as_a_layer_and_as_coupling_and_is_to_be_replaced_or_frozen():
     report = check(around(nn.BatchNorm1d(WIDTH)), vectors())
     assert not report.ok
     assert found(report, "unsupported") == ["1"]
     assert found(report, "coupling") == ["1"]
-    assert not found(report, "state") and "freeze" not in str(report)
+    assert not found(report, "state")
     assert found(report, "batch_size") == ["loss_fn"]
-    assert "nn.GroupNorm" in str(report)
+    assert "nn.GroupNorm" in str(report) and "freeze it: .eval()" in str(report)
 
 
 def test_buffers_beside_an_unsupported_layer_are_still_found():
@@ -775,9 +775,11 @@ def test_frozen_parameters_have_no_problem():
     assert check(model, vectors()).problems == []
 
 
-def test_a_frozen_batch_norm_is_still_named():
+def test_a_batch_norm_in_eval_mode_is_named_unless_it_is_frozen():
     model = around(nn.BatchNorm1d(WIDTH).eval())
     assert found(check(model, vectors()), "unsupported") == ["1"]
+    model[1].requires_grad_(False)
+    assert check(model, vectors()).problems == []
 
 
 def test_a_float32_language_model_raises_no_false_alarm():

@@ -52,6 +52,11 @@ def mistral(**more):
     return transformers.MistralForCausalLM, config
 
 
+def narrow(**more):
+    """A window that is shorter than the packed documents."""
+    return mistral(sliding_window=2, **more)
+
+
 def qwen(**more):
     config = transformers.Qwen3Config(**{**GROUPED, "head_dim": 8, **more})
     return transformers.Qwen3ForCausalLM, config
@@ -70,14 +75,56 @@ def modernbert(**more):
     return transformers.ModernBertForMaskedLM, config
 
 
-BUILDERS = [bert, gpt2, llama, mistral, qwen, gpt_oss, modernbert]
-DECODERS = [gpt2, llama, mistral, gpt_oss]
+def gemma2(**more):
+    own = {"head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma2Config(**{**GROUPED, "sliding_window": 4, **own, **more})
+    return transformers.Gemma2ForCausalLM, config
+
+
+# Values of 20 numbers beside keys of 12.
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def deepseek_v2(**more):
+    config = transformers.DeepseekV2Config(**{**SIZES, "num_key_value_heads": 4, **LATENT, **more})
+    return transformers.DeepseekV2ForCausalLM, config
+
+
+def deepseek_v3(**more):
+    config = transformers.DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4, **LATENT, **more})
+    return transformers.DeepseekV3ForCausalLM, config
+
+
+BUILDERS = [
+    bert,
+    gpt2,
+    llama,
+    mistral,
+    qwen,
+    gpt_oss,
+    modernbert,
+    gemma2,
+    deepseek_v2,
+    deepseek_v3,
+]
+DECODERS = [gpt2, llama, mistral, gpt_oss, gemma2, deepseek_v3]
 
 
 def model_of(build, attention=NAME, **more):
     model_class, config = build(**more)
-    if build is gpt_oss and attention == NAME:
-        attention = huggingface.NEUTRAL_NAME  # this model takes "dpflash" for FlashAttention's own
     torch.manual_seed(0)
     return model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
 
@@ -181,10 +228,12 @@ def test_cross_attention_sees_all_of_the_other_sequence(length):
 
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("build", DECODERS, ids=lambda build: build.__name__)
-def test_greedy_generation_gives_the_tokens_of_eager_attention(build, side):
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_greedy_generation_gives_the_tokens_of_eager_attention(build, side, cache):
     eager, ours = model_of(build, "eager").eval(), model_of(build).eval()
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_logits": True, "attention_mask": padding(side)}
+    options |= {"cache_implementation": cache}
     expected, found = (model.generate(tokens(), **options) for model in (eager, ours))
     assert torch.equal(found.sequences, expected.sequences)
     for logits, reference in zip(found.logits, expected.logits, strict=True):
@@ -208,14 +257,14 @@ PACKED = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 BORDERS = torch.tensor([0, 4, 7, 11], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, mistral], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [gpt2, llama, mistral, narrow], ids=lambda build: build.__name__)
 def test_packed_documents_are_those_of_eager_attention(build, distances):
     row = tokens(1)
     assert max(distances(build, ids=row, position_ids=PACKED, use_cache=False)) <= CLOSE
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("build", [gpt2, llama, mistral], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [gpt2, llama, mistral, narrow], ids=lambda build: build.__name__)
 def test_packed_documents_give_what_each_gives_alone(build, use_cache):
     model, row = model_of(build), tokens(1)
     alone = torch.cat([model(part).logits for part in row.split(LENGTHS, dim=1)], dim=1)
@@ -225,15 +274,6 @@ def test_packed_documents_give_what_each_gives_alone(build, use_cache):
         torch.testing.assert_close(logits, alone, rtol=CLOSE, atol=CLOSE)
     logits = model(row, position_ids=PACKED, attention_mask=torch.ones_like(row)).logits
     torch.testing.assert_close(logits, alone, rtol=CLOSE, atol=CLOSE)
-
-
-def several_tokens_on_a_cache(model):
-    past = model(tokens()).past_key_values
-    model(tokens()[:, :2], past_key_values=past)
-
-
-def preallocated_cache(model):
-    model.generate(tokens(), max_new_tokens=4, cache_implementation="static")
 
 
 def call(**inputs):
@@ -297,9 +337,6 @@ REFUSED = {
     "overlay": (llama, overlay, "mask_function="),
     "blocks": (llama, blocks, "mask_function=or_masks"),
     "chunks": (llama, chunks, "chunked"),
-    "filled_cache": (llama, several_tokens_on_a_cache, "2 new tokens and 13 keys"),
-    "filled_cache_window": (mistral, several_tokens_on_a_cache, "2 new tokens and 5 keys"),
-    "preallocated_cache": (llama, preallocated_cache, "11 new tokens and 14 keys"),
     "packed_batch": (
         llama,
         call(position_ids=PACKED.expand(3, -1), use_cache=False),
@@ -346,11 +383,6 @@ REFUSED = {
         row(cu_seq_lens_q=BORDERS, cu_seq_lens_k=BORDERS, attention_mask=padding("right")[1:2]),
         "cu_seq_lens_q beside attention_mask",
     ),
-    "window_in_documents": (
-        lambda: mistral(sliding_window=3),
-        row(position_ids=PACKED, use_cache=False),
-        "sliding_window=3 with packed documents",
-    ),
     "seq_idx": (llama, row(seq_idx=torch.zeros(1, TOKENS, dtype=torch.int32)), "seq_idx"),
 }
 
@@ -361,20 +393,86 @@ def test_what_it_cannot_do_is_refused_by_name(build, run, message):
         run(model_of(build).train())
 
 
-def test_a_bias_on_the_scores_is_refused():
+def t5(attention):
     config = transformers.T5Config(
-        vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0
+        vocab_size=50,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        initializer_factor=2.0,
+        decoder_start_token_id=0,
+        eos_token_id=None,
     )
-    model = transformers.T5EncoderModel._from_config(config, attn_implementation=NAME)
-    with pytest.raises(ValueError, match="position_bias=of shape"):
-        model(tokens())
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration._from_config(
+        config, attn_implementation=attention
+    )
+    return model.double()  # its scores are not scaled: fp32 rounds them to 1e-5
 
 
-def test_a_soft_cap_on_the_scores_is_refused():
-    config = transformers.Gemma2Config(**GROUPED, head_dim=8)
-    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation=NAME)
-    with pytest.raises(ValueError, match="softcap=50.0"):
-        model(tokens())
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_a_bias_on_the_scores_and_its_table_are_those_of_eager_attention(side):
+    found = []
+    for attention in ("eager", NAME):
+        model = t5(attention)
+        logits = model(tokens(), attention_mask=padding(side), decoder_input_ids=tokens()).logits
+        logits.log_softmax(-1)[..., 3].mean().backward()
+        found.append((logits, {name: p.grad for name, p in model.named_parameters()}))
+    (expected, gradients), (logits, own) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    tables = [name for name in own if "relative_attention_bias" in name]
+    assert len(tables) == 2 and all(own[name].abs().max() > 1e-6 for name in tables)
+    torch.testing.assert_close(own, gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_decoding_with_a_bias_on_the_scores_gives_the_tokens_of_eager_attention(cache):
+    named = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    mask = padding("left")
+    expected, found = (
+        t5(x).generate(tokens(), attention_mask=mask, **named) for x in ("eager", NAME)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("build", DECODERS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("sizes", [(4, 3, 4), (1, 2, 8)])
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(build, sizes):
+    model = model_of(build).eval()
+    whole = model_of(build, "eager").eval()(tokens()).logits
+    past, found = None, []
+    for chunk in tokens().split(sizes, dim=1):
+        result = model(chunk, past_key_values=past, use_cache=True)
+        past = result.past_key_values
+        found.append(result.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "model_class, config",
+    [
+        ("GPTJForCausalLM", {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}),
+        ("FalconForCausalLM", {}),
+        ("BigBirdForMaskedLM", {}),
+        ("LongformerForMaskedLM", {}),
+    ],
+)
+@pytest.mark.parametrize("name", [NAME, huggingface.NEUTRAL_NAME])
+def test_models_with_their_own_attention_are_refused_when_made(model_class, config, name):
+    made = getattr(transformers, model_class)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = made.config_class(vocab_size=50, **(config or sizes))
+    with pytest.raises(ValueError, match=f"{model_class}.*attn_implementation=.eager"):
+        made._from_config(config, attn_implementation=name)
+    made._from_config(config, attn_implementation="eager")
+
+
+def test_a_model_without_attention_can_be_made():
+    config = transformers.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)
+    transformers.MambaForCausalLM._from_config(config, attn_implementation=NAME)
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):

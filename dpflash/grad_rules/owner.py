@@ -1,0 +1,412 @@
+"""Rule for parameters of a module that has layers below it, such as the class token of ViT.
+
+The module's forward runs under vmap over samples, with the handles `[B, ...]` in place of its own
+parameters: an operation between a parameter and the data sees one sample and that sample's copy,
+whatever the operation is. The layers below run outside of vmap, on the whole batch, with rules of
+their own. Where the forward reads a parameter of a layer below, as Mamba reads the weight of its
+convolution, it gets that layer's handle.
+
+Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.func import vmap
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ..verification.digests import tolerance
+from ..verification.random_state import RandomState, random_state_kept
+from .base import PrivateModule, plain_class, plain_copy
+from .batch_second import BatchSecond
+from .embedding import PrivateEmbedding
+from .generic import PrivateLeaf
+from .lookups import PerSampleLookups
+
+_functorch = torch._C._functorch
+
+# Anything else might keep tensors of one sample beyond the call, as a cache does.
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_TENSOR = object()  # the place of a tensor among outputs
+
+
+class PrivateOwner(PrivateModule):
+    """A module with parameters of its own and with layers below it.
+
+    Its forward treats samples one by one, and the first dimension of its inputs and outputs, and
+    of those of the layers below, is the batch. Tensors with another first dimension are taken for
+    what all samples share, and must not need a gradient.
+
+    Guarantees:
+        An operation of this forward cannot reach a row of another sample. What the layers below
+        do is theirs, and is proven with the first batches.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_private_call():
+            return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self._described} has parameters of its own and layers below it, which "
+                "torch.compile cannot trace; leave out torch.compile"
+            )
+        leaves, structure = tree_flatten((args, kwargs))
+        batch_size = self._batch_size(leaves)
+        in_dims = [self._in_dim(leaf, batch_size) for leaf in leaves]
+        device = next(x.device for x in leaves if isinstance(x, Tensor))
+        # Under vmap autocast misses operations, so it holds for the layers below alone.
+        dtype = _autocast_dtype(device)
+        leaves = [_widened(x, dtype) for x in leaves]
+        handles = self.private_handles(batch_size)
+        own = [n for n in self._dpflash.slots if handles[n] is not None]
+        owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
+        if batch_size == 0:
+            # Empty gradients, but with other ranks the gate takes part in their exchange.
+            nothing = sum(handle.sum() for handle in owned.values())
+            outputs = super().forward(*args, **kwargs)
+            return tree_map_only(
+                Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
+            )
+        copied: Any = plain_copy(self)
+
+        def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
+            level = _functorch.current_level()
+            outside = _Outside(self._described, batch_size, level, device, dtype)
+            copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
+            copied.__dict__["_parameters"] = {**self._parameters, **parameters}
+            # Modules expect a batch dimension; theirs has one sample.
+            rows = [
+                x if dim is None else x.unsqueeze(0)
+                for x, dim in zip(inputs, in_dims, strict=True)
+            ]
+            own_args, own_kwargs = tree_unflatten(rows, structure)
+            results, returned = tree_flatten(copied.forward(*own_args, **own_kwargs))
+            self._refuse_kept(results)
+            found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
+            return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
+
+        found: list[Any] = []  # what is no tensor, such as None for attention weights
+        run = vmap(one, in_dims=(0, *in_dims), randomness="different")
+        with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
+            tensors = iter(run(owned, *leaves))
+        # [1, ...] of each sample, or its windows.
+        results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
+        outputs = tree_unflatten(results, found[1])
+        if self._dpflash.backward.forward.rows is not None:
+            self._compare(outputs, args, kwargs)
+        return outputs
+
+    @property
+    def _described(self) -> str:
+        name = self._dpflash.name or "(the model itself)"
+        return f"module '{name}' ({plain_class(self).__name__})"
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the module in what vmap raises about an operation that it cannot run."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
+                raise
+            raise RuntimeError(
+                f"{self._described} has an operation that cannot be told apart by sample: {error} "
+                "Move its parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            ) from error
+
+    def _refuse_kept(self, results: list[Any]) -> None:
+        for x in results:
+            if not isinstance(x, (Tensor, *_PLAIN)):
+                raise RuntimeError(
+                    f"{self._described} returned an object of {type(x).__name__}, which may keep "
+                    "tensors of one sample; return tensors, or freeze the module's own "
+                    "parameters with requires_grad_(False)"
+                )
+
+    def _compare(self, outputs: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a forward that gives one sample another result than it gives a batch.
+
+        Raises:
+            RuntimeError: outputs differ by more than rounding. Forwards with random masks are not
+                compared.
+        """
+        device = next(p.device for p in self.parameters())
+        with torch.no_grad(), random_state_kept(device):
+            before = RandomState(device)
+            expected = super().forward(*args, **kwargs)
+            if not RandomState(device).equals(before):
+                return
+        # Detached: checkpointing counts the tensors that a forward saves.
+        found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
+        wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
+        # Hooks of an outer call may have added to the first outputs.
+        if len(found) < len(wanted) or not all(
+            _is_close(x, y, {x.dtype, _autocast_dtype(device) or x.dtype})
+            for x, y in zip(found, wanted, strict=False)
+        ):
+            raise RuntimeError(
+                f"{self._described} gives a sample alone another result than in a batch, so "
+                "nothing was released: its forward mixes samples, or branches on the number of "
+                "samples. Move its parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            )
+
+    def _batch_size(self, leaves: list[Any]) -> int:
+        """The batch size of the call: of the first tensor whose first dimension is not shared."""
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise ValueError(
+                    f"{self._described} got a {type(leaf).__name__}, which may keep "
+                    "tensors of single samples; a module with parameters of its own and layers "
+                    "below it takes tensors and plain values. For a cache pass use_cache=False"
+                )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        if not tensors:
+            raise ValueError(
+                f"{self._described} was called without a tensor, so the batch cannot be "
+                "told; it has no rule for private training"
+            )
+        return len(self._dpflash.check_batch(tensors[0]))
+
+    def _in_dim(self, leaf: Any, batch_size: int) -> int | None:
+        """0 for a tensor of the batch; None for a plain value and for what all samples share."""
+        if not isinstance(leaf, Tensor):
+            return None
+        context = self._dpflash
+        is_positions = leaf.ndim == 1 and not leaf.requires_grad
+        if leaf.ndim and len(leaf) == batch_size and not (is_positions and context.has_positions):
+            context.check_batch(leaf)
+            return 0
+        if is_positions:
+            # Kept for a later batch with as many samples as positions.
+            context.note_positions()
+        elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
+            raise ValueError(
+                f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
+                f"{batch_size}; its first dimension must be the batch, or 1 where it does not "
+                "depend on layers that are trained"
+            )
+        return None
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to a dtype; off for None."""
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _widened(x: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor of the dtype of autocast in float32; anything else as it is."""
+    return x.float() if dtype is not None and isinstance(x, Tensor) and x.dtype == dtype else x
+
+
+def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool:
+    """Whether they differ by rounding alone; `[1, ...]` is what all samples share."""
+    if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
+        return False
+    if not found.is_floating_point():
+        return bool((found == expected).all())
+    apart = torch.where(found == expected, 0.0, found - expected).double().norm()
+    # Rows that are not finite are refused or dropped elsewhere.
+    return not bool(apart > tolerance(dtypes) * found.double().norm())
+
+
+class PrivateSampleBySample(PrivateOwner):
+    """A module without parameters of its own that hides the batch from layers below it.
+
+    T5's first attention looks up positions `[T, T]` that all samples share, and Swin's layers make
+    windows of samples the batch. The positions are looked up for each sample, which takes B times
+    the memory of the bias.
+    """
+
+    def is_private_call(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self._hidden())
+
+    def _hidden(self) -> Iterator[nn.Parameter]:
+        """Parameters of the layers that do not see the batch."""
+        return self.parameters()
+
+
+class PrivateRelativeBias(PrivateSampleBySample):
+    """Attention of T5, where a table of relative positions may be below it."""
+
+    def _hidden(self) -> Iterator[nn.Parameter]:
+        table = self._modules.get("relative_attention_bias")
+        return iter(()) if table is None else table.parameters()
+
+
+class _Outside:
+    """Has the layers below an owner run outside of its vmap.
+
+    Args:
+        owner: the owner, for messages.
+        batch_size: B.
+        level: of the owner's vmap.
+        device: of the batch.
+        dtype: of autocast in the layers below; None where it is off.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        batch_size: int,
+        level: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ):
+        self.owner = owner
+        self.batch_size = batch_size
+        self.level = level
+        self.device = device
+        self.dtype = dtype
+
+    def of(self, module: nn.Module | None) -> nn.Module | None:
+        """A copy of a layer, whose calls run the layer itself on the whole batch."""
+        if module is None:
+            return None
+        copied = object.__new__(_type_outside(plain_class(module)))
+        # Recurrent layers look attributes up where one is set.
+        kept = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+        object.__setattr__(copied, "__dict__", kept)
+        copied.__dict__["_module"] = module
+        copied.__dict__["_outside"] = self
+        copied.__dict__["_parameters"] = {}
+        copied.__dict__["_modules"] = {n: self.of(child) for n, child in module._modules.items()}
+        return copied
+
+    def output(self, x: Tensor) -> Tensor:
+        """An output of the owner for one sample, at least of one dimension."""
+        if not x.ndim:
+            raise ValueError(
+                f"{self.owner} returned a number for one sample; a module with parameters of its "
+                "own and layers below it returns tensors whose first dimension is the batch. "
+                "Move the parameters into a module of their own, or freeze them with "
+                "requires_grad_(False)"
+            )
+        if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
+            # What a hook kept of a layer below; the owner itself has seen rows alone.
+            return self._mapped(x.unsqueeze(1))
+        return x
+
+    def parameter(self, module: nn.Module, name: str) -> Any:
+        """A parameter that the owner's forward reads from a layer: its handle, as a batch."""
+        parameter = module._parameters[name]
+        if parameter is None or not parameter.requires_grad:
+            return parameter
+        handle = None
+        if isinstance(module, PrivateModule) and module.is_private_call():
+            with temporarily_pop_interpreter_stack():
+                handle = module.private_handles(self.batch_size).values(name)
+        if handle is None:
+            self._refuse_reading(name)
+        return _functorch._add_batch_dim(handle, 0, self.level)
+
+    def _refuse_reading(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{self.owner} reads parameter '{name}' of a layer below it that is not "
+            "private; freeze it with requires_grad_(False)"
+        )
+
+    def call(self, module: nn.Module, copied: Any, args: Any, kwargs: Any) -> Any:
+        """Run a layer on the whole batch, and hand its outputs out sample by sample."""
+        if isinstance(module, ParametrizationList):
+            # The forward reads a computed weight, beside the rule of its layer.
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    self._refuse_reading(name)
+            return module(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
+        # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat
+        # them alike take all samples at once; others run for each sample, as the owner does.
+        is_second = bool(mapped) and isinstance(module, BatchSecond)
+        is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
+        if is_bare and plain_class(module).forward not in _POINTWISE:
+            return plain_class(module).forward(copied, *args, **kwargs)
+        if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
+            return plain_class(module).forward(copied, *args, **kwargs)
+        if not mapped and isinstance(module, PrivateEmbedding) and module.is_private_call():
+            leaves = [
+                x.expand(self.batch_size, *x.shape) if isinstance(x, Tensor) else x for x in leaves
+            ]
+            is_bare = True
+        leaves = [self._whole(x, is_bare) for x in leaves]
+        if is_second:
+            leaves = tree_map_only(Tensor, _turned, leaves)
+        with temporarily_pop_interpreter_stack(), _autocast(self.device, self.dtype):
+            whole_args, whole_kwargs = tree_unflatten(leaves, structure)
+            outputs = module(*whole_args, **whole_kwargs)
+        if is_second:
+            outputs = tree_map_only(Tensor, _turned, outputs)
+        if is_bare:
+            return tree_map_only(Tensor, self._mapped, outputs)
+        return tree_map_only(Tensor, lambda x: self._rows(module, x, bool(mapped)), outputs)
+
+    def _mapped(self, x: Tensor) -> Tensor:
+        return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
+
+    def _whole(self, x: Any, is_bare: bool) -> Any:
+        """`[B, ...]` of what is `[1, ...]`, or bare, for each sample."""
+        if not isinstance(x, Tensor) or not _functorch.is_batchedtensor(x):
+            return x
+        row = x if is_bare else x.squeeze(0)
+        return _functorch._remove_batch_dim(row, self.level, self.batch_size, 0)
+
+    def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
+        if x.ndim and x.shape[0] == self.batch_size and (is_mapped or self.batch_size != 1):
+            return self._mapped(x.unsqueeze(1))
+        if x.requires_grad or is_mapped:
+            raise ValueError(
+                f"layer {plain_class(module).__name__} below {self.owner} returned a "
+                f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
+                "dimension must be the batch. Call it in a module of its own that returns such "
+                "tensors alone"
+            )
+        return x
+
+
+def _turned(x: Tensor) -> Tensor:
+    """What a layer takes and returns that has its batch second, see `BatchSecond`."""
+    return x.transpose(0, 1) if x.ndim > 2 else x
+
+
+# Layers that treat all dimensions but the last ones alike.
+_POINTWISE = frozenset({nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward})
+
+
+class _LayerOutside(nn.Module):
+    """A layer as the forward of its owner sees it."""
+
+    _module: nn.Module
+    _outside: _Outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outside.call(self._module, self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._module._parameters:
+            return self._outside.parameter(self._module, name)
+        return super().__getattr__(name)
+
+
+_TYPES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _type_outside(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _TYPES:
+        _TYPES[kind] = type(kind.__name__, (_LayerOutside, kind), {})
+    return _TYPES[kind]

@@ -1,0 +1,383 @@
+"""Parameters on modules that have layers below them, and layers that share or flatten samples."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 4
+# As many samples as tokens and features, so that a mistaken dimension has the right size.
+BATCH = 4
+
+
+class Owner(nn.Module):
+    """Uses its parameters in many ways, and reads the weight of a layer that it calls too."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, WIDTH + 1, WIDTH))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.decay = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.kernel = nn.Parameter(torch.randn(WIDTH, 1, 3))
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, x, mask=None):
+        batch = x.shape[0]
+        x = torch.cat((self.token.expand(batch, -1, -1), self.project(x)), dim=1) + self.positions
+        x = x * self.scale.sigmoid()[None, None, :]
+        x = torch.einsum("bte,ef->btf", x, -torch.exp(self.decay.float().to(x.dtype)))
+        x = F.conv1d(x.transpose(1, 2), self.kernel, padding=1, groups=WIDTH).transpose(1, 2)
+        x = x + self.table.index_select(0, torch.arange(x.shape[1])).unsqueeze(0)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = torch.stack((x, x @ self.project.weight.t()), dim=1).sum(1)
+        return x if mask is None else x * mask
+
+
+def squares(model, x):
+    return model(x).square().flatten(1).sum(1)
+
+
+def of_a_model(owner):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), owner, nn.Linear(WIDTH, 2)).double()
+
+
+def inputs(batch=BATCH):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, WIDTH, WIDTH, dtype=torch.float64, generator=generator)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("batch", [1, BATCH, 7])
+def test_each_use_of_a_parameter_gives_the_gradients_of_single_samples(
+    batch, clipping, private, oracle, sums, distance
+):
+    x, plain = inputs(batch), of_a_model(Owner())
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(
+        copy.deepcopy(plain), x, one_part=True, exact=False, clipping=clipping, max_grad_norm=1e6
+    )
+    assert torch.allclose(model(x), plain(x), rtol=1e-12)
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-12
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert type(engine.detach(model)[1]) is Owner
+
+
+def test_recomputed_owners_have_the_same_gradients(private, sums, distance):
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.owner = Owner()
+
+        def forward(self, x):
+            return checkpoint(self.owner, x, use_reentrant=False)
+
+    x, found = inputs(), []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        owner = Recomputed() if recomputed else nn.ModuleList([Owner()])
+        module = of_a_model(owner if recomputed else owner[0])
+        engine, model, *_ = private(module, x, one_part=True)
+        engine.backward(squares(model, x))
+        found.append({n.replace(".owner", ""): s for n, s in sums(engine, model).items()})
+    assert distance(*found) <= 1e-12
+
+
+class Token(nn.Module):
+    """A class token before a layer, of which the first output is taken, or all of it."""
+
+    def __init__(self, layer, batch_first):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layer, self.batch_first = layer, batch_first
+
+    def forward(self, x):
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1)
+        y = self.layer(x if self.batch_first else x.transpose(0, 1))
+        y = y[0] if isinstance(y, tuple) else y
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def encoder(batch_first, computed=False):
+    sizes = {"d_model": WIDTH, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0}
+    layer = nn.TransformerEncoderLayer(**sizes, batch_first=batch_first)
+    if computed:
+        nn.utils.parametrizations.weight_norm(layer.linear1)
+    return nn.TransformerEncoder(layer, 1)
+
+
+BELOW = {
+    "encoder": lambda: Token(encoder(True), True),
+    "batch second": lambda: Token(encoder(False), False),
+    "batch second, computed": lambda: Token(encoder(False, computed=True), False),
+    "recurrent": lambda: Token(States(), True),
+}
+
+
+# As many samples as tokens, or not.
+@pytest.mark.parametrize("batch", [1, BATCH, WIDTH + 1])
+@pytest.mark.parametrize("build", BELOW.values(), ids=BELOW)
+def test_torch_layers_below_an_owner_give_the_gradients_of_single_samples(
+    build, batch, private, oracle, sums, distance
+):
+    x, plain = inputs(batch), of_a_model(build())
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(plain, x, one_part=True, exact=False, max_grad_norm=1e6)
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_layer_that_an_owner_calls_itself_is_refused(batch_first, private):
+    layer, x = nn.LSTM(WIDTH, WIDTH, batch_first=batch_first), inputs()
+    engine, model, *_ = private(of_a_model(Token(layer, batch_first)), x, one_part=True)
+    with pytest.raises((ValueError, RuntimeError), match=r"'1' \(Token\)"):
+        engine.backward(squares(model, x))
+
+
+def test_a_computed_weight_that_is_read_below_an_owner_is_refused_or_frozen(private):
+    # In this order of dimensions attention runs for each sample, and reads the weight.
+    x, plain = inputs(), of_a_model(Token(encoder(False), False))
+    attention = plain[1].layer.layers[0].self_attn
+    nn.utils.parametrizations.weight_norm(attention.out_proj)
+    engine, model, *_ = private(copy.deepcopy(plain), x, one_part=True)
+    with pytest.raises(RuntimeError, match="reads parameter 'original0'"):
+        engine.backward(squares(model, x))
+    attention.requires_grad_(False)
+    engine, model, *_ = private(copy.deepcopy(plain), x, one_part=True)
+    assert torch.allclose(model(x), plain(x), rtol=1e-12)
+
+
+def test_attention_with_a_forward_of_its_own_is_no_owner(private):
+    class Self(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    with pytest.raises(ValueError, match="with a forward of its own"):
+        private(of_a_model(Self(WIDTH, 2, batch_first=True)), inputs(), one_part=True)
+
+
+class Mixing(Owner):
+    def forward(self, x):
+        x = x - x.mean(0, keepdim=True)
+        return self.project(x) * self.scale
+
+
+class Below(Owner):
+    """A layer below it mixes samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = Mean()
+
+    def forward(self, x):
+        return self.mean(self.project(x)) * self.scale
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x + x.mean(0, keepdim=True)
+
+
+class Chosen(Owner):
+    def forward(self, x):
+        return self.project(x) * self.scale + x[x > 0].sum()
+
+
+class Number(Owner):
+    def forward(self, x):
+        return (self.project(x) * self.scale).sum()
+
+
+class Kept(Owner):
+    def forward(self, x, cache):
+        return self.project(x) * self.scale
+
+
+class Flat(Owner):
+    def forward(self, x, others):
+        return self.project(x) * self.scale + others.sum()
+
+
+class Positioned(Owner):
+    def forward(self, x, positions):
+        return self.project(x) * self.scale + positions[:, None]
+
+
+class Caller(nn.Module):
+    """Calls an owner with a second argument."""
+
+    def __init__(self, owner, extra):
+        super().__init__()
+        self.owner, self.extra = owner, extra
+
+    def forward(self, x):
+        return self.owner(x, self.extra(x))
+
+
+REFUSALS = {
+    "mixes": (Mixing, "gives a sample alone another result than in a batch"),
+    "mixes below": (Below, "samples whose losses have weight 0|changed for a sample"),
+    "chooses": (Chosen, "cannot be told apart by sample.*boolean mask"),
+    "a number": (Number, "returned a number for one sample"),
+    "a cache": (lambda: Caller(Kept(), lambda x: object()), "use_cache=False"),
+    "flattened": (
+        lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
+        "first dimension must be the batch",
+    ),
+    "flattened to a square": (
+        lambda: Caller(Flat(), lambda x: x[:4, 0].detach()),
+        r"shape \(4, 4\) in a batch of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_an_owner_cannot_tell_apart_is_refused(build, message, private):
+    x = torch.randn(8, WIDTH, WIDTH, dtype=torch.float64)
+    engine, model, *_ = private(of_a_model(build()), x, one_part=True)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        engine.backward(squares(model, x))
+
+
+def test_positions_stay_shared_in_a_batch_of_as_many_samples(private):
+    plain = of_a_model(Caller(Positioned(), lambda x: torch.arange(WIDTH)))
+    engine, model, *_ = private(copy.deepcopy(plain), inputs(), verify_first_batch=False)
+    for batch in (WIDTH + 2, WIDTH):
+        assert torch.allclose(model(inputs(batch)), plain(inputs(batch)), rtol=1e-12)
+
+
+def test_an_owner_in_torch_compile_is_refused(private):
+    x = inputs()
+    engine, model, *_ = private(of_a_model(Owner()), x, one_part=True)
+    engine.prepare(BATCH)
+    with pytest.raises(Exception, match="leave out torch.compile"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+def test_a_level_that_compiles_says_which_owner_it_leaves_eager(private):
+    x = inputs().float()
+    engine, model, *_ = private(of_a_model(Owner()).float(), x, optimize="aggressive")
+    assert "'1' runs sample by sample" in str(engine.optimization)
+    assert engine.optimization.autocast
+    engine.backward(squares(model, x))
+
+
+class Normed(nn.Module):
+    """A weight that is computed from parameters, and a batch norm that may be frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
+        self.norm = nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+def test_weight_norm_and_frozen_batch_norms_train(clipping, private, oracle, sums, distance):
+    x, plain = inputs(), Normed().double()
+    plain.norm.running_mean.normal_()
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(
+        plain, x, one_part=True, exact=False, clipping=clipping, max_grad_norm=1e6
+    )
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert {"conv.bias", "conv.parametrizations.weight.original0"} < found.keys()
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-12
+
+
+def test_a_frozen_part_of_a_computed_weight_that_trains_again_is_refused(private):
+    plain, x = Normed(), inputs().float()
+    magnitude = plain.conv.parametrizations.weight.original0.requires_grad_(False)
+    _, model, *_ = private(plain, x, one_part=True)
+    model(x)
+    magnitude.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="original0' was frozen"):
+        model(x)
+
+
+def test_a_frozen_batch_norm_that_leaves_eval_is_refused(private):
+    x = inputs().float()
+    engine, model, *_ = private(Normed(), x, one_part=True)
+    model.train()
+    with pytest.raises(RuntimeError, match=r"'norm'.*\.eval\(\)"):
+        model(x)
+    model.norm.eval()
+    engine.backward(squares(model, x))
+    model.norm.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="was frozen"):
+        model(x)
+
+
+def test_a_sparse_embedding_trains_with_dense_gradients(private, oracle, sums, distance):
+    tokens = torch.randint(0, 5, (BATCH, 3))
+    plain = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, 2)).double()
+    dense = copy.deepcopy(plain)
+    dense[0].sparse = False
+    expected = oracle(dense, squares, tokens).clipped_sum(0.5)
+    engine, model, *_ = private(plain, tokens, one_part=True, max_grad_norm=0.5)
+    engine.backward(squares(model, tokens))
+    assert distance(sums(engine, model), expected) <= 1e-6
+
+
+class Returns(nn.Module):
+    """A scaled layer, whose forward returns something beside its output."""
+
+    def __init__(self, beside):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.linear = nn.Linear(3, 2)
+        self.beside = beside
+
+    def forward(self, x):
+        return self.beside, self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("beside", [None, 7, "text"], ids=str)
+def test_what_is_no_tensor_is_returned_as_it_is(beside, private, oracle, sums, distance):
+    def losses(model, x):
+        returned, y = model(x)
+        assert returned == beside
+        return y.square().sum((1, 2))
+
+    x = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = Returns(beside).double()
+    expected = oracle(model, losses, x).clipped_sum(0.5)
+    engine, made, *_ = private(model, max_grad_norm=0.5, exact=False)
+    engine.backward(losses(made, x))
+    assert distance(sums(engine, made), expected) <= 5e-7
+
+
+def test_an_object_that_may_keep_tensors_of_one_sample_is_refused(private):
+    engine, made, *_ = private(Returns(object()))
+    with pytest.raises(RuntimeError, match="returned an object of object, which may keep tensors"):
+        made(torch.zeros(4, 5, 3))

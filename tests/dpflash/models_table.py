@@ -1,0 +1,168 @@
+"""Trains tiny models of transformers' architectures privately, and writes docs/models.md.
+
+Each cell compares the sum of one private step (noise off) with a loop over single samples, all in
+float64: without clipping, and clipped at half the median norm. The greater error counts.
+
+    python tests/dpflash/models_table.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import dpflash
+from dpflash.bench.environment import environment
+from dpflash.integrations import transformers as registered
+
+sys.path.insert(0, str(Path(__file__).parent))
+from real_models import BATCH, MODELS, RealModel, clipped_sum, norm, sample_gradients  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
+COLUMNS: dict[str, dict[str, Any]] = {
+    "flat": {"clipping": "flat"},
+    "ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
+    "per_layer": {"clipping": "per_layer"},
+    "per_block": {"clipping": "per_block"},
+    "dpflash": {"clipping": "flat"},
+    "LoRA": {"clipping": "flat"},
+}
+ABOUT = """# Models
+
+Tiny models with random weights of {count} architectures of transformers {transformers}, each
+trained for one private step without noise and compared with a loop over single samples
+(float64, {date}). A number is the relative error of the clipped sum: about 1e-7 where clipping
+factors are rounded down to float32, and where a model computes in float32 itself (DeepSeek's
+routers). A number in brackets is a refusal, listed below. {trained} of the architectures train
+with all parameters.
+
+`flat`, `ghost`, `per_layer` and `per_block` are ways to clip, with transformers' own attention
+(`"eager"`). `dpflash` is flat clipping with `attn_implementation="dpflash"`, compared with the
+loop over eager attention; models without attention ignore it. `LoRA` is flat clipping of PEFT's
+adapters of rank 2 with `target_modules="all-linear"`, everything else frozen.
+
+Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
+`make test-all` trains all of them again, and checks that one sample moves the sum by at most
+`max_grad_norm`.
+"""
+
+
+def limit(name: str, column: str) -> float:
+    """The greatest relative error that counts as equal."""
+    # Attention in tiles adds in another order.
+    return max(MODELS[name].rounding, 5e-7 if column != "dpflash" else 1e-6)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """The model with trained adapters; what they begin as would hide mistakes."""
+    import peft
+
+    torch.manual_seed(1)
+    made: nn.Module = peft.get_peft_model(
+        model,  # type: ignore[arg-type]
+        peft.LoraConfig(r=2, target_modules="all-linear"),
+    ).double()
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return made.train()
+
+
+def error_of(real: RealModel, column: str) -> float:
+    """The greater of a column's two errors.
+
+    Raises:
+        Exception: what a refusal raises.
+    """
+    data = real.batch()
+    wrap: Callable[[nn.Module], nn.Module] = adapted if column == "LoRA" else lambda model: model
+    attention = registered.register() if column == "dpflash" else "eager"
+    gradients = sample_gradients(wrap(real.build()), data, real.losses)
+    bounds = (1e6, statistics.median(norm(grads, grads) for grads in gradients) / 2)
+    errors = []
+    for bound in bounds:
+        model = wrap(real.build(attention))
+        engine = dpflash.PrivacyEngine(accountant="rdp", seed=0)
+        made, _, _ = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(*data), batch_size=BATCH),
+            noise_multiplier=0.0,
+            max_grad_norm=bound,
+            exact=False,
+            physical_batch_size=BATCH,
+            max_batch_size=BATCH,
+            **COLUMNS[column],
+        )
+        engine.backward(real.losses(made, *data))
+        expected = clipped_sum(gradients, engine.groups())
+        sums = engine._step.sums
+        found = {n: sums[p] for n, p in made.named_parameters() if p in sums}
+        missing = [grad.square().sum() for n, grad in expected.items() if n not in found]
+        apart = [(found[n] - expected[n]).square().sum() for n in found]
+        whole = math.sqrt(sum(float(grad.square().sum()) for grad in expected.values()))
+        errors.append(math.sqrt(sum(map(float, [*apart, *missing]))) / whole)
+    return max(errors)
+
+
+def cell_of(real: RealModel, column: str) -> dict[str, Any]:
+    """The error of a column, or what refused it."""
+    try:
+        return {"error": error_of(real, column)}
+    except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        return {"refusal": " ".join(str(error).split())}
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/models.md."""
+    models = results["models"]
+    trained = sum("error" in cells["flat"] for cells in models.values())
+    about = ABOUT.format(count=len(models), trained=trained, **results["environment"])
+    refusals: list[str] = []
+    lines = [about, f"| model | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for name, cells in models.items():
+        shown = []
+        for column in COLUMNS:
+            cell = cells[column]
+            if "error" in cell:
+                shown.append(f"{cell['error']:.0e}")
+                continue
+            # One sentence, the same for all layers of a model.
+            text = re.split(r"(?<=[a-z)])[.;] ", cell["refusal"])[0]
+            if text not in refusals:
+                refusals.append(text)
+            shown.append(f"[{refusals.index(text) + 1}]")
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    lines += ["", "## Refusals", "", *(f"{i}. {text}" for i, text in enumerate(refusals, 1)), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import transformers
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    around = {**environment("cpu", 1), "transformers": transformers.__version__}
+    results: dict[str, Any] = {"environment": around, "models": {}}
+    for name, real in tqdm(MODELS.items(), unit="model"):
+        results["models"][name] = {column: cell_of(real, column) for column in COLUMNS}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()
