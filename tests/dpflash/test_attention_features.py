@@ -5,6 +5,7 @@ inputs' dtype, or 1e-5.
 """
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -263,3 +264,61 @@ def test_autocast_converts_as_for_torchs_own_attention(dtype):
         found = attention(q, k, v)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("seed", range(100))
+def test_random_cases_are_those_of_flex_attention(seed):
+    """o and lse in float64; on the CPU flex_attention has no backward."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    rng = random.Random(seed)
+    keys = rng.randint(1, 70)
+    queries = rng.choice((keys, rng.randint(1, keys)))
+    groups = rng.choice((1, 2, 3))
+    heads = groups * rng.choice((1, 2, 4))
+    dims = rng.randint(1, 40), rng.randint(1, 40)
+    tensors = make(queries, keys, dims, (heads, groups), torch.float64)
+    softcap = rng.choice((None, 0.5, 4.0))
+    bias = torch.randn(2, heads, queries, keys).double() if rng.random() < 0.5 else None
+    slopes = torch.rand(heads).double() if rng.random() < 0.5 else None
+    kind = rng.choice(("dense", "causal", "window", "documents"))
+    left, right = rng.randint(0, keys), rng.randint(0, keys)
+    borders = (0, *sorted({rng.randint(1, keys) for _ in range(3)} - {keys}), keys)
+    document = torch.bucketize(torch.arange(keys), torch.tensor(borders), right=True)
+    pattern = {
+        "dense": None,
+        "causal": Dense(causal=True),
+        "window": SlidingWindow(left=left, right=right),
+        "documents": Documents(cu_seqlens=borders) & SlidingWindow(left=left, right=right),
+    }[kind]
+
+    # Queries of a pattern are the last tokens.
+    shift = 0 if pattern is None else keys - queries
+
+    def score(x, b, h, i, j):
+        x = x if softcap is None else softcap * torch.tanh(x / softcap)
+        x = x if bias is None else x + bias[b, h, i, j]
+        return x if slopes is None else x - slopes[h] * (i + shift - j).abs()
+
+    def seen(b, h, i, j):
+        at = i + shift
+        in_window = (at - left <= j) & (j <= at + right)
+        return {
+            "dense": j >= 0,
+            "causal": j <= at,
+            "window": in_window,
+            "documents": in_window & (document[at] == document[j]),
+        }[kind]
+
+    mask = flex.create_block_mask(seen, None, None, queries, keys, device="cpu")
+    o, aux = flex.flex_attention(
+        *tensors.values(),
+        score,
+        mask,
+        enable_gqa=groups != heads,
+        return_aux=flex.AuxRequest(lse=True),
+    )
+    options = {"softcap": softcap, "position_bias": bias, "alibi_slopes": slopes}
+    found = attention(*tensors.values(), pattern=pattern, return_lse=True, **options)
+    torch.testing.assert_close(found, (o, aux.lse), rtol=1e-9, atol=1e-12)
