@@ -93,13 +93,14 @@ def with_bounds(groups: Sequence[Group], bounds: Bounds) -> list[Group]:
     """
     names = [group.name for group in groups]
     if isinstance(bounds, Mapping):
-        wrong = [repr(n) for n in bounds if n not in names] + [
+        wrong = [f"{n!r} is no group" for n in bounds if n not in names] + [
             f"{n!r} is missing" for n in names if n not in bounds
         ]
         if wrong:
             raise ValueError(
                 f"max_grad_norm={dict(bounds)!r}: expected one bound for each clipping group by "
-                f"its name; not so: {', '.join(wrong)}. engine.groups() shows the names"
+                f"its name, but {', '.join(wrong)}. '' is the model's own parameters; after "
+                "make_private with one number [g.name for g in engine.groups()] are the names"
             )
         values = [bounds[name] for name in names]
     else:

@@ -164,9 +164,10 @@ class PrivateOwner(PrivateModule):
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise ValueError(
-                    f"{self._described} got a {type(leaf).__name__}, which may keep "
+                    f"{self._described} got an object of {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
-                    "below it takes tensors and plain values. For a cache pass use_cache=False"
+                    "below it takes tensors and plain values. Training needs no cache: call the "
+                    "model with use_cache=False"
                 )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:

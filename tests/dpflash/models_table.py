@@ -45,15 +45,18 @@ ABOUT = """# Models
 
 Tiny models with random weights of {count} architectures of transformers {transformers}, each
 trained for one private step without noise and compared with a loop over single samples
-(float64, {date}). A number is the relative error of the clipped sum: about 1e-7 where clipping
-factors are rounded down to float32, and where a model computes in float32 itself (DeepSeek's
-routers). A number in brackets is a refusal, listed below. {trained} of the architectures train
-with all parameters.
+(float64, {date}). A number is the relative difference between the two clipped sums: up to 5e-7 is
+rounding to float32 (of clipping factors, and within DeepSeek's routers) and means that they are
+equal. A number in brackets is a refusal, listed below. {trained} of the architectures train with
+all parameters.
 
 `flat`, `ghost`, `per_layer` and `per_block` are ways to clip, with transformers' own attention
-(`"eager"`). `dpflash` is flat clipping with `attn_implementation="dpflash"`, compared with the
-loop over eager attention; models without attention ignore it. `LoRA` is flat clipping of PEFT's
-adapters of rank 2 with `target_modules="all-linear"`, everything else frozen.
+(`"eager"`). `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)),
+compared with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is
+flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else
+frozen.
+
+Encoder-decoder models are called with `use_cache=False`: with a cache T5 is refused.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
 `make test-all` trains all of them again, and checks that one sample moves the sum by at most
@@ -141,8 +144,9 @@ def page(results: dict[str, Any]) -> str:
             if "error" in cell:
                 shown.append(f"{cell['error']:.0e}")
                 continue
-            # One sentence, the same for all layers of a model.
-            text = re.split(r"(?<=[a-z)])[.;] ", cell["refusal"])[0]
+            # The same for all models and layers.
+            text = re.sub(r"with \w+For\w+:", "with this model:", cell["refusal"])
+            text = re.sub(r"\blayers\.\d+\.mlp\.(gate|experts)\b", "layers.0.mlp", text)
             if text not in refusals:
                 refusals.append(text)
             shown.append(f"[{refusals.index(text) + 1}]")

@@ -73,7 +73,7 @@ def test_noise_of_bounded_groups_is_scaled_to_their_joint_bound(private):
     ("bounds", "clipping", "message"),
     [
         ([1.0], "per_layer", "has 1 bounds, but the model has 2 clipping groups: 0, 2"),
-        ({"0": 1.0, "3": 1.0}, "per_layer", "'3', '2' is missing"),
+        ({"0": 1.0, "3": 1.0}, "per_layer", "'3' is no group, '2' is missing"),
         ([1.0, 1.0], "flat", "need clipping='per_layer'"),
         ([1.0, float("inf")], "per_layer", "max_grad_norm=inf"),
         ([1.0, -1.0], "per_layer", "max_grad_norm=-1.0"),
