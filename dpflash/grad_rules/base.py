@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,7 @@ class ModuleContext:
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
         has_positions: whether it received a tensor [T] of another length than B.
         longest: most steps of the packed sequences that it received.
+        places: "batch" or "positions" for each argument that was one-dimensional.
     """
 
     backward: PrivateBackward
@@ -44,6 +45,7 @@ class ModuleContext:
     is_whole: bool = False
     has_positions: bool = False
     longest: int = 0
+    places: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def note_positions(self) -> None:
         """Note that the module received a tensor [T] of another length than B."""

@@ -59,7 +59,8 @@ class PrivateOwner(PrivateModule):
             )
         leaves, structure = tree_flatten((args, kwargs))
         batch_size = self._batch_size(leaves)
-        in_dims = [self._in_dim(leaf, batch_size) for leaf in leaves]
+        called = str(structure)
+        in_dims = [self._in_dim(x, batch_size, (called, i)) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
         # Under vmap autocast misses operations, so it holds for the layers below alone.
         dtype = _autocast_dtype(device)
@@ -74,7 +75,7 @@ class PrivateOwner(PrivateModule):
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
-        copied: Any = plain_copy(self)
+        copied: Any = self._copy()
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.current_level()
@@ -131,17 +132,45 @@ class PrivateOwner(PrivateModule):
                     "parameters with requires_grad_(False)"
                 )
 
+    def _copy(self) -> nn.Module:
+        """A copy, which keeps what the forward sets or adds: all of it may be of one sample."""
+        copied = plain_copy(self)
+        for name, value in copied.__dict__.items():
+            if not name.startswith("_") and isinstance(value, list | dict | set):
+                copied.__dict__[name] = value.copy()
+        return copied
+
+    def _refuse_state(self, copied: nn.Module) -> None:
+        """Refuse a forward that has set or extended an attribute of the module."""
+
+        def of(module: nn.Module) -> dict[str, Any]:
+            held = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
+            return {**held, **module._buffers}
+
+        before, after = of(self), of(copied)
+        for name, value in after.items():
+            old = before.get(name, self)
+            is_container = isinstance(value, list | dict | set) and type(value) is type(old)
+            if value is not old and not (is_container and len(value) == len(old)):
+                raise RuntimeError(
+                    f"the forward of {self._described} sets its attribute '{name}', which would "
+                    "keep one batch's samples for the next. Return the value instead, or move the "
+                    "module's parameters into a module of their own"
+                )
+
     def _compare(self, outputs: Any, args: Any, kwargs: Any) -> None:
         """Refuse a forward that gives one sample another result than it gives a batch.
 
         Raises:
-            RuntimeError: outputs differ by more than rounding. Forwards with random masks are not
-                compared.
+            RuntimeError: outputs differ by more than rounding, or the forward sets an attribute.
+                Outputs of forwards with random masks are not compared.
         """
         device = next(p.device for p in self.parameters())
         with torch.no_grad(), random_state_kept(device):
             before = RandomState(device)
-            expected = super().forward(*args, **kwargs)
+            copied: Any = self._copy()
+            expected = copied.forward(*args, **kwargs)
+            self._refuse_state(copied)
             if not RandomState(device).equals(before):
                 return
         # Detached: checkpointing counts the tensors that a forward saves.
@@ -177,18 +206,25 @@ class PrivateOwner(PrivateModule):
             )
         return len(self._dpflash.check_batch(tensors[0]))
 
-    def _in_dim(self, leaf: Any, batch_size: int) -> int | None:
+    def _in_dim(self, leaf: Any, batch_size: int, place: tuple[str, int]) -> int | None:
         """0 for a tensor of the batch; None for a plain value and for what all samples share."""
         if not isinstance(leaf, Tensor):
             return None
         context = self._dpflash
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        if leaf.ndim and len(leaf) == batch_size and not (is_positions and context.has_positions):
+        if leaf.ndim and len(leaf) == batch_size and context.places.get(place) != "positions":
             context.check_batch(leaf)
+            if is_positions and batch_size > 1:
+                context.places[place] = "batch"
             return 0
         if is_positions:
-            # Kept for a later batch with as many samples as positions.
-            context.note_positions()
+            # One entry says nothing. Kept for a later batch with as many samples as positions.
+            if len(leaf) > 1 and context.places.setdefault(place, "positions") == "batch":
+                raise ValueError(
+                    f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
+                    f"{batch_size}, in a place that had one entry for each sample before; pass "
+                    "one for each sample, or positions as [1, T]"
+                )
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise ValueError(
                 f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "

@@ -381,3 +381,64 @@ def test_an_object_that_may_keep_tensors_of_one_sample_is_refused(private):
     engine, made, *_ = private(Returns(object()))
     with pytest.raises(RuntimeError, match="returned an object of object, which may keep tensors"):
         made(torch.zeros(4, 5, 3))
+
+
+class ScaledByLabel(nn.Module):
+    """A table of its own, read by the labels `[B]`, and a random mask, which nothing compares."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0.5, 2.0, 5))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        z = torch.tanh(self.linear(x)) * self.table[y].unsqueeze(-1)
+        return nn.functional.dropout(z, 1e-9)
+
+
+def test_one_label_does_not_make_labels_of_a_batch_shared(private, sums, distance):
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for label in (0, 4):
+        torch.manual_seed(0)
+        engine, made, *_ = private(ScaledByLabel(), max_grad_norm=0.5)
+        y = torch.tensor([1, 2, 3, 1, 2, 3])
+        made(x, y[:1])
+        y[0] = label
+        engine.backward(made(x, y).reshape(6, -1).square().sum(1))
+        found.append(sums(engine, made))
+    assert distance(*found, absolute=True) <= 2 * 0.5
+
+
+def test_labels_of_another_length_than_the_batch_are_refused(private):
+    _, made, *_ = private(ScaledByLabel())
+    x, y = torch.randn(6, 3), torch.tensor([1, 2, 3, 1, 2, 3])
+    made(x, y)
+    with pytest.raises(ValueError, match="one entry for each sample before"):
+        made(x, y[:3])
+
+
+class Keeps(nn.Module):
+    """What its forward keeps is of one batch."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.linear = nn.Linear(3, 2)
+        self.keep, self.kept, self.rows = keep, None, []
+
+    def forward(self, x):
+        y = nn.functional.dropout(self.linear(x) * self.scale, 1e-9)
+        if self.keep == "attribute":
+            self.kept = y.detach()
+        elif self.keep == "list":
+            self.rows.append(y.detach())
+        return y if self.kept is None else y - self.kept.mean()
+
+
+@pytest.mark.parametrize(("keep", "named"), [("attribute", "'kept'"), ("list", "'rows'")])
+def test_a_forward_that_keeps_something_is_refused_and_keeps_nothing(keep, named, private):
+    _, made, *_ = private(Keeps(keep))
+    with pytest.raises(RuntimeError, match=f"sets its attribute {named}"):
+        made(torch.zeros(4, 3))
+    assert made.kept is None and made.rows == []
