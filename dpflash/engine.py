@@ -530,8 +530,8 @@ class PrivacyEngine:
         if not self._spending.is_empty:
             warnings.warn(
                 "the accountant has spent privacy already; target_epsilon covers the coming "
-                "epochs alone, get_epsilon the sum. If load_checkpoint follows, to continue that "
-                "run, the noise is that of the checkpoint",
+                "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
+                "goes on with its own noise multiplier",
                 stacklevel=2,
             )
         noise_multiplier = self._spending.noise_for(

@@ -143,8 +143,8 @@ def check_fits(
         )
     if releases is None:
         raise ValueError(
-            f"{where} the engine: it was written without a ledger, and the engine has one, which "
-            "lacks the steps before. Build PrivacyEngine() without ledger"
+            f"{where} the engine: it was written without a ledger, and the engine has one, "
+            "which lacks the checkpoint's steps. Build PrivacyEngine() without a ledger"
         )
     if ledger.digest(releases) not in (state["ledger_digest"], None):
         raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")

@@ -81,7 +81,7 @@ class GatheredAttention(torch.autograd.Function):
         forward = BlockwiseForward(q, sinks, slopes, call.scale)
         forward.add(call.pieces(q.device, runtime), keys, values)
         o, lse = forward.o, forward.lse
-        ctx.save_for_backward(q, k, v, forward.o_to_save, lse, sinks, slopes, blocks, gates)
+        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse

@@ -153,10 +153,9 @@ class BlockwiseForward:
         """`[B, H, T, D]`, dtype of q."""
         return self._results()[0].to(self._q.dtype)
 
-    @property
-    def o_to_save(self) -> Tensor:
-        """`o` for the backward, see `needs_wide_o`."""
-        return self._results()[0] if needs_wide_o(self._q, self._sinks, self._slopes) else self.o
+    def o_to_save(self, o: Tensor) -> Tensor:
+        """What the backward takes as `o`: the property's result, or see `needs_wide_o`."""
+        return self._results()[0] if needs_wide_o(self._q, self._sinks, self._slopes) else o
 
     @property
     def lse(self) -> Tensor:

@@ -165,7 +165,7 @@ class RingAttention(torch.autograd.Function):
                 forward.add(ring.pieces(step, q.device, runtime), *kv)
             pending, kv = upcoming, None
         o, lse = forward.o, forward.lse
-        ctx.save_for_backward(q, k, v, forward.o_to_save, lse, sinks, slopes, blocks, gates)
+        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
         return o, lse

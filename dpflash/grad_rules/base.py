@@ -33,9 +33,10 @@ class ModuleContext:
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
-        has_positions: whether it received a tensor [T] of another length than B.
+        has_positions: whether an embedding received indices [T] of another length than B.
         longest: most steps of the packed sequences that it received.
-        places: "batch" or "positions" for each argument that was one-dimensional.
+        places: "batch" or "positions" for each one-dimensional argument, by the call's structure
+            and the argument's index in it.
     """
 
     backward: PrivateBackward
@@ -45,10 +46,10 @@ class ModuleContext:
     is_whole: bool = False
     has_positions: bool = False
     longest: int = 0
-    places: dict[tuple[str, int], str] = field(default_factory=dict)
+    places: dict[tuple[str, int] | None, str] = field(default_factory=dict)
 
     def note_positions(self) -> None:
-        """Note that the module received a tensor [T] of another length than B."""
+        """Note that an embedding received indices [T] of another length than B."""
         self.has_positions = True
 
     def note_length(self, length: int) -> int:

@@ -92,7 +92,8 @@ class PrivateEmbedding(PrivateModule):
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
-            if not torch.compiler.is_compiling():
+            # A single index may be of a position or of a sample.
+            if length > 1 and not torch.compiler.is_compiling():
                 context.note_positions()
             return indices.unsqueeze(0)
         if length == 1:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.func import vmap
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ..verification.digests import tolerance
 from ..verification.random_state import RandomState, random_state_kept
@@ -35,6 +35,7 @@ _functorch = torch._C._functorch
 # Anything else might keep tensors of one sample beyond the call, as a cache does.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _TENSOR = object()  # the place of a tensor among outputs
+_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 class PrivateOwner(PrivateModule):
@@ -59,8 +60,7 @@ class PrivateOwner(PrivateModule):
             )
         leaves, structure = tree_flatten((args, kwargs))
         batch_size = self._batch_size(leaves)
-        called = str(structure)
-        in_dims = [self._in_dim(x, batch_size, (called, i)) for i, x in enumerate(leaves)]
+        in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
         # Under vmap autocast misses operations, so it holds for the layers below alone.
         dtype = _autocast_dtype(device)
@@ -76,6 +76,8 @@ class PrivateOwner(PrivateModule):
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         copied: Any = self._copy()
+        # Which outputs are no tensors, such as None for attention weights, and their structure.
+        found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.current_level()
@@ -89,17 +91,17 @@ class PrivateOwner(PrivateModule):
             ]
             own_args, own_kwargs = tree_unflatten(rows, structure)
             results, returned = tree_flatten(copied.forward(*own_args, **own_kwargs))
-            self._refuse_kept(results)
+            self._refuse_objects(results, "returned")
             found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
-        found: list[Any] = []  # what is no tensor, such as None for attention weights
         run = vmap(one, in_dims=(0, *in_dims), randomness="different")
         with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
             tensors = iter(run(owned, *leaves))
         # [1, ...] of each sample, or its windows.
         results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
         outputs = tree_unflatten(results, found[1])
+        self._take_plain(copied)
         if self._dpflash.backward.forward.rows is not None:
             self._compare(outputs, args, kwargs)
         return outputs
@@ -123,35 +125,39 @@ class PrivateOwner(PrivateModule):
                 "requires_grad_(False)"
             ) from error
 
-    def _refuse_kept(self, results: list[Any]) -> None:
-        for x in results:
-            if not isinstance(x, (Tensor, *_PLAIN)):
-                raise RuntimeError(
-                    f"{self._described} returned an object of {type(x).__name__}, which may keep "
-                    "tensors of one sample; return tensors, or freeze the module's own "
-                    "parameters with requires_grad_(False)"
+    def _refuse_objects(self, leaves: list[Any], verb: str) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise ValueError(
+                    f"{self._described} {verb} an object of {type(leaf).__name__}, which may keep "
+                    "tensors of single samples; a module with parameters of its own and layers "
+                    "below it takes and returns tensors and plain values. Training needs no "
+                    "cache: call the model with use_cache=False"
                 )
 
     def _copy(self) -> nn.Module:
-        """A copy, which keeps what the forward sets or adds: all of it may be of one sample."""
+        """A copy that the forward may store tensors in without leaving them to the next batch."""
         copied = plain_copy(self)
         for name, value in copied.__dict__.items():
-            if not name.startswith("_") and isinstance(value, list | dict | set):
+            if name not in _OF_MODULES and isinstance(value, list | dict | set):
                 copied.__dict__[name] = value.copy()
         return copied
 
-    def _refuse_state(self, copied: nn.Module) -> None:
-        """Refuse a forward that has set or extended an attribute of the module."""
+    def _take_plain(self, copied: nn.Module) -> None:
+        """Take over the plain values, such as counters, that the forward set on its copy.
 
-        def of(module: nn.Module) -> dict[str, Any]:
-            held = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
-            return {**held, **module._buffers}
+        Under vmap none of them can depend on the data.
+        """
+        for name, value in copied.__dict__.items():
+            if name not in _OF_MODULES and isinstance(value, _PLAIN):
+                self.__dict__[name] = value
 
-        before, after = of(self), of(copied)
-        for name, value in after.items():
-            old = before.get(name, self)
-            is_container = isinstance(value, list | dict | set) and type(value) is type(old)
-            if value is not old and not (is_container and len(value) == len(old)):
+    def _refuse_stored(self, copied: nn.Module) -> None:
+        """Refuse a forward that has stored something in the attributes of the copy it ran on."""
+        before = _contents(self)
+        for name, content in _contents(copied).items():
+            is_plain = isinstance(copied.__dict__.get(name, self), _PLAIN)
+            if content != before.get(name) and not is_plain:
                 raise RuntimeError(
                     f"the forward of {self._described} sets its attribute '{name}', which would "
                     "keep one batch's samples for the next. Return the value instead, or move the "
@@ -170,7 +176,7 @@ class PrivateOwner(PrivateModule):
             before = RandomState(device)
             copied: Any = self._copy()
             expected = copied.forward(*args, **kwargs)
-            self._refuse_state(copied)
+            self._refuse_stored(copied)
             if not RandomState(device).equals(before):
                 return
         # Detached: checkpointing counts the tensors that a forward saves.
@@ -190,14 +196,7 @@ class PrivateOwner(PrivateModule):
 
     def _batch_size(self, leaves: list[Any]) -> int:
         """The batch size of the call: of the first tensor whose first dimension is not shared."""
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
-                raise ValueError(
-                    f"{self._described} got an object of {type(leaf).__name__}, which may keep "
-                    "tensors of single samples; a module with parameters of its own and layers "
-                    "below it takes tensors and plain values. Training needs no cache: call the "
-                    "model with use_cache=False"
-                )
+        self._refuse_objects(leaves, "got")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
             raise ValueError(
@@ -206,24 +205,26 @@ class PrivateOwner(PrivateModule):
             )
         return len(self._dpflash.check_batch(tensors[0]))
 
-    def _in_dim(self, leaf: Any, batch_size: int, place: tuple[str, int]) -> int | None:
+    def _in_dim(self, leaf: Any, batch_size: int, structure: TreeSpec, index: int) -> int | None:
         """0 for a tensor of the batch; None for a plain value and for what all samples share."""
         if not isinstance(leaf, Tensor):
             return None
-        context = self._dpflash
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        if leaf.ndim and len(leaf) == batch_size and context.places.get(place) != "positions":
-            context.check_batch(leaf)
-            if is_positions and batch_size > 1:
-                context.places[place] = "batch"
+        # By argument: labels [B] beside positions [T] stay labels. Where T = B, only an earlier T
+        # tells them apart; a tensor of one entry does not.
+        places = self._dpflash.places
+        place = (str(structure), index) if is_positions else None
+        if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
+            self._dpflash.check_batch(leaf)
+            if place is not None and batch_size > 1:
+                places[place] = "batch"
             return 0
-        if is_positions:
-            # One entry says nothing. Kept for a later batch with as many samples as positions.
-            if len(leaf) > 1 and context.places.setdefault(place, "positions") == "batch":
+        if place is not None:
+            if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
                 raise ValueError(
                     f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
-                    f"{batch_size}, in a place that had one entry for each sample before; pass "
-                    "one for each sample, or positions as [1, T]"
+                    f"{batch_size}, as an argument that had one entry for each sample before; "
+                    "pass one for each sample, or positions as [1, T]"
                 )
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise ValueError(
@@ -232,6 +233,20 @@ class PrivateOwner(PrivateModule):
                 "depend on layers that are trained"
             )
         return None
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """What identifies the values of a module's attributes and buffers, and of its containers."""
+    held = {k: v for k, v in module.__dict__.items() if k not in {*_OF_MODULES, "_dpflash"}}
+    contents: dict[str, Any] = {}
+    for name, value in {**held, **module._buffers}.items():
+        if isinstance(value, dict):
+            contents[name] = {key: id(x) for key, x in value.items()}
+        elif isinstance(value, list | set):
+            contents[name] = sorted(map(id, value))
+        else:
+            contents[name] = id(value)
+    return contents
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -18,7 +18,7 @@ SAMPLES, TOKENS, WIDTH = 30, 7, 8
 
 
 class Scaled(nn.Module):
-    """A layer, and a parameter beside it; and the layer's own weight once more."""
+    """A parameter beside a layer, whose weight the forward also reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -176,8 +176,8 @@ def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
 def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started: _Started) -> None:
     alone = layer_cases.train()
     for one in started(2).run(layer_cases.__file__, "train", 2, sharded=True, mixed=True):
-        # bfloat16 keeps 8 digits of changes up to 0.02.
-        assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-7
+        # Parameters change by up to 0.02, of which bfloat16 keeps 8 binary digits.
+        assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
 @pytest.mark.cases(1)
