@@ -40,15 +40,15 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     q, sinks = inputs.q, inputs.sinks
     dtype = torch.promote_types(q.dtype, torch.float32)
     call = _Call(inputs, dtype)
-    # Rows in no group are not visited.
-    o = q.new_zeros((*q.shape[:3], inputs.v.shape[3]), dtype=dtype)
-    if sinks is None:
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    else:
+    o = q.new_empty((*q.shape[:3], inputs.v.shape[3]), dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=dtype)
+    if sinks is not None:
         sinks = sinks.to(dtype).contiguous()
-        lse = sinks.unsqueeze(2).repeat(1, 1, q.shape[2])
+    if not _visits_all_rows(inputs.graph):
+        o.zero_()
+        lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks.unsqueeze(2))
     call.run("forward", sinks=sinks, o=o, lse=lse)
-    return o if wide else o.to(q.dtype), lse
+    return o if wide or o.dtype == q.dtype else o.to(q.dtype), lse
 
 
 def attention_backward(
@@ -75,7 +75,8 @@ def attention_backward(
     q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     dtype = lse.dtype
     call = _Call(inputs, dtype)
-    dq = q.new_zeros(q.shape, dtype=dtype)
+    new_dq = q.new_empty if _visits_all_rows(inputs.graph) else q.new_zeros
+    dq = new_dq(q.shape, dtype=dtype)
     dk = k.new_zeros(*k.shape[:3], call.padded, dtype=dtype)
     dv = v.new_zeros(*v.shape[:3], call.value_padded, dtype=dtype)
     dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=dtype) if bias_grad else None
@@ -109,9 +110,14 @@ def attention_backward(
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
 
 
+def _visits_all_rows(graph: TileGraph) -> bool:
+    """Whether the kernels write every row of o, lse and dq: they visit no row without a group."""
+    return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
+
+
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In the dtype of the computation; the numbers of a token next to each other."""
-    x = x.to(dtype)
+    x = x if x.dtype == dtype else x.to(dtype)
     return x if x.stride(3) == 1 else x.contiguous()
 
 
@@ -181,45 +187,40 @@ class _Problem(ctypes.Structure):
     ]
 
 
+_STRIDED = {name for name, kind in _Problem._fields_ if kind is _Tokens}
+
+
 class _Call:
     """Arguments of forward and backward as the C++ kernels read them; keeps their memory alive."""
 
     def __init__(self, inputs: AttentionInputs, dtype: torch.dtype) -> None:
-        q, k, graph = inputs.q, inputs.k, inputs.graph
+        q, k, v, graph = inputs.q, inputs.k, inputs.v, inputs.graph
         library = native.library()
         assert library is not None
         self._library = library
         self._dtype = dtype
-        self._held: list[Tensor] = []
-        self._problem = _Problem()
+        tables, problem = _tables(graph)
+        self._held: list[Tensor] = [*tables]
+        self._problem = _Problem.from_buffer_copy(problem)
         lanes = library.vector_bytes() // dtype.itemsize
         batch, heads, queries, dim = q.shape
-        value_dim = inputs.v.shape[3]
+        key_heads, keys, value_dim = v.shape[1:]
         self.padded, self.value_padded = (-(-x // lanes) * lanes for x in (dim, value_dim))
-        side = graph.rows
-        tables = side.groups, side.runs, side.variants, graph.row_variants
-        assert all(table.dtype == torch.int32 for table in tables)
-        variants = graph.row_variants.expand(q.shape[:2])
-        pairs = batch * heads * queries * k.shape[2] * dim
+        variants = graph.row_variants
+        pairs = batch * heads * queries * keys * dim
         self._set(
             q=_aligned(q, dtype),
             k=_aligned(k, dtype),
-            v=_aligned(inputs.v, dtype),
+            v=_aligned(v, dtype),
             bias=None if inputs.bias is None else _aligned(inputs.bias, dtype),
-            groups=side.groups.contiguous(),
-            runs=side.runs.contiguous(),
-            weights=side.log_multiplicity.detach().double().contiguous(),
-            variants=side.variants.contiguous(),
             row_variants=variants,
+            variant_sample=variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0,
+            variant_head=variants.stride(-1),
             key_range=None if inputs.key_range is None else inputs.key_range.int().contiguous(),
             slopes=None if inputs.slopes is None else inputs.slopes.to(dtype).contiguous(),
-            variant_sample=variants.stride(0),
-            variant_head=variants.stride(1),
             **{"batch": batch, "heads": heads, "queries": queries, "dim": dim},
-            key_heads=k.shape[1],
-            keys=k.shape[2],
+            **{"key_heads": key_heads, "keys": keys, "value_dim": value_dim},
             padded=self.padded,
-            value_dim=value_dim,
             value_padded=self.value_padded,
             distance_shift=graph.distance_shift,
             threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
@@ -235,15 +236,38 @@ class _Call:
             raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
 
     def _set(self, **fields: Tensor | int | float | None) -> None:
+        problem = self._problem
         for name, value in fields.items():
             if value is None:
                 continue
             if not isinstance(value, Tensor):
-                setattr(self._problem, name, value)
+                setattr(problem, name, value)
                 continue
-            value = value.resolve_neg()
+            if value.is_neg():
+                value = value.resolve_neg()
             self._held.append(value)
-            if isinstance(getattr(self._problem, name), _Tokens):
-                setattr(self._problem, name, _Tokens(value.data_ptr(), *value.stride()[:3]))
+            if name in _STRIDED:
+                setattr(problem, name, (value.data_ptr(), *value.stride()[:3]))
             else:
-                setattr(self._problem, name, value.data_ptr())
+                setattr(problem, name, value.data_ptr())
+
+
+def _tables(graph: TileGraph) -> tuple[tuple[Tensor, ...], _Problem]:
+    """The tables of the graph's rows, and a problem that points to them and says no more."""
+    side = graph.rows
+    known = graph.plans.get("cpu")
+    if known is not None and known[0] is side:
+        return known[1:]
+    tables = side.groups, side.runs, side.variants, graph.row_variants
+    assert all(table.dtype == torch.int32 for table in tables)
+    named = {
+        "groups": side.groups.contiguous(),
+        "runs": side.runs.contiguous(),
+        "weights": side.log_multiplicity.detach().double().contiguous(),
+        "variants": side.variants.contiguous(),
+    }
+    problem = _Problem(**{name: table.data_ptr() for name, table in named.items()})
+    held = tuple(named.values())
+    if not side.runtime:  # a graph built for one call
+        graph.plans["cpu"] = (side, held, problem)
+    return held, problem

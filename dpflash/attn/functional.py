@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _validate
 from ..patterns import Adaptive, Dense, Pattern, WithinDocuments
 from .boundary import Boundary, cross, release_of
-from .ops import Attention, ReleasedAttention
+from .ops import ReleasedAttention, attend
 
 _MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -131,7 +131,7 @@ def attention(
         attention on the CPU, where nothing else is asked for and no gradient, runs in torch's own
         `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
     """
-    q, k, v = (autocast(x) for x in (q, k, v))
+    q, k, v = autocast(q), autocast(k), autocast(v)
     require_fitting(q, k, v, equal_head_dims=False)
     pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
     if softmax_scale is not None:
@@ -187,7 +187,7 @@ def attention(
             )
         blocks, gates = pattern.choose(q, k, scale)
     tensors = (q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, bias)
-    o, lse = Attention.apply(*tensors, pattern.key, scale, softcap)
+    o, lse = attend(*tensors, pattern.key, scale, softcap)
     return (o, lse) if return_lse else o
 
 

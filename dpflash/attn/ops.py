@@ -9,7 +9,6 @@ queries and keys, E that of values.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +38,9 @@ _LIBRARY.define(
     f"{_OPTIONS}, bool bias_grad=False, bool squares=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+# Named overloads: torch need not look for one that fits.
+_FORWARD = torch.ops.dpflash.attention.default
+_BACKWARD = torch.ops.dpflash.attention_backward.default
 
 
 class Attention(torch.autograd.Function):
@@ -62,7 +64,7 @@ class Attention(torch.autograd.Function):
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         tensors = (q, k, v, sinks, slopes, padding, blocks, gates, bias)
-        return torch.ops.dpflash.attention(*tensors, pattern, scale, softcap)
+        return _FORWARD(*tensors, pattern, scale, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -80,9 +82,9 @@ class Attention(torch.autograd.Function):
         options = (ctx.pattern, ctx.scale, ctx.softcap)
         bias_grad = bias is not None and ctx.needs_input_grad[8]
         arguments = (do, dlse, o, lse, *tensors, *options, bias_grad)
-        if torch.compiler.is_compiling():
-            # The compiler differentiates once, and does not support autograd nodes inside nodes.
-            grads = torch.ops.dpflash.attention_backward(*arguments)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            # Nobody differentiates the gradient; the compiler supports no node inside a node.
+            grads = _BACKWARD(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
         dq, dk, dv, dsinks, dslopes, dgates, dbias, _ = grads
@@ -123,10 +125,23 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-# torch binds each call's arguments to a signature; finding it takes a quarter of a tiny call.
-_nodes: tuple[Any, ...] = (Attention, _AttentionBackward)
-for _node in _nodes:
-    _node.forward.__signature__ = inspect.signature(_node.forward)
+class _EagerAttention(torch.autograd.Function):
+    """`Attention` without torch.func, for which torch would bind each call to a signature."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = Attention.forward(*inputs)
+        Attention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = Attention.backward
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """(o, lse) by `Attention`, whose inputs these are; for a tiny call in half its time."""
+    func = torch._C._are_functorch_transforms_active()
+    node = Attention if func or torch.compiler.is_compiling() else _EagerAttention
+    return node.apply(*inputs)
 
 
 class ReleasedAttention(torch.autograd.Function):
