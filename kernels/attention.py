@@ -33,6 +33,7 @@ def attention_backward(
     bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
+    all_keys: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
@@ -66,6 +67,7 @@ def attention_backward(
         bias_grad=bias_grad,
         squares=squares,
         wide=wide,
+        all_keys=all_keys,
         **where,
     )
     if scale <= 0:

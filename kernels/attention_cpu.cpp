@@ -220,6 +220,12 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   }
 }
 
+// Sums over keys, for each row of a tile: of ds, of p, and of p times the distance.
+template <class F>
+struct RowSums {
+  std::array<double, kTile + kWidth<F>> ds{}, p{}, far{};
+};
+
 // Adds ds [key][query] to the gradients of the slope and of the runs' weights.
 template <class F>
 void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F* ds,
@@ -233,6 +239,22 @@ void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F
     }
     *dslope -= far;
     if (dweights) dweights[keys.run[x]] += total;
+  }
+}
+
+// Adds ds and probabilities [key][query] to the sums of the rows from `first` on.
+template <class F>
+void add_to_row_sums(const Problem& p, const Keys& keys, const Rows& rows, const F* ds,
+                     const F* ps, int64_t first, RowSums<F>* sums) {
+  double *of_ds = &sums->ds[size_t(first)], *of_p = &sums->p[size_t(first)];
+  double* of_far = &sums->far[size_t(first)];
+  for (int x = 0; x < keys.count; ++x) {
+    for (int i = 0; i < rows.count; ++i) {
+      double weight = ps[x * kWidth<F> + i];
+      of_ds[i] += ds[x * kWidth<F> + i];
+      of_p[i] += weight;
+      of_far[i] += weight * double(distance(p, rows.at(i), keys.position[x]));
+    }
   }
 }
 
@@ -290,6 +312,7 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
   F* do_rows = do_lanes + count * value_block;
   F* lse = do_rows + count * value_block;
   F* delta = lse + count * width;
+  RowSums<F> row_sums;
   std::fill(dq_lanes, q_rows, F(0));
   std::fill(lse, delta, kInfinity<F>);  // e^(s - inf) = 0, also for queries without keys
   std::fill(delta, delta + count * width, F(0));
@@ -339,6 +362,7 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
         }
       }
       if (p.dslopes || dweights) backward_bias<F>(p, keys, rows, ds, &dslope, dweights);
+      if (p.row_sums) add_to_row_sums<F>(p, keys, rows, ds, scores, i * width, &row_sums);
       if (dbias) write_bias_grad<F>(p, keys, rows, ds, dbias);
       if (p.softcap > 0) uncap<F>(keys.count, rows.vectors, tangents, ds);
       outer<F>(dq_lanes + i * block, width, ks, ds, int(p.dim), keys.count, rows.vectors);
@@ -352,6 +376,12 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
     for (int r = 0; r < all[i].count; ++r) {
       F* dq = static_cast<F*>(p.dq) + (line + all[i].at(r)) * p.dim;
       const F* from = dq_lanes + i * block + r;
+      if (p.row_sums) {
+        double* to = p.row_sums + line + all[i].at(r);
+        int64_t rows = p.batch * p.heads * p.queries;
+        size_t at = size_t(i * width + r);
+        to[0] = row_sums.ds[at], to[rows] = row_sums.p[at], to[2 * rows] = row_sums.far[at];
+      }
       for (int64_t d = 0; d < p.dim; ++d) dq[d] = from[d * width] * F(p.scale);
     }
   }

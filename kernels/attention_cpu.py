@@ -22,7 +22,7 @@ from .attention_reference import (
     sinks_grad,
     squared_norms,
 )
-from .tile_graph import TileGraph, real_cpu_tensors
+from .tile_graph import Side, TileGraph, real_cpu_tensors
 
 # Multiplications per thread.
 _WORK_OF_A_THREAD = 2**22
@@ -63,6 +63,7 @@ def attention_backward(
     bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
+    all_keys: bool = False,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`.
 
@@ -81,6 +82,9 @@ def attention_backward(
     dv = v.new_zeros(*v.shape[:3], call.value_padded, dtype=dtype)
     dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=dtype) if bias_grad else None
     dslopes = None if inputs.slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
+    row_sums = None
+    if dslopes is not None and all_keys:
+        row_sums = q.new_zeros((3, *q.shape[:3]), dtype=torch.float64)
     dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
     call.run(
         "backward",
@@ -89,15 +93,19 @@ def attention_backward(
         lse_in=lse.contiguous(),
         dlse=None if dlse is None else dlse.to(dtype).contiguous(),
         **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dbias": dbias},
+        row_sums=row_sums,
         dweights=None if dweights is None else dweights.of_heads,
         dweights_of=None if dweights is None else dweights.begin_of_runs,
     )
     dk, dv = dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+    delta = None if sinks is None and row_sums is None else delta_of(do, o, lse, dlse)
+    if dslopes is not None and row_sums is not None and delta is not None:
+        dslopes -= _slopes_error(row_sums, sinks, lse, delta, dlse)
     grads = AttentionGrads(
         dq,
         dk,
         dv,
-        dsinks=None if sinks is None else sinks_grad(sinks, lse, delta_of(do, o, lse, dlse)),
+        dsinks=None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
         dslopes=None if dslopes is None else dslopes.to(dtype),
         dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
         dbias=dbias,
@@ -108,6 +116,27 @@ def attention_backward(
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     grads = grads._replace(dq=dq, dk=dk.contiguous(), dv=dv.contiguous())
     return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
+
+
+def _slopes_error(
+    row_sums: Tensor, sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """`[B, H]`: the error of dslopes that comes from delta, by which distances are multiplied.
+
+    A row of all keys has ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``, so
+    that ds and p tell the error of a delta that was computed from a rounded o.
+
+    Args:
+        row_sums: `[3, B, H, T]`: sums over keys of ds, of p, and of p |i - j|.
+        sinks, lse, delta, dlse: of the backward.
+    """
+    ds, p, far = row_sums.unbind(0)
+    of_sink = torch.zeros_like(p)
+    if sinks is not None:
+        of_sink = (sinks.to(p.dtype).unsqueeze(2) - lse).exp()
+    error = (delta * of_sink - ds) / (p + of_sink)
+    error = error if dlse is None else error + dlse
+    return (error * far).masked_fill(p == 0, 0.0).sum(2)
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
@@ -170,8 +199,8 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
-                *("dbias", "dslopes", "dweights", "dweights_of", "groups", "runs"),
-                *("weights", "variants", "row_variants", "key_range"),
+                *("dbias", "dslopes", "dweights", "row_sums", "dweights_of"),
+                *("groups", "runs", "weights", "variants", "row_variants", "key_range"),
             )
         ),
         *(
@@ -187,7 +216,7 @@ class _Problem(ctypes.Structure):
     ]
 
 
-_STRIDED = {name for name, kind in _Problem._fields_ if kind is _Tokens}
+_STRIDED = {field[0] for field in _Problem._fields_ if field[1] is _Tokens}
 
 
 class _Call:
@@ -207,25 +236,26 @@ class _Call:
         key_heads, keys, value_dim = v.shape[1:]
         self.padded, self.value_padded = (-(-x // lanes) * lanes for x in (dim, value_dim))
         variants = graph.row_variants
+        problem = self._problem
+        problem.variant_sample = (
+            variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0
+        )
+        problem.variant_head = variants.stride(-1)
+        problem.batch, problem.heads, problem.queries, problem.dim = batch, heads, queries, dim
+        problem.key_heads, problem.keys, problem.value_dim = key_heads, keys, value_dim
+        problem.padded, problem.value_padded = self.padded, self.value_padded
+        problem.distance_shift = graph.distance_shift
         pairs = batch * heads * queries * keys * dim
+        problem.threads = min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD)
+        problem.scale, problem.softcap = inputs.scale, inputs.softcap or 0.0
         self._set(
             q=_aligned(q, dtype),
             k=_aligned(k, dtype),
             v=_aligned(v, dtype),
             bias=None if inputs.bias is None else _aligned(inputs.bias, dtype),
             row_variants=variants,
-            variant_sample=variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0,
-            variant_head=variants.stride(-1),
             key_range=None if inputs.key_range is None else inputs.key_range.int().contiguous(),
             slopes=None if inputs.slopes is None else inputs.slopes.to(dtype).contiguous(),
-            **{"batch": batch, "heads": heads, "queries": queries, "dim": dim},
-            **{"key_heads": key_heads, "keys": keys, "value_dim": value_dim},
-            padded=self.padded,
-            value_padded=self.value_padded,
-            distance_shift=graph.distance_shift,
-            threads=min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
-            scale=inputs.scale,
-            softcap=inputs.softcap or 0.0,
         )
 
     def run(self, direction: str, **tensors: Tensor | None) -> None:
@@ -235,13 +265,10 @@ class _Call:
         if getattr(self._library, f"{direction}_{number}")(ctypes.byref(self._problem)):
             raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
 
-    def _set(self, **fields: Tensor | int | float | None) -> None:
+    def _set(self, **fields: Tensor | None) -> None:
         problem = self._problem
         for name, value in fields.items():
             if value is None:
-                continue
-            if not isinstance(value, Tensor):
-                setattr(problem, name, value)
                 continue
             if value.is_neg():
                 value = value.resolve_neg()
@@ -255,9 +282,9 @@ class _Call:
 def _tables(graph: TileGraph) -> tuple[tuple[Tensor, ...], _Problem]:
     """The tables of the graph's rows, and a problem that points to them and says no more."""
     side = graph.rows
-    known = graph.plans.get("cpu")
+    known: tuple[Side, tuple[Tensor, ...], _Problem] | None = graph.plans.get("cpu")
     if known is not None and known[0] is side:
-        return known[1:]
+        return known[1], known[2]
     tables = side.groups, side.runs, side.variants, graph.row_variants
     assert all(table.dtype == torch.int32 for table in tables)
     named = {

@@ -70,6 +70,7 @@ def attention_backward(
     bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
+    all_keys: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> AttentionGrads:
     """See `attention_reference.attention_backward`; scale > 0.

@@ -113,6 +113,7 @@ def attention_backward(
     bias_grad: bool = False,
     squares: bool = False,
     wide: bool = False,
+    all_keys: bool = False,
 ) -> AttentionGrads:
     """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
 
@@ -127,6 +128,9 @@ def attention_backward(
         bias_grad: also return the gradient of the bias.
         squares: also return the squared norms of (dq, dk, dv).
         wide: return dq, dk and dv in the dtype of lse, before they are rounded.
+        all_keys: o and lse are over the keys of the graph, not more. With that a backend that
+            sums in float64 takes the error of delta from the gradient of slopes; here and on a
+            GPU, where sums are float32, their own error is as large, and nothing changes.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared

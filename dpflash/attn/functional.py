@@ -106,7 +106,8 @@ def attention(
         alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
             et al., arXiv:2108.12409, equation in section 3).
         position_bias: `[B, H, T, S]`, or with 1 in place of any of these, floating point: added
-            to the scores, behind the bound; -inf masks. One shared by the batch, as T5's, is not
+            to the scores, behind the bound; -inf masks, and a query of `torch.finfo(...).min`
+            alone has the mean of v. One shared by the batch, as T5's, is not
             copied, but its gradient is computed for each sample, `[B, H, T, S]`, and then summed.
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
             each sample's three together, see `dpflash.private_boundary` for the guarantee.
@@ -293,8 +294,13 @@ def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
             f"position_bias is {bias.dtype} on {bias.device}: expected floating point on "
             f"{q.device}; use position_bias.float().to(q.device)"
         )
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if bias.dtype == torch.float64 and dtype != torch.float64:
+        # torch.finfo(torch.float64).min stays finite: a row of it alone is no row without keys.
+        finite = torch.finfo(dtype)
+        bias = torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max))
     # Before it is expanded: samples share the copy, and their gradients' sum is not rounded.
-    return bias.to(torch.promote_types(q.dtype, torch.float32)).expand(shape)
+    return bias.to(dtype).expand(shape)
 
 
 def require_pattern(pattern: object) -> Pattern:

@@ -42,6 +42,8 @@ _LIBRARY.define(
 _FORWARD = torch.ops.dpflash.attention.default
 _BACKWARD = torch.ops.dpflash.attention_backward.default
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, float, bool))
+
 
 class Attention(torch.autograd.Function):
     """``(o, lse)`` of `kernels.attention_forward`, differentiable in all but the tables."""
@@ -84,7 +86,7 @@ class Attention(torch.autograd.Function):
         arguments = (do, dlse, o, lse, *tensors, *options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             # Nobody differentiates the gradient; the compiler supports no node inside a node.
-            grads = _BACKWARD(*arguments)
+            grads = (_backward if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
         dq, dk, dv, dsinks, dslopes, dgates, dbias, _ = grads
@@ -130,11 +132,21 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = Attention.forward(*inputs)
+        output = (_forward if _is_plain(inputs) else _FORWARD)(*inputs)
         Attention.setup_context(ctx, inputs, output)
         return output
 
     backward = Attention.backward
+
+
+def _is_plain(inputs: Sequence[Any]) -> bool:
+    """Whether a CPU kernel may be called past the operator: no subclass, mode or tracer looks."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    plain = inputs[0].is_cpu and _PLAIN.issuperset(map(type, inputs))
+    return plain and not torch._C._autograd._profiler_enabled()
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -281,6 +293,7 @@ def _backward(
         run_grads=gates is not None,
         bias_grad=bias_grad,
         squares=squares,
+        all_keys=True,
     )
     dgates = grads.dlog_multiplicity
     if gates is not None and dgates is not None:

@@ -8,11 +8,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpflash.attn.functional import attention
 from dpflash.kernels import attention_cpu, attention_reference
 from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph
@@ -652,3 +654,45 @@ except (MemoryError, RuntimeError) as error:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("MemoryError attention on the CPU, forward: no memory")
+
+
+def slopes_grad(module, dtype, seed, options=(), all_keys=False):
+    """`[B, H]` of 113 queries behind 90 further keys."""
+    graph = replace(one_run(113, 203, (-90, UNBOUNDED)), distance_shift=90)
+    tensors, dlse, extra = make_inputs(graph, groups=4, dim=32, options=options, seed=seed)
+    slopes = torch.tensor([[0.25, 0.06, 0.015, 0.004]] * 2, dtype=torch.float64)
+    extra = {n: x.to(dtype) if x.is_floating_point() else x for n, x in extra.items()}
+    q, k, v, do = (x.to(dtype) for x in tensors)
+    inputs = AttentionInputs(q, k, v, graph, 0.2, **{**extra, "slopes": slopes.to(dtype)})
+    dlse = None if dlse is None else dlse.to(dtype)
+    o, lse = module.attention_forward(inputs)
+    arguments = do, dlse, o, lse, inputs
+    return module.attention_backward(*arguments, all_keys=all_keys).dslopes.double()
+
+
+@pytest.mark.parametrize("options", [(), ("dlse",), ("sinks", "key_range"), ("dlse", "sinks")])
+def test_the_error_of_delta_leaves_the_slopes_gradient_and_nothing_else_does(options):
+    left, kept = 0.0, 0.0
+    for seed in range(12):
+        exact = slopes_grad(attention_reference, torch.float64, seed, options)
+        if seed == 0:
+            found = slopes_grad(attention_cpu, torch.float64, seed, options, all_keys=True)
+            torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-10)
+        for all_keys in (False, True):
+            found = slopes_grad(attention_cpu, torch.float32, seed, options, all_keys)
+            error = float((found - exact).abs().max())
+            kept, left = (kept, left + error) if all_keys else (kept + error, left)
+    assert left < 0.8 * kept, f"{left:.2e} of {kept:.2e}"
+
+
+def test_attention_takes_the_error_of_delta_from_its_slopes_gradient(monkeypatch):
+    backward = attention_cpu.attention_backward
+    asked = []
+    monkeypatch.setattr(
+        attention_cpu,
+        "attention_backward",
+        lambda *args, **named: asked.append(named["all_keys"]) or backward(*args, **named),
+    )
+    q, slopes = torch.randn(1, 4, 5, 8), torch.ones(4, requires_grad=True)
+    attention(q, q, q, alibi_slopes=slopes).sum().backward()
+    assert asked == [True]

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpflash.attn.functional import attention
 
@@ -175,3 +176,53 @@ def test_attention_works_under_compile_and_per_sample_vmap(return_lse):
     one = [x.unsqueeze(1) for x in qkv]
     per_sample = torch.func.vmap(torch.func.grad(total))(*one)
     torch.testing.assert_close(per_sample.squeeze(1), torch.func.grad(total)(*qkv))
+
+
+class SeenOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_past_the_operators_gives_their_bits_and_a_mode_still_sees_them():
+    plain, seen = make_qkv(dtype=torch.float32), make_qkv(dtype=torch.float32)
+    o = attention(*plain, causal=True)
+    o.square().sum().backward()
+    with SeenOperators() as mode:
+        same = attention(*seen, causal=True)
+        same.square().sum().backward()
+    assert {"dpflash::attention", "dpflash::attention_backward"} <= set(mode.names)
+    assert torch.equal(o, same)
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(plain, seen, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_computes_and_does_not_repeat_what_it_saw():
+    def function(q, k, v):
+        return attention(q, k, v, causal=True)
+
+    q, k, v = (x.detach() for x in make_qkv(dtype=torch.float32))
+    traced = torch.jit.trace(function, (q, k, v), check_trace=False)
+    assert torch.equal(
+        traced(v.repeat(1, 2, 1, 1), k, q[:, :2]), function(v.repeat(1, 2, 1, 1), k, q[:, :2])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_float64_bias_of_the_least_number_alone_gives_the_mean_of_v(dtype):
+    q, k, v = (x.detach() for x in make_qkv(groups=4, dtype=dtype))
+    least = torch.finfo(torch.float64).min
+    bias = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
+    bias[..., 1, :] = least
+    bias[..., 2, 3:] = least
+    bias[..., 3, :] = -math.inf
+    o = attention(q, k, v, position_bias=bias)
+    eager = (q.double() @ k.double().transpose(2, 3) / 5**0.5 + bias).softmax(3) @ v.double()
+    rest = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(o[:, :, rest].double(), eager[:, :, rest], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(o[:, :, 1], v.mean(2), rtol=1e-5, atol=1e-6)
+    assert (o[:, :, 3] == 0).all()
