@@ -83,7 +83,8 @@ def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
         f"the model's own code failed: {error} The input [1, ...] of {names} is shared by all "
         f"{call.batch_size} samples, and the output has a copy [{call.batch_size}, ...] for each "
         "of them, since gradients are per sample; code that expects [1, ...] fails on it. Freeze "
-        "these modules with requires_grad_(False), or leave them out of LoRA's target_modules"
+        "the module that it fails on with requires_grad_(False), or leave it out of LoRA's "
+        "target_modules"
     ) from error
 
 
