@@ -198,6 +198,14 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
 
 
+def name_of_forward(module: nn.Module) -> str:
+    """The full name of the forward of a module's class, which may not be importable here."""
+    forward = type(module).forward
+    # A forward may be any callable, even one without a name.
+    names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
+    return ".".join(map(str, names))
+
+
 def plain_copy(module: nn.Module) -> nn.Module:
     """The module with its original class, sharing parameters, buffers and children."""
     copied = object.__new__(plain_class(module))

@@ -141,7 +141,9 @@ class PrivateOwner(PrivateModule):
                     f"{self._described} {verb} an object of {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
                     "below it takes and returns tensors and plain values. Training needs no "
-                    "cache: call the model with use_cache=False"
+                    "cache: pass use_cache=False in the call, model(..., use_cache=False); "
+                    "model.config.use_cache does not reach decoders with a config of their own, "
+                    "such as T5's"
                 )
 
     def _refuse_stored(self, own_copy: nn.Module) -> None:
@@ -208,8 +210,10 @@ class PrivateOwner(PrivateModule):
             raise RuntimeError(
                 f"{self._described} gives a sample alone another result than in a batch, so "
                 "nothing was released: its forward mixes samples, branches on the number of "
-                "samples, or draws random numbers other than dropout's. Move its parameters into "
-                "a module of their own, or freeze them with requires_grad_(False)"
+                "samples, or draws random numbers other than dropout's. Outputs that compare the "
+                "samples of a batch, for a contrastive loss, have no per-sample gradients: train "
+                "with a loss of each sample by itself. Otherwise move its parameters into a "
+                "module of their own, or freeze them with requires_grad_(False)"
             )
 
     def _batch_size(self, leaves: list[Any]) -> int:

@@ -47,6 +47,8 @@ _IGNORED = frozenset(
         "use_cache",
     }
 )
+# Names in configs for dropout of attention weights alone.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _REMEDIES = {
     "head_mask": "prune the heads from the weights instead",
     "output_attentions": "leave it out; no attention weights exist in memory here",
@@ -407,7 +409,7 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
         _refuse(
             f"dropout={dropout}",
             "expected 0.0 on attention weights",
-            "set the config's attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0.0",
+            f"set {_dropout_names(module, dropout)} of the model's config to 0.0",
         )
     for name, value in kwargs.items():
         if value is None or name in _IGNORED or name == "seq_idx":
@@ -422,6 +424,15 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
         _refuse("output_attentions=True", "no weights are stored", _REMEDIES["output_attentions"])
+
+
+def _dropout_names(module: torch.nn.Module, dropout: float) -> str:
+    """The fields of a config that set dropout of attention weights, such as T5's dropout_rate."""
+    config = getattr(module, "config", None)
+    fields = {} if config is None else config.to_dict()
+    of_attention = [name for name in _DROPOUTS if fields.get(name)]
+    same = [name for name, value in fields.items() if "drop" in name and value == dropout]
+    return ", ".join(of_attention or same or _DROPOUTS)
 
 
 def _require_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -18,18 +18,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .digests import differing, row_summaries, tolerance
 
-_OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
     "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
-    f"sample; engine.check helps to find it. {_OFF}"
+    "sample; engine.check helps to find it"
+)
+_COMPARED = (
+    "the model's output of shape {shape} changed for a sample as other samples of the batch were "
+    "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
+    "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
+    "losses of all others. Train with a loss of each sample by itself, such as classification"
 )
 _KEPT = (
     "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
     "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
-    f"batch in the model, or set it back before each call. {_OFF}"
+    "batch in the model, or set it back before each call"
 )
+_OUTPUT = "the model's output"
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
@@ -54,7 +60,7 @@ class ForwardRows:
         """Record the tensors that the model returned."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.ndim:
-                self._note("the model's output", leaf)
+                self._note(_OUTPUT, leaf)
 
     def _note(self, where: str, x: Tensor) -> None:
         self.where.append(where)
@@ -79,6 +85,10 @@ class ForwardRows:
 def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
     """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
     where = _first_difference(first, second, unchanged)
+    if where == _OUTPUT:
+        shape = first.shapes[first.where.index(where)]
+        if shape[1:2] == shape[:1]:
+            return _COMPARED.format(shape=tuple(shape))
     return None if where is None else _CHANGED.format(where=where)
 
 

@@ -56,6 +56,10 @@ flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, e
 frozen.
 
 Encoder-decoder models are called with `use_cache=False`: with a cache T5 is refused.
+DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
+`pos_key_proj`, `pos_query_proj`), and with LoRA on
+`target_modules=["query_proj", "key_proj", "value_proj", "dense"]`, or `["value_proj", "dense"]`
+with `share_att_key=True`.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
 `make test-all` trains all of them again, and checks that one sample moves the sum by at most
@@ -63,14 +67,14 @@ Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/mod
 """
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module, target_modules: str | list[str] = "all-linear") -> nn.Module:
     """The model with trained adapters; what they begin as would hide mistakes."""
     import peft
 
     torch.manual_seed(1)
     made: nn.Module = peft.get_peft_model(
         model,  # type: ignore[arg-type]
-        peft.LoraConfig(r=2, target_modules="all-linear"),
+        peft.LoraConfig(r=2, target_modules=target_modules),
     ).double()
     for parameter in made.parameters():
         if parameter.requires_grad:

@@ -365,8 +365,7 @@ MODELS = {
 # What the models whose refusal is wanted, or whose layers have no rule yet, say.
 REFUSED = {
     "DeBERTa-v2": "pos_key_proj",
-    "Longformer": "the model saw a batch of 8",
-    "CLIP": "gives a sample alone another result than in a batch",
+    "CLIP": "for a contrastive loss, have no per-sample gradients",
 }
 
 

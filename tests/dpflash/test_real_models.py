@@ -1,16 +1,21 @@
 """Architectures of transformers train privately as a loop over single samples, or are refused."""
 
+import functools
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import models_table  # noqa: E402
+import real_models  # noqa: E402
 from real_models import BATCH, MODELS, REFUSED  # noqa: E402
+
+import dpflash  # noqa: E402
 
 TRAINED = [name for name in MODELS if name not in REFUSED]
 
@@ -71,3 +76,60 @@ def test_the_page_is_that_of_the_committed_results_and_has_all_models():
     assert all(cell.get("error", 0.0) <= 5e-7 for cell in cells)
     trained = [name for name, cells in results["models"].items() if "error" in cells["flat"]]
     assert set(trained) == set(TRAINED) and len(trained) >= 40
+
+
+def _as_many_tokens_as_samples():
+    ids, targets = real_models._tokens()
+    return ids[:, :BATCH], targets[:, :BATCH]
+
+
+def _losses_with_global_attention(model, ids, targets):
+    is_global = torch.zeros_like(ids)
+    is_global[:, 0] = 1
+    logits = model(ids, global_attention_mask=is_global).logits
+    return dpflash.losses.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("column", ["flat", "LoRA"])
+def test_longformers_layers_take_the_second_dimension_for_the_batch(column):
+    real = MODELS["Longformer"]._replace(losses=_losses_with_global_attention)
+    for batch in (real.batch, _as_many_tokens_as_samples):
+        assert max(models_table.errors_of(real._replace(batch=batch), column)) <= 5e-7
+
+
+def test_adapters_of_leds_encoder_train_as_a_loop_over_samples():
+    sizes = {k: v for k, v in real_models.SEQUENCES.items() if k != "max_position_embeddings"}
+    longest = {f"max_{side}_position_embeddings": 32 for side in ("encoder", "decoder")}
+    led = real_models._translator("LED", **sizes, **longest, attention_window=4)
+    assert max(models_table.errors_of(led, "LoRA")) <= 5e-7
+
+
+def test_a_cache_is_refused_with_the_call_to_change(private):
+    def losses(model, ids, targets):
+        return dpflash.losses.cross_entropy(model(input_ids=ids, labels=targets).logits, targets)
+
+    data, plain = MODELS["T5"].batch(), MODELS["T5"].build()
+    # As the message says.
+    plain.config.use_cache = False
+    assert plain.decoder.config.use_cache
+    _, model, *_ = private(plain, *data, one_part=True)
+    with pytest.raises(ValueError, match=r"SelfAttention.*pass use_cache=False in the call"):
+        losses(model, *data)
+
+
+def test_adapters_of_shared_positions_are_refused_by_name_and_others_train(monkeypatch):
+    real = MODELS["DeBERTa-v2"]
+    with pytest.raises(
+        RuntimeError, match=r"self\.pos_key_proj\.lora_A.*out of LoRA's target_mod"
+    ):
+        models_table.errors_of(real, "LoRA")
+    targets = ["query_proj", "key_proj", "value_proj", "dense"]
+    some = functools.partial(models_table.adapted, target_modules=targets)
+    monkeypatch.setattr(models_table, "adapted", some)
+    assert max(models_table.errors_of(real, "LoRA")) <= 5e-7
+
+
+def test_contrastive_logits_of_adapters_are_refused_for_what_they_are():
+    refusal = models_table.cell_of(MODELS["CLIP"], "LoRA")["refusal"]
+    assert "(4, 4)" in refusal and "contrastive loss" in refusal
+    assert "no per-sample gradients" in refusal and "verify_first_batch" not in refusal

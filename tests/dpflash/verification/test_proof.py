@@ -941,3 +941,14 @@ def test_the_proof_is_on_by_default_and_both_ways_of_making_private_take_it(meth
     engine.detach(model)
     getattr(engine, method)(**arguments)
     assert engine.verified == "pending"
+
+
+def test_a_contrastive_loss_outside_of_the_model_is_refused_for_what_it_is(private):
+    x = data()
+    engine, model, *_ = private(Between(), x, one_part=True)
+    scores = model(x) @ model(x).T
+    with pytest.raises(
+        RuntimeError, match="a contrastive loss, which has no per-sample"
+    ) as caught:
+        engine.backward(nn.functional.cross_entropy(scores, torch.arange(BATCH), reduction="none"))
+    assert "verify_first_batch" not in str(caught.value)
