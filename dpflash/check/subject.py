@@ -35,6 +35,7 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 # Position of dropout_p in the arguments of F.multi_head_attention_forward.
 _DROPOUT_OF_HEADS = 10
 
@@ -83,7 +84,7 @@ class Subject:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        with _WithoutDropout() as mode:
+        with _Quiet() as mode:
             # loss_fn may modify the batch in place.
             losses = self.loss_fn(self.model, mapped(batch, torch.clone))
         self.dropout |= mode.seen
@@ -224,13 +225,18 @@ def randomness_restored(batch: Any) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Disables dropout in every torch function that applies it."""
+class _Quiet(TorchFunctionMode):
+    """Disables dropout in every torch function that applies it.
+
+    A model that sets requires_grad of its inputs may do so where the check differentiates them.
+    """
 
     seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func == _SET_REQUIRES_GRAD and args[1] is True and args[0].requires_grad:
+            return None
         if func in _DROPOUTS:
             on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
