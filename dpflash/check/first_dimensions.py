@@ -51,9 +51,10 @@ def check_first_dimensions(trial: Trial, model: nn.Module, batch: Any, findings:
     findings.checked.append(
         f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"
     )
-    for name, error in copied.refusals.items():
+    for name, (size, error) in copied.refusals.items():
         kind = "first_dimension" if copied.is_embedding(name) else "unsupported"
-        findings.add(kind, name, *message_and_remedy(error))
+        message, remedy = message_and_remedy(error)
+        findings.add(kind, name, f"{message} (B = {size})", remedy)
     for name in {n: None for found in seen.values() for n in found}:
         if name not in copied.refusals:
             found = {size: of_layers.get(name, set()) for size, of_layers in seen.items()}
@@ -125,11 +126,12 @@ class _PrivateCopy:
     """A private copy of the model, and what its layers have refused.
 
     Attributes:
-        refusals: what a layer raised, by its name. It is frozen, so that those after it run.
+        refusals: the number of samples at which a layer raised, and what, by its name. It is
+            frozen then, so that those after it run.
     """
 
     def __init__(self, model: nn.Module, trial: Trial):
-        self.refusals: dict[str, Exception] = {}
+        self.refusals: dict[str, tuple[int, Exception]] = {}
         self._subject = Subject(model, trial.subject.loss_fn)
         self._backward = None
         if self._subject.trained:
@@ -148,7 +150,7 @@ class _PrivateCopy:
                 is_consequence = not all(_fits(size, dims) for dims in inputs.dims.values())
                 if is_consequence or name in self.refusals:
                     return inputs.dims
-                self.refusals[name] = error
+                self.refusals[name] = size, error
                 for parameter in self._modules[name].parameters(recurse=False):
                     parameter.requires_grad_(False)
             else:

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import dpflash
 
 pytest.importorskip("transformers")
 
@@ -13,6 +16,12 @@ import models_table  # noqa: E402
 from real_models import BATCH, MODELS, REFUSED  # noqa: E402
 
 TRAINED = [name for name in MODELS if name not in REFUSED]
+# The module that check names first where training refuses.
+FOUND = {
+    "DeBERTa-v2": "deberta.encoder.layer.0.attention.self.pos_key_proj",
+    "Longformer": "longformer.encoder.layer.0.attention.self.query",
+    "CLIP": "(the model itself)",
+}
 
 
 def _options(clipping, bound):
@@ -63,11 +72,35 @@ def test_what_cannot_be_told_apart_by_sample_is_refused(name, private):
         engine.backward(MODELS[name].losses(model, *data))
 
 
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_check_finds_an_error_in_what_does_not_train_and_in_nothing_else(name, dtype, reduction):
+    real = MODELS[name]
+    batch = [t.to(dtype) if t.is_floating_point() else t for t in real.batch()]
+
+    def loss(model, data):
+        losses = real.losses(model, *data)
+        return losses if reduction is None else losses.mean()
+
+    engine = dpflash.PrivacyEngine()
+    report = engine.check(real.build().to(dtype), batch, loss, loss_reduction=reduction)
+    errors = [problem for problem in report.problems if problem.severity == "error"]
+    assert bool(errors) == (name in REFUSED), errors
+    if name in REFUSED:
+        assert errors[0].where == FOUND[name]
+
+
 def test_the_page_is_that_of_the_committed_results_and_has_all_models():
     results = json.loads(models_table.RESULTS.read_text())
     assert models_table.PAGE.read_text() == models_table.page(results)
     assert list(results["models"]) == list(MODELS)
     cells = [cell for of_model in results["models"].values() for cell in of_model.values()]
+    assert all(
+        ("ok" in of["check"]) == ("error" in of["flat"]) for of in results["models"].values()
+    )
     assert all(cell.get("error", 0.0) <= 5e-7 for cell in cells)
     trained = [name for name, cells in results["models"].items() if "error" in cells["flat"]]
+    assert trained == [name for name, cells in results["models"].items() if "ok" in cells["check"]]
     assert set(trained) == set(TRAINED) and len(trained) >= 40
