@@ -345,7 +345,16 @@ def test_time_first_layers_are_found_even_where_time_equals_the_batch(length):
     x = torch.randn(B, length, WIDTH)
     report = check(TimeFirst(), (x, vectors()[1]))
     assert found(report, "first_dimension") == ["reads"]
-    # Layers behind it refuse what follows from that.
+
+
+def test_layers_behind_one_that_gets_the_time_first_are_not_blamed():
+    class Mean(TimeFirst):
+        def forward(self, x):
+            # Of one sample, the head gets [1, E] after [T, 1, E].
+            return self.head(self.reads(x.transpose(0, 1) * 2).mean(0))
+
+    report = check(Mean(), (torch.randn(B, B + 2, WIDTH), vectors()[1]))
+    assert found(report, "first_dimension") == ["reads"]
     assert not found(report, "unsupported")
 
 
