@@ -318,6 +318,16 @@ def test_coupling_by_a_small_share_of_another_sample_is_found():
     assert found(check(around(Leak()), vectors()), "coupling") == ["1"]
 
 
+def test_coupling_of_tokens_is_found_by_derivatives_beside_as_many_positions_as_samples():
+    class Coupled(LearnedPositions):
+        def forward(self, tokens):
+            x = self.tokens(tokens) + self.tokens(torch.arange(tokens.shape[1]))
+            return self.head(x + 0.1 * x.roll(1, 0))
+
+    (problem,) = (p for p in check(Coupled(False), documents(B)).problems if p.kind == "coupling")
+    assert "with respect to other samples in the output of 'tokens'" in problem.message
+
+
 def test_coupling_in_the_backward_alone_is_found():
     report = check(around(BackwardScale()), vectors())
     assert found(report, "coupling")
