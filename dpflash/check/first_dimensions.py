@@ -116,6 +116,7 @@ class _Inputs(ForwardRows):
     """The first dimensions of the inputs of private layers, as training takes them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.dims: dict[str, set[int]] = {}
 
     def note(self, name: str, x: Tensor) -> None:

@@ -238,6 +238,10 @@ class Proof:
         if samples:
             progress.prove(layers)
 
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag holds on some rank of the group; all ranks call this together."""
+        return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
+
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
         rng = np.random.default_rng(_secret())
