@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attn.boundary import NoiseOff
@@ -21,6 +22,8 @@ from .batch import mapped, pick, tensors
 from .report import ITSELF
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Subject:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        with WithoutDropout() as mode:
+        with _SettableInputs(), WithoutDropout() as mode:
             # loss_fn may modify the batch in place.
             losses = self.loss_fn(self.model, mapped(batch, torch.clone))
         self.dropout |= mode.seen
@@ -206,6 +209,15 @@ def randomness_restored(batch: Any) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+class _SettableInputs(TorchFunctionMode):
+    """Lets a model set requires_grad of its inputs where the check differentiates them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_REQUIRES_GRAD and args[1] is True and args[0].requires_grad:
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 class _Narrowest(TorchDispatchMode):

@@ -31,6 +31,8 @@ NEUTRAL_NAME = "dp_attention"
 _ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
 _UNCACHED = f"pass the whole sequence with use_cache=False, or {_ELSEWHERE}"
 
+_functorch = torch._C._functorch
+
 # Keywords that models pass to attention functions and that need no action.
 _IGNORED = frozenset(
     {
@@ -485,6 +487,11 @@ def _borders_of_positions(
 ) -> Tensor | None:
     """Borders of documents where positions restart; None if each row is one document."""
     batch_size, tokens = query.shape[0], query.shape[2]
+    # Below a module that runs under vmap: the positions of all samples, which Python may look at.
+    while _functorch.is_batchedtensor(position_ids):
+        dim = _functorch.maybe_get_bdim(position_ids)
+        position_ids = _functorch.get_unwrapped(position_ids).movedim(dim, 0).flatten(0, 1)
+        batch_size = len(position_ids)
     if position_ids.ndim != 2 or not 1 < tokens == key.shape[2] == position_ids.shape[1]:
         return None
     if batch_size > 1 and not causal:

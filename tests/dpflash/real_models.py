@@ -373,7 +373,7 @@ def sample_gradients(model, data, losses):
     """Gradients of each sample by itself, by the parameters' names."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = []
-    for i in range(BATCH):
+    for i in range(len(data[0])):
         loss = losses(model, *[t[i : i + 1] for t in data]).sum()
         grads = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
         found.append(dict(zip(parameters, grads, strict=True)))

@@ -18,6 +18,11 @@ from real_models import BATCH, MODELS, REFUSED  # noqa: E402
 import dpflash  # noqa: E402
 
 TRAINED = [name for name in MODELS if name not in REFUSED]
+# The module that check names first where training refuses.
+FOUND = {
+    "DeBERTa-v2": "deberta.encoder.layer.0.attention.self.pos_key_proj",
+    "CLIP": "(the model itself)",
+}
 
 
 def _options(clipping, bound):
@@ -68,13 +73,45 @@ def test_what_cannot_be_told_apart_by_sample_is_refused(name, private):
         engine.backward(MODELS[name].losses(model, *data))
 
 
+def _errors(name, dtype=torch.float64, reduction=None):
+    """The modules in which check finds an error."""
+    real = MODELS[name]
+    batch = [t.to(dtype) if t.is_floating_point() else t for t in real.batch()]
+
+    def loss(model, data):
+        losses = real.losses(model, *data)
+        return losses if reduction is None else losses.mean()
+
+    engine = dpflash.PrivacyEngine()
+    report = engine.check(real.build().to(dtype), batch, loss, loss_reduction=reduction)
+    return [problem.where for problem in report.problems if problem.severity == "error"]
+
+
+# Their layers do not see the batch first, or they change what they are given.
+@pytest.mark.parametrize("name", ["T5", "BART", "Swin", "Wav2Vec2", *REFUSED])
+def test_check_takes_from_layers_what_training_takes(name):
+    assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_check_finds_an_error_in_what_does_not_train_and_in_nothing_else(name, dtype, reduction):
+    assert _errors(name, dtype, reduction)[:1] == ([FOUND[name]] if name in REFUSED else [])
+
+
 def test_the_page_is_that_of_the_committed_results_and_has_all_models():
     results = json.loads(models_table.RESULTS.read_text())
     assert models_table.PAGE.read_text() == models_table.page(results)
     assert list(results["models"]) == list(MODELS)
     cells = [cell for of_model in results["models"].values() for cell in of_model.values()]
+    assert all(
+        ("ok" in of["check"]) == ("error" in of["flat"]) for of in results["models"].values()
+    )
     assert all(cell.get("error", 0.0) <= 5e-7 for cell in cells)
     trained = [name for name, cells in results["models"].items() if "error" in cells["flat"]]
+    assert trained == [name for name, cells in results["models"].items() if "ok" in cells["check"]]
     assert set(trained) == set(TRAINED) and len(trained) >= 40
 
 
@@ -88,6 +125,12 @@ def _losses_with_global_attention(model, ids, targets):
     is_global[:, 0] = 1
     logits = model(ids, global_attention_mask=is_global).logits
     return dpflash.losses.cross_entropy(logits, targets)
+
+
+def test_positions_of_one_sample_are_looked_at_below_a_module_with_parameters_of_its_own():
+    # With one sample, positions that all samples share look like those of the samples.
+    real = MODELS["GPT-OSS"]._replace(batch=lambda: [t[:1] for t in real_models._tokens()])
+    assert max(models_table.errors_of(real, "dpflash")) <= 5e-7
 
 
 @pytest.mark.parametrize("column", ["flat", "LoRA"])
