@@ -11,6 +11,7 @@ Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -60,6 +61,8 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
+        given, caches = leaves, {i for i, x in enumerate(leaves) if self._leaves_out(x)}
+        leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
@@ -110,7 +113,13 @@ class PrivateOwner(PrivateModule):
         outputs = one_by_one()
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
         if begin is not None:
-            self._compare(outputs, one_by_one, lambda: self._batch_forward(args, kwargs), *begin)
+
+            def of_batch() -> Any:
+                # With the caches that the samples were run without.
+                own = [copy.deepcopy(x) if i in caches else x for i, x in enumerate(given)]
+                return self._batch_forward(*tree_unflatten(own, structure))
+
+            self._compare(outputs, one_by_one, of_batch, *begin)
         # Counters; under vmap none of them can depend on the data.
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
@@ -145,6 +154,13 @@ class PrivateOwner(PrivateModule):
                     "model.config.use_cache does not reach decoders with a config of their own, "
                     "such as T5's"
                 )
+
+    def _leaves_out(self, leaf: Any) -> bool:
+        """Whether to run without an argument: an empty cache, which training does not read.
+
+        What this call would have put there a second call may read, so it is left out once.
+        """
+        return _is_empty_cache(leaf) and self._dpflash.note_left_out(leaf)
 
     def _refuse_stored(self, own_copy: nn.Module) -> None:
         """Refuse a forward that has stored something in the attributes of the copy it ran on."""
@@ -255,6 +271,20 @@ class PrivateOwner(PrivateModule):
                 "depend on layers that are trained"
             )
         return None
+
+
+def _is_empty_cache(x: Any) -> bool:
+    """Whether it is a cache of transformers without any keys and values yet."""
+    if not type(x).__module__.startswith("transformers."):
+        return False
+    from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+    if isinstance(x, EncoderDecoderCache):
+        return _is_empty_cache(x.self_attention_cache) and _is_empty_cache(x.cross_attention_cache)
+    return isinstance(x, Cache) and all(
+        isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) == 0
+        for layer in x.layers
+    )
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:

@@ -56,7 +56,6 @@ flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, e
 frozen. `check` is what `engine.check` says where all parameters are trained: ok, or its first
 error.
 
-Encoder-decoder models are called with `use_cache=False`: with a cache T5 is refused.
 DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
 `pos_key_proj`, `pos_query_proj`), and with LoRA on
 `target_modules=["query_proj", "key_proj", "value_proj", "dense"]`, or `["value_proj", "dense"]`
