@@ -107,3 +107,18 @@ def one_of(**choices: tuple[object, Collection[object]]) -> None:
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
+
+
+def counted(number: int, thing: str) -> str:
+    """A number with its noun, such as "1 document" and "2 documents"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def great_delta(delta: float, size: int, thing: str) -> str | None:
+    """What is wrong with a delta for a dataset of so many things; None if it is below 1 / size."""
+    if delta < 1 / size:
+        return None
+    return (
+        f"delta={delta!r}: not below 1 / {counted(size, thing)}, so the guarantee would permit "
+        "publishing one of them; pass a smaller delta"
+    )

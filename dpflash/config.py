@@ -141,14 +141,15 @@ class PrivacyConfig:
             positive(max_grad_norm=given)
             object.__setattr__(self, "max_grad_norm", float(given))
             return
+        named = isinstance(given, Mapping)
         values = list(given.values() if isinstance(given, Mapping) else given)
         if not values:
             raise ValueError(f"max_grad_norm={given!r}: expected a bound for each clipping group")
-        for value in values:
-            positive(max_grad_norm=value)
-            finite(max_grad_norm=value)
+        for key, value in zip(given if named else range(len(values)), values, strict=True):
+            name = f"max_grad_norm[{key!r}]"
+            positive(**{name: value})
+            finite(**{name: value})
         numbers = [float(value) for value in values]
-        named = isinstance(given, Mapping)
         bounds = dict(zip(given, numbers, strict=True)) if named else tuple(numbers)
         object.__setattr__(self, "max_grad_norm", bounds)
 

@@ -863,9 +863,14 @@ class PrivacyEngine:
             "loader": self._loader.state_dict(),
             "sampling": self._sampling(),
             "clipping": self._clipping,
+            "shares": self._shares(),
             "clip_function": self._attached().clip_function,
             "extra": extra or {},
         }
+
+    def _shares(self) -> list[tuple[str, float]]:
+        """The clipping groups' names, and their bounds as fractions of max_grad_norm."""
+        return [(group.name, group.share) for group in self._attached().groups]
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
@@ -902,6 +907,8 @@ class PrivacyEngine:
                 sampling=self._sampling(),
                 mechanism=type(self.accountant).mechanism(),
                 ledger=self._ledger,
+                clipping=self._clipping,
+                shares=self._shares(),
             )
 
         state = sharded_checkpoint.load(

@@ -46,7 +46,7 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
     differences: list[_Difference] = []
     foreign: list[str] = []
     compared: dict[str, str] = {}
-    flagged = {problem.where for problem in findings.problems}
+    shared = _shared_embeddings(trial)
     for index in trial.indices:
         reference[index] = trial.subject.loss_and_grads(trial.batch, index)
         for variant in _variants(trial, index):
@@ -62,7 +62,7 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
             loss, grads = _difference(trial, reference, index, found)
             if loss or grads:
                 differences.append(_Difference(index, variant, loss, grads))
-        foreign += _derivatives_by_others(trial, index, flagged)
+        foreign += _derivatives_by_others(trial, index, shared)
     findings.checked.append(
         f"loss and gradient of samples {', '.join(map(str, trial.indices))}, up to "
         f"{trial.tolerance:.0e} of their size, when " + "; ".join(compared)
@@ -105,27 +105,33 @@ def _difference(
     return (0.0 if loss <= trial.tolerance else loss), grads
 
 
-def _derivatives_by_others(trial: Trial, index: int, flagged: set[str]) -> list[str]:
+def _shared_embeddings(trial: Trial) -> list[bool]:
+    """Whether each call of an embedding returns another number of rows than samples.
+
+    Found with one sample less, since B samples may have B positions.
+    """
+    try:
+        _, outputs = _embedded(trial, trial.pick(range(trial.size - 1)))
+    except Exception:  # already reported as kind "batch_size"
+        return []
+    return [out.shape[0] != trial.size - 1 for _, out in outputs]
+
+
+def _derivatives_by_others(trial: Trial, index: int, shared: list[bool]) -> list[str]:
     """Nonzero derivatives of losses[i] by other samples' inputs and embedding outputs."""
     batch = mapped(
         trial.batch,
         lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t,
     )
     leaves = [("the batch's tensors", t) for t in tensors(batch) if t.requires_grad]
-    hooks = []
-    for name, module in trial.subject.model.named_modules():
-        if isinstance(module, nn.Embedding) and name not in flagged:
-
-            def note(_: Any, __: Any, out: Tensor, name: str = name) -> None:
-                if out.requires_grad and out.ndim and out.shape[0] == trial.size:
-                    leaves.append((f"the output of '{name}'", out))
-
-            hooks.append(module.register_forward_hook(note))
-    try:
-        losses = trial.subject.losses(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    losses, outputs = _embedded(trial, batch)
+    if len(shared) != len(outputs):
+        shared = [False] * len(outputs)
+    leaves += [
+        (f"the output of '{name}'", out)
+        for (name, out), is_shared in zip(outputs, shared, strict=True)
+        if out.requires_grad and out.shape[0] == trial.size and not is_shared
+    ]
     if not leaves or not losses.requires_grad:
         return []
     derivatives = torch.autograd.grad(losses[index], [t for _, t in leaves], allow_unused=True)
@@ -142,6 +148,21 @@ def _derivatives_by_others(trial: Trial, index: int, flagged: set[str]) -> list[
                 f"{name}, {math.sqrt(foreign / total):.1e} of the total"
             )
     return found
+
+
+def _embedded(trial: Trial, batch: Any) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """The losses of a batch, and the output of each call of an embedding, with its name."""
+    outputs: list[tuple[str, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda _, __, out, name=name: outputs.append((name, out)))
+        for name, module in trial.subject.model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        return trial.subject.losses(batch), outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _report(

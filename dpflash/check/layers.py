@@ -1,38 +1,15 @@
-"""Checks of a model's layers: private training supports them, and their inputs are batch-first."""
+"""Checks of a model's layers: private training supports them, and clips what autograd computes."""
 
 from __future__ import annotations
-
-import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..clipping.backward import PrivateBackward
-from ..clipping.groups import flat_groups
-from ..clipping.planner import STORED
-from ..clipping.row_origin import is_flattened
-from ..grad_rules import rule_for
-from ..grad_rules.batch_second import batch_second
-from ..grad_rules.convert import attach, check_module, owners, parts_of_layers
-from ..grad_rules.generic import PrivateLeaf
-from ..optimize.levels import PLAIN
-from ..optimize.wrapper import ForwardWrapper
-from ..sampling.tracker import BatchMark, BatchTracker
-from ..step import ClippedSums
-from .batch import tensors
-from .report import ITSELF, LOSS_FN, Findings, error_text, message_and_remedy
+from ..grad_rules.convert import check_module, parts_of_layers
+from ..sampling.tracker import BatchMark
+from .private import made_private, named_in
+from .report import ITSELF, Findings, message_and_remedy
 from .subject import LossAndGrads, Trial
-
-_BATCH_FIRST_REMEDY = (
-    "make the batch the first dimension (batch_first=True, x.transpose(0, 1), [B, T] flattened "
-    "right before the layer), or freeze the layer with requires_grad_(False)"
-)
-_INDICES_REMEDY = (
-    "if all samples share its indices, such as positions, pass indices[None, :]; if there is one "
-    "index per sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
-    "requires_grad_(False)"
-)
 
 
 def check_modules(model: nn.Module, findings: Findings) -> None:
@@ -44,77 +21,6 @@ def check_modules(model: nn.Module, findings: Findings) -> None:
             check_module(name or ITSELF, module, is_inside=module in inside)
         except ValueError as error:
             findings.add("unsupported", name or ITSELF, *message_and_remedy(error))
-
-
-def check_first_dimensions(trial: Trial, findings: Findings) -> None:
-    """Check that the first dimension of the inputs of trained layers is B, for several B."""
-    sizes = sorted({trial.size, trial.size - 1, 1}, reverse=True)
-    seen: dict[int, dict[str, list[tuple[int, ...]]]] = {}
-    for size in sizes:
-        try:
-            seen[size] = _shapes(trial, trial.pick(range(size)))
-        except Exception as error:
-            findings.add(
-                "batch_size",
-                LOSS_FN,
-                f"{size} sample(s) alone raise {error_text(error)}",
-                "private training varies the batch size: make the model independent of it",
-            )
-    findings.checked.append(
-        f"first dimension of the inputs of trained layers, B = {', '.join(map(str, seen))}"
-    )
-    modules = dict(trial.subject.model.named_modules())
-    for name in {n: None for shapes in seen.values() for n in shapes}:
-        found = {size: set(shapes.get(name, ())) for size, shapes in seen.items()}
-        # A first dimension of 1 is shared by all samples, such as positions [1, T].
-        if all(f <= {(size,), (1,)} for size, f in found.items()):
-            continue
-        shown = ", ".join(
-            f"{'/'.join(str(d[0]) if d else 'scalar' for d in sorted(f)) or 'not called'} "
-            f"for B={size}"
-            for size, f in found.items()
-        )
-        embedding = isinstance(modules["" if name == ITSELF else name], nn.Embedding)
-        findings.add(
-            "first_dimension",
-            name,
-            f"the first dimension of its input is not the batch: {shown}. If it happened to equal "
-            "B, clipping would use norms of something other than samples",
-            _INDICES_REMEDY if embedding else _BATCH_FIRST_REMEDY,
-        )
-
-
-def _shapes(trial: Trial, batch: Any) -> dict[str, list[tuple[int, ...]]]:
-    """First dimensions of the inputs of each trained module; () for a scalar.
-
-    Tokens whose rows are those of samples, in order, have B, as in private training.
-    """
-    subject = trial.subject
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    modules = dict(subject.model.named_modules())
-    hooks, size = [], next(t.shape[0] for t in tensors(batch) if t.ndim)
-    second = batch_second(subject.model)
-    for name, _ in owners(subject.model, subject.trained.values()):
-
-        def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            if rule_for(module) is not PrivateLeaf:
-                inputs = inputs[:1]
-            dim = int(id(module) in second)
-            shapes.setdefault(name or ITSELF, []).extend(
-                (size,) if is_flattened(t, size) else tuple(t.shape[dim : dim + 1]) for t in inputs
-            )
-
-        hooks.append(modules[name].register_forward_pre_hook(note, with_kwargs=True))
-    try:
-        losses = subject.losses(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    expected = trial.losses_shape(size)
-    if tuple(losses.shape) != expected:
-        raise ValueError(f"losses has shape {tuple(losses.shape)}, expected {list(expected)}")
-    return shapes
 
 
 def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
@@ -146,32 +52,16 @@ def check_private_backward(
         findings.not_checked.append(f"{comparison}: fix the errors first")
         return
     subject = trial.subject
-    trained = list(subject.trained.values())
-    sums = ClippedSums(
-        trained, names={p: n for n, p in subject.trained.items()}, tracker=BatchTracker()
-    )
-    backward = PrivateBackward(
-        flat_groups(trained),
-        sums,
-        STORED,
-        loss_reduction=trial.loss_reduction,
-        clip_function="hard",
-    )
-    for parameter in subject.trained.values():
-        parameter.grad = None
-    attach(subject.model, backward)
-    ForwardWrapper(subject.model, backward, PLAIN).put()
+    backward = made_private(subject, trial.loss_reduction)
     try:
-        sums.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
+        backward.step.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))
     except Exception as error:
-        named = re.search(r"'([^']+)'", str(error))
-        where = named.group(1) if named else ITSELF
-        findings.add("unsupported", where, *message_and_remedy(error))
+        findings.add("unsupported", named_in(error, subject.model), *message_and_remedy(error))
         return
     findings.checked.append(comparison)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
-    _compare_sums(sums.sums, subject.trained, tolerance, findings)
+    _compare_sums(backward.step.sums, subject.trained, tolerance, findings)
     if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
         norms = backward.statistics.squared_norms.sqrt().tolist()
         _compare_norms(trial, norms, reference, tolerance, findings)

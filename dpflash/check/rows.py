@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..clipping.backward import PrivateBackward
-from ..clipping.groups import flat_groups
-from ..clipping.planner import STORED
-from ..grad_rules.convert import attach
-from ..optimize.levels import PLAIN
-from ..optimize.wrapper import ForwardWrapper
-from ..sampling.tracker import BatchMark, BatchTracker
-from ..step import ClippedSums
+from ..sampling.tracker import BatchMark
 from .batch import Place
 from .coupling import locate
+from .private import made_private
 from .report import ITSELF, LOSS_FN, Findings, error_text
 from .subject import Subject, Trial
 
@@ -81,19 +75,8 @@ def _order(row: int, size: int) -> list[int]:
 def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]:
     """The per-sample gradient of sample 0 in each order, from a private backward."""
     subject = trial.subject
-    trained = list(subject.trained.values())
-    sums = ClippedSums(
-        trained, names={p: n for n, p in subject.trained.items()}, tracker=BatchTracker()
-    )
-    backward = PrivateBackward(
-        flat_groups(trained),
-        sums,
-        STORED,
-        loss_reduction=trial.loss_reduction,
-        clip_function="hard",
-    )
-    attach(subject.model, backward)
-    ForwardWrapper(subject.model, backward, PLAIN).put()
+    backward = made_private(subject, trial.loss_reduction)
+    sums = backward.step
     found = []
     for order in orders:
         mask = torch.tensor([sample == 0 for sample in order])

@@ -19,7 +19,8 @@ from ..clipping.precision import (
 )
 from .batch import batch_size, mapped
 from .coupling import check_coupling
-from .layers import check_first_dimensions, check_modules, check_private_backward, check_reach
+from .first_dimensions import check_first_dimensions
+from .layers import check_modules, check_private_backward, check_reach
 from .reduction import check_reduction
 from .report import ITSELF, LOSS_FN, LOSS_REMEDY, CheckReport, Findings, error_text, listed
 from .rows import check_rows
@@ -99,7 +100,7 @@ def _check(
     if not (first and _repeats(trial, findings)):
         findings.not_checked.append("everything after the failed run: fix it and check again")
         return
-    check_first_dimensions(trial, findings)
+    check_first_dimensions(trial, copy.deepcopy(model), batch, findings)
     _check_state(trial, findings)
     if loss_reduction is None:
         reference = check_coupling(trial, findings)

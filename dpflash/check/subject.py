@@ -11,32 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attn.boundary import NoiseOff
+from ..verification.dropout import WithoutDropout
 from .batch import mapped, pick, tensors
 from .report import ITSELF
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-    torch.feature_alpha_dropout,
-}
-# Position of dropout_p in the arguments of F.multi_head_attention_forward.
-_DROPOUT_OF_HEADS = 10
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -83,7 +70,7 @@ class Subject:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        with _WithoutDropout() as mode:
+        with _SettableInputs(), WithoutDropout() as mode:
             # loss_fn may modify the batch in place.
             losses = self.loss_fn(self.model, mapped(batch, torch.clone))
         self.dropout |= mode.seen
@@ -224,26 +211,13 @@ def randomness_restored(batch: Any) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Disables dropout in every torch function that applies it."""
-
-    seen = False
+class _SettableInputs(TorchFunctionMode):
+    """Lets a model set requires_grad of its inputs where the check differentiates them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
-            return args[0] if args else kwargs["input"]
-        # Functions that multi_head_attention_forward calls do not pass through this mode.
-        if func is F.multi_head_attention_forward:
-            self.seen |= kwargs.get("training", True) and args[_DROPOUT_OF_HEADS] > 0
-            args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
-        if func is F.scaled_dot_product_attention:
-            given = args[4] if len(args) > 4 else kwargs.pop("dropout_p", 0.0)
-            self.seen |= given > 0
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return func(*args, **kwargs)
+        if func == _SET_REQUIRES_GRAD and args[1] is True and args[0].requires_grad:
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 class _Narrowest(TorchDispatchMode):

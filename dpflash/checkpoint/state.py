@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ def check_fits(
     sampling: dict[str, Any],
     mechanism: str,
     ledger: Ledger | None,
+    clipping: str,
+    shares: Sequence[tuple[str, float]],
 ) -> None:
     """Refuse a checkpoint of another run than this one.
 
@@ -104,6 +107,8 @@ def check_fits(
         sampling: the loader's sampling scheme.
         mechanism: name of the accountant.
         ledger: the engine's own, or None.
+        clipping: the kind of clipping.
+        shares: the clipping groups' names, and their bounds as fractions of max_grad_norm.
 
     Raises:
         ValueError: names the difference.
@@ -133,6 +138,8 @@ def check_fits(
     # Schedulers add keys to the groups, so only the optimizer's own options are required.
     if any(not set(optimizer.defaults) <= set(g) for g in groups):
         raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
+    if state["clipping"] == clipping:
+        _check_shares(where, state, shares)
     releases = state["ledger_releases"]
     if ledger is None:
         if releases is None:
@@ -152,6 +159,31 @@ def check_fits(
         raise ValueError(
             f"{where} the ledger {ledger.path}: it has {ledger.releases} releases, the "
             f"checkpoint {releases}. Restore it; epsilon is unknown without it"
+        )
+
+
+def _check_shares(
+    where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
+) -> None:
+    """Refuse bounds of clipping groups in other proportions than in the checkpoint's run."""
+    # Earlier versions did not store them.
+    saved = state.get("shares", shares)
+    if len(saved) != len(shares):
+        raise ValueError(
+            f"{where} the clipping groups: {len(saved)} then, {len(shares)} now. Train the same "
+            "parameters with the same clipping"
+        )
+    bound = state["max_grad_norm"]
+    different = [
+        f"{name!r} was {before * bound:.6g} and would be {now * bound:.6g}"
+        for (_, before), (name, now) in zip(saved, shares, strict=True)
+        if not math.isclose(before, now, rel_tol=1e-9)
+    ]
+    if different:
+        raise ValueError(
+            f"{where} the bounds of the clipping groups: of max_grad_norm={bound!r}, the bound of "
+            f"all groups together, {', '.join(different)}. Pass make_private the max_grad_norm of "
+            "that run"
         )
 
 

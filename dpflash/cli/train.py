@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dpflash._validate import counted
 from dpflash.train.config import Parallelism, TrainingConfig
 
 _DEFAULT_OUT = Path("runs/train")
@@ -283,8 +284,8 @@ def _announcement(job: Any) -> list[str]:
     config, state, ranks = job.config, job.state, job.ranks
     left_out = f"; left out: {job.left_out}" if job.left_out else ""
     lines = [
-        f"data      {config.data}: {job.num_documents} documents to train on, {job.num_held_out} "
-        f"held out (which epsilon does not cover){left_out}",
+        f"data      {config.data}: {counted(job.num_documents, 'document')} to train on, "
+        f"{job.num_held_out} held out (which epsilon does not cover){left_out}",
         f"privacy   {_target(config)}noise multiplier {state.noise_multiplier:.4g}, "
         f"{config.clipping} clipping at {config.max_grad_norm:g}, delta {config.delta:g}",
     ]
@@ -316,7 +317,10 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("bits per byte, before", shown("bits_per_byte_before")),
         ("bits per byte, private", shown("bits_per_byte_after")),
         ("bits per byte, non-private", shown("bits_per_byte_nonprivate")),
-        (f"epsilon at delta {report['delta']:g}", f"{epsilon} after {report['steps']} steps"),
+        (
+            f"epsilon at delta {report['delta']:g}",
+            f"{epsilon} after {counted(report['steps'], 'step')}",
+        ),
         ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
         ("dataset size", _dataset_size(report["public"])),
         ("sampler", report["sampler"]),
@@ -341,7 +345,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
 def _dataset_size(public: dict[str, Any]) -> str:
     """The data set size from which the sample rate is computed."""
     declared = "declared" if public["dataset_size_declared"] else "treated as public"
-    return f"{public['dataset_size']} documents, {declared}"
+    return f"{counted(public['dataset_size'], 'document')}, {declared}"
 
 
 @contextmanager

@@ -37,11 +37,13 @@ class _Call:
         sizes: first dimensions of the tensors that the model was given.
         batch_size: of the input of its first private operation.
         flattened: modules whose input has a row for each token, samples in order.
+        shared: modules whose input of one row is what all samples share, in order.
     """
 
     sizes: frozenset[int]
     batch_size: int | None = None
     flattened: set[str] = field(default_factory=set)
+    shared: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,6 +67,25 @@ class _State:
     flattened: set[str] = field(default_factory=set)
     shapes: dict[int, dict[int, list[LinearShape]]] = field(default_factory=dict)
     is_over: bool = True
+
+
+def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
+    """Name the layers whose outputs an operation of the model's own code may have failed on."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+    # Running out of memory, for instance, has a class of its own.
+    if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
+        return
+    names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
+    raise RuntimeError(
+        f"the model's own code failed: {error} The input [1, ...] of {names} is shared by all "
+        f"{call.batch_size} samples, and the output has a copy [{call.batch_size}, ...] for each "
+        "of them, since gradients are per sample; code that expects [1, ...] fails on it. Freeze "
+        "the module that it fails on with requires_grad_(False), or leave it out of LoRA's "
+        "target_modules"
+    ) from error
 
 
 class PrivateForward:
@@ -135,6 +156,10 @@ class PrivateForward:
 
         The batch size is inferred afresh in each call. Yields whether this is the outermost call
         of a forward: neither a call by the model itself nor a recomputation.
+
+        Raises:
+            RuntimeError: the model's own code failed after a layer whose input all samples share,
+                with the names of such layers.
         """
         if self._call is not None or is_recomputing():
             yield False
@@ -142,6 +167,9 @@ class PrivateForward:
         self._call, self.misfit = _Call(sizes), ""
         try:
             yield True
+        except RuntimeError as error:
+            _refuse_expanded(error, self._call)
+            raise
         finally:
             # A call under no_grad does not end the forward before it.
             if torch.is_grad_enabled():
@@ -205,6 +233,7 @@ class PrivateForward:
             why = f"no tensor that the model got has {size} of them: it may be one sample"
         else:
             state.shared.add(name)
+            call.shared[name] = None
             return size
         raise ValueError(
             f"input of module '{name}' has shape {tuple(x.shape)} after others with {size} "

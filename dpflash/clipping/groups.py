@@ -11,6 +11,12 @@ from torch import nn
 from dpflash.kernels import bound_share
 from dpflash.kernels.reference import ROOT_SLACK
 
+_ONE_FOR_EACH_PARAMETER = (
+    "A bound for each parameter is Opacus' per_layer, which clips each parameter by itself; here "
+    "the parameters of a layer are clipped together, which no bounds of theirs add up to. Give "
+    "one bound for each group, or a dict {name: bound}"
+)
+
 # A bound for each clipping group: in their order, or by name.
 Bounds = Sequence[float] | Mapping[str, float]
 
@@ -92,6 +98,7 @@ def with_bounds(groups: Sequence[Group], bounds: Bounds) -> list[Group]:
         ValueError: for another number of bounds than groups, or for other names.
     """
     names = [group.name for group in groups]
+    listed = ", ".join(map(repr, names))
     if isinstance(bounds, Mapping):
         wrong = [f"{n!r} is no group" for n in bounds if n not in names] + [
             f"{n!r} is missing" for n in names if n not in bounds
@@ -99,17 +106,18 @@ def with_bounds(groups: Sequence[Group], bounds: Bounds) -> list[Group]:
         if wrong:
             raise ValueError(
                 f"max_grad_norm={dict(bounds)!r}: expected one bound for each clipping group by "
-                f"its name, but {', '.join(wrong)}. '' is the model's own parameters; after "
-                "make_private with one number [g.name for g in engine.groups()] are the names"
+                f"its name, but {', '.join(wrong)}. The names are {listed}; '' is the model's own "
+                "parameters"
             )
         values = [bounds[name] for name in names]
     else:
         values = list(bounds)
     if len(values) != len(groups):
+        each = len(values) == sum(len(group.parameters) for group in groups)
         raise ValueError(
             f"max_grad_norm has {len(values)} bounds, but the model has {len(groups)} clipping "
-            f"groups: {', '.join(names[:8])}{', ...' * (len(names) > 8)}; give one for each, or a "
-            "dict by name"
+            f"groups: {listed}; '' is the model's own parameters. "
+            + (_ONE_FOR_EACH_PARAMETER if each else "Give one for each, or a dict by name")
         )
     whole = joint_bound(values)
     return [

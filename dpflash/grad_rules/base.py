@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ class ModuleContext:
         longest: most steps of the packed sequences that it received.
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
+        left_out: the last empty cache that a call ran without.
     """
 
     backward: PrivateBackward
@@ -47,6 +49,7 @@ class ModuleContext:
     has_positions: bool = False
     longest: int = 0
     places: dict[tuple[str, int] | None, str] = field(default_factory=dict)
+    left_out: weakref.ref[Any] | None = None
 
     def note_positions(self) -> None:
         """Note that an embedding received indices [T] of another length than B."""
@@ -56,6 +59,11 @@ class ModuleContext:
         """The most steps of a packed sequence so far, this one's included."""
         self.longest = max(self.longest, length)
         return self.longest
+
+    def note_left_out(self, cache: Any) -> bool:
+        """Whether it is another cache than the last one that a call ran without."""
+        last, self.left_out = self.left_out, weakref.ref(cache)
+        return last is None or last() is not cache
 
     def check_batch(self, x: Tensor) -> Tensor:
         """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""
@@ -196,6 +204,14 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The original class of a private module."""
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
+
+
+def name_of_forward(module: nn.Module) -> str:
+    """The full name of the forward of a module's class, which may not be importable here."""
+    forward = type(module).forward
+    # A forward may be any callable, even one without a name.
+    names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
+    return ".".join(map(str, names))
 
 
 def plain_copy(module: nn.Module) -> nn.Module:

@@ -1,5 +1,5 @@
 """Layers whose inputs are [T, B, ...]: torch's attention, transformer and recurrent layers by
-default (batch_first=False).
+default (batch_first=False), and the projections of Longformer's attention.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .base import ModuleContext
+from .base import ModuleContext, name_of_forward
 
 # Layers below these get tokens as they do; attention turns its inputs by itself.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
+# Attention that turns [B, T, E] around before its projections, by the name of its forward.
+_TURNING = (
+    "transformers.models.longformer.modeling_longformer.LongformerSelfAttention.forward",
+    "transformers.models.led.modeling_led.LEDEncoderSelfAttention.forward",
+)
 # Forwards that treat tokens one by one, so that any order of dimensions before the last will do.
 _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 
@@ -21,14 +26,16 @@ _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 def batch_second(model: nn.Module) -> set[int]:
     """Ids of the modules of a model whose first input is [T, B, ...].
 
-    Those with ``batch_first=False``, and what torch's transformer layers and stacks of these
-    apply to each token: linear layers and norms.
+    Those with ``batch_first=False``, and what torch's transformer layers, stacks of these, and
+    attention that turns its input around apply to each token: linear layers and norms.
     """
     found: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first:
             found.add(id(module))
         elif isinstance(module, (*_LAYERS, *_STACKS)) and _is_batch_second(module):
+            found |= {id(layer) for layer in _token_layers(module)}
+        elif name_of_forward(module) in _TURNING:
             found |= {id(layer) for layer in _token_layers(module)}
     return found
 

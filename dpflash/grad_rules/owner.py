@@ -11,7 +11,8 @@ Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -22,7 +23,9 @@ from torch.func import vmap
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
 from ..verification.digests import tolerance
+from ..verification.dropout import WithoutDropout
 from ..verification.random_state import RandomState, random_state_kept
 from .base import PrivateModule, plain_class, plain_copy
 from .batch_second import BatchSecond
@@ -35,7 +38,6 @@ _functorch = torch._C._functorch
 # Anything else might keep tensors of one sample beyond the call, as a cache does.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _TENSOR = object()  # the place of a tensor among outputs
-_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 class PrivateOwner(PrivateModule):
@@ -59,6 +61,8 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
+        given, caches = leaves, {i for i, x in enumerate(leaves) if self._leaves_out(x)}
+        leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
@@ -75,35 +79,49 @@ class PrivateOwner(PrivateModule):
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
-        copied: Any = self._copy()
+        own_copy: Any = _copy_of(self)
+        begin = None
+        if self._dpflash.backward.forward.rows is not None:
+            begin = RandomState(device), OwnAttributes(self.named_modules())
         # Which outputs are no tensors, such as None for attention weights, and their structure.
         found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.current_level()
             outside = _Outside(self._described, batch_size, level, device, dtype)
-            copied.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
-            copied.__dict__["_parameters"] = {**self._parameters, **parameters}
+            own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
+            own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
             # Modules expect a batch dimension; theirs has one sample.
             rows = [
                 x if dim is None else x.unsqueeze(0)
                 for x, dim in zip(inputs, in_dims, strict=True)
             ]
             own_args, own_kwargs = tree_unflatten(rows, structure)
-            results, returned = tree_flatten(copied.forward(*own_args, **own_kwargs))
+            results, returned = tree_flatten(own_copy.forward(*own_args, **own_kwargs))
             self._refuse_objects(results, "returned")
             found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
-        run = vmap(one, in_dims=(0, *in_dims), randomness="different")
-        with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
-            tensors = iter(run(owned, *leaves))
-        # [1, ...] of each sample, or its windows.
-        results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
-        outputs = tree_unflatten(results, found[1])
-        self._take_plain(copied)
-        if self._dpflash.backward.forward.rows is not None:
-            self._compare(outputs, args, kwargs)
+        def one_by_one() -> Any:
+            run = vmap(one, in_dims=(0, *in_dims), randomness="different")
+            with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
+                tensors = iter(run(owned, *leaves))
+            # [1, ...] of each sample, or its windows.
+            results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
+            return tree_unflatten(results, found[1])
+
+        outputs = one_by_one()
+        plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
+        if begin is not None:
+
+            def of_batch() -> Any:
+                # With the caches that the samples were run without.
+                own = [copy.deepcopy(x) if i in caches else x for i, x in enumerate(given)]
+                return self._batch_forward(*tree_unflatten(own, structure))
+
+            self._compare(outputs, one_by_one, of_batch, *begin)
+        # Counters; under vmap none of them can depend on the data.
+        self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
 
     @property
@@ -132,31 +150,23 @@ class PrivateOwner(PrivateModule):
                     f"{self._described} {verb} an object of {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
                     "below it takes and returns tensors and plain values. Training needs no "
-                    "cache: call the model with use_cache=False"
+                    "cache: pass use_cache=False in the call, model(..., use_cache=False); "
+                    "model.config.use_cache does not reach decoders with a config of their own, "
+                    "such as T5's"
                 )
 
-    def _copy(self) -> nn.Module:
-        """A copy that the forward may store tensors in without leaving them to the next batch."""
-        copied = plain_copy(self)
-        for name, value in copied.__dict__.items():
-            if name not in _OF_MODULES and isinstance(value, list | dict | set):
-                copied.__dict__[name] = value.copy()
-        return copied
+    def _leaves_out(self, leaf: Any) -> bool:
+        """Whether to run without an argument: an empty cache, which training does not read.
 
-    def _take_plain(self, copied: nn.Module) -> None:
-        """Take over the plain values, such as counters, that the forward set on its copy.
-
-        Under vmap none of them can depend on the data.
+        What this call would have put there a second call may read, so it is left out once.
         """
-        for name, value in copied.__dict__.items():
-            if name not in _OF_MODULES and isinstance(value, _PLAIN):
-                self.__dict__[name] = value
+        return _is_empty_cache(leaf) and self._dpflash.note_left_out(leaf)
 
-    def _refuse_stored(self, copied: nn.Module) -> None:
+    def _refuse_stored(self, own_copy: nn.Module) -> None:
         """Refuse a forward that has stored something in the attributes of the copy it ran on."""
         before = _contents(self)
-        for name, content in _contents(copied).items():
-            is_plain = isinstance(copied.__dict__.get(name, self), _PLAIN)
+        for name, content in _contents(own_copy).items():
+            is_plain = isinstance(own_copy.__dict__.get(name, self), _PLAIN)
             if content != before.get(name) and not is_plain:
                 raise RuntimeError(
                     f"the forward of {self._described} sets its attribute '{name}', which would "
@@ -164,34 +174,62 @@ class PrivateOwner(PrivateModule):
                     "module's parameters into a module of their own"
                 )
 
-    def _compare(self, outputs: Any, args: Any, kwargs: Any) -> None:
+    def _batch_forward(self, args: Any, kwargs: Any) -> Any:
+        """The outputs of the module's own forward for a whole batch.
+
+        Raises:
+            RuntimeError: it sets an attribute.
+        """
+        own_copy: Any = _copy_of(self)
+        outputs = own_copy.forward(*args, **kwargs)
+        self._refuse_stored(own_copy)
+        return outputs
+
+    def _compare(
+        self,
+        outputs: Any,
+        one_by_one: Callable[[], Any],
+        of_batch: Callable[[], Any],
+        random_state: RandomState,
+        attributes: OwnAttributes,
+    ) -> None:
         """Refuse a forward that gives one sample another result than it gives a batch.
+
+        Args:
+            outputs: those of the samples one by one.
+            one_by_one, of_batch: make the outputs again, and for a batch.
+            random_state, attributes: those that `outputs` were made from.
 
         Raises:
             RuntimeError: outputs differ by more than rounding, or the forward sets an attribute.
-                Outputs of forwards with random masks are not compared.
         """
         device = next(p.device for p in self.parameters())
-        with torch.no_grad(), random_state_kept(device):
-            before = RandomState(device)
-            copied: Any = self._copy()
-            expected = copied.forward(*args, **kwargs)
-            self._refuse_stored(copied)
-            if not RandomState(device).equals(before):
-                return
-        # Detached: checkpointing counts the tensors that a forward saves.
-        found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
-        wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
-        # Hooks of an outer call may have added to the first outputs.
-        if len(found) < len(wanted) or not all(
-            _is_close(x, y, {x.dtype, _autocast_dtype(device) or x.dtype})
-            for x, y in zip(found, wanted, strict=False)
-        ):
+        after, rows = OwnAttributes(self.named_modules()), self._dpflash.backward.forward.rows
+        self._dpflash.backward.forward.record(None)
+
+        def again(forward: Callable[[], Any]) -> Any:
+            random_state.restore()
+            attributes.restore_copies()
+            return forward()
+
+        try:
+            with torch.no_grad(), random_state_kept(device):
+                is_equal = _is_equal(outputs, again(of_batch))
+                if not is_equal and not RandomState(device).equals(random_state):
+                    # Random masks follow the order in memory, which may differ.
+                    with WithoutDropout():
+                        is_equal = _is_equal(again(one_by_one), again(of_batch))
+        finally:
+            self._dpflash.backward.forward.record(rows)
+            after.restore()
+        if not is_equal:
             raise RuntimeError(
                 f"{self._described} gives a sample alone another result than in a batch, so "
-                "nothing was released: its forward mixes samples, or branches on the number of "
-                "samples. Move its parameters into a module of their own, or freeze them with "
-                "requires_grad_(False)"
+                "nothing was released: its forward mixes samples, branches on the number of "
+                "samples, or draws random numbers other than dropout's. Outputs that compare the "
+                "samples of a batch, for a contrastive loss, have no per-sample gradients: train "
+                "with a loss of each sample by itself. Otherwise move its parameters into a "
+                "module of their own, or freeze them with requires_grad_(False)"
             )
 
     def _batch_size(self, leaves: list[Any]) -> int:
@@ -235,18 +273,33 @@ class PrivateOwner(PrivateModule):
         return None
 
 
+def _is_empty_cache(x: Any) -> bool:
+    """Whether it is a cache of transformers without any keys and values yet."""
+    if not type(x).__module__.startswith("transformers."):
+        return False
+    from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+    if isinstance(x, EncoderDecoderCache):
+        return _is_empty_cache(x.self_attention_cache) and _is_empty_cache(x.cross_attention_cache)
+    return isinstance(x, Cache) and all(
+        isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) == 0
+        for layer in x.layers
+    )
+
+
 def _contents(module: nn.Module) -> dict[str, Any]:
     """What identifies the values of a module's attributes and buffers, and of its containers."""
-    held = {k: v for k, v in module.__dict__.items() if k not in {*_OF_MODULES, "_dpflash"}}
-    contents: dict[str, Any] = {}
-    for name, value in {**held, **module._buffers}.items():
-        if isinstance(value, dict):
-            contents[name] = {key: id(x) for key, x in value.items()}
-        elif isinstance(value, list | set):
-            contents[name] = sorted(map(id, value))
-        else:
-            contents[name] = id(value)
-    return contents
+    held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
+    return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """A copy that a forward may store tensors in without leaving them to the next batch."""
+    made, copies = plain_copy(module), dict[int, Any]()
+    for name, value in made.__dict__.items():
+        if name not in OF_TORCH:
+            made.__dict__[name] = copied(value, copies, with_tensors=False)
+    return made
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -275,6 +328,20 @@ def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool
     apart = torch.where(found == expected, 0.0, found - expected).double().norm()
     # Rows that are not finite are refused or dropped elsewhere.
     return not bool(apart > tolerance(dtypes) * found.double().norm())
+
+
+def _is_equal(outputs: Any, expected: Any) -> bool:
+    """Whether tensors differ by rounding alone, as far as both have them.
+
+    Hooks of an outer call, such as those that collect hidden states, add outputs of every forward.
+    """
+    # Detached: checkpointing counts the tensors that a forward saves.
+    found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
+    wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
+    return bool(found) == bool(wanted) and all(
+        _is_close(x, y, {x.dtype, _autocast_dtype(x.device) or x.dtype})
+        for x, y in zip(found, wanted, strict=False)
+    )
 
 
 class PrivateSampleBySample(PrivateOwner):
@@ -330,15 +397,14 @@ class _Outside:
         """A copy of a layer, whose calls run the layer itself on the whole batch."""
         if module is None:
             return None
-        copied = object.__new__(_type_outside(plain_class(module)))
+        made = object.__new__(_type_outside(plain_class(module)))
         # Recurrent layers look attributes up where one is set.
-        kept = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
-        object.__setattr__(copied, "__dict__", kept)
-        copied.__dict__["_module"] = module
-        copied.__dict__["_outside"] = self
-        copied.__dict__["_parameters"] = {}
-        copied.__dict__["_modules"] = {n: self.of(child) for n, child in module._modules.items()}
-        return copied
+        object.__setattr__(made, "__dict__", _copy_of(module).__dict__)
+        made.__dict__["_module"] = module
+        made.__dict__["_outside"] = self
+        made.__dict__["_parameters"] = _Parameters(self, module)
+        made.__dict__["_modules"] = {n: self.of(child) for n, child in module._modules.items()}
+        return made
 
     def output(self, x: Tensor) -> Tensor:
         """An output of the owner for one sample, at least of one dimension."""
@@ -357,7 +423,7 @@ class _Outside:
     def parameter(self, module: nn.Module, name: str) -> Any:
         """A parameter that the owner's forward reads from a layer: its handle, as a batch."""
         parameter = module._parameters[name]
-        if parameter is None or not parameter.requires_grad:
+        if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
         handle = None
         if isinstance(module, PrivateModule) and module.is_private_call():
@@ -373,8 +439,13 @@ class _Outside:
             "private; freeze it with requires_grad_(False)"
         )
 
-    def call(self, module: nn.Module, copied: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, module: nn.Module, outside: Any, args: Any, kwargs: Any) -> Any:
         """Run a layer on the whole batch, and hand its outputs out sample by sample."""
+        if _functorch.maybe_current_level() is None:
+            raise RuntimeError(
+                f"{self.owner} has layers below it recomputed in the backward. Pass the whole "
+                "module to checkpoint, or leave checkpointing out"
+            )
         if isinstance(module, ParametrizationList):
             # The forward reads a computed weight, beside the rule of its layer.
             for name, parameter in module.named_parameters():
@@ -388,9 +459,9 @@ class _Outside:
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
-            return plain_class(module).forward(copied, *args, **kwargs)
+            return plain_class(module).forward(outside, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
-            return plain_class(module).forward(copied, *args, **kwargs)
+            return plain_class(module).forward(outside, *args, **kwargs)
         if not mapped and isinstance(module, PrivateEmbedding) and module.is_private_call():
             leaves = [
                 x.expand(self.batch_size, *x.shape) if isinstance(x, Tensor) else x for x in leaves
@@ -431,6 +502,37 @@ class _Outside:
         return x
 
 
+class _Parameters(dict[str, Any]):
+    """The parameters of a layer as the forward of its owner reads them, see `parameter`."""
+
+    def __init__(self, outside: _Outside, module: nn.Module):
+        super().__init__(module._parameters)
+        self._outside, self._module = outside, module
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return self._outside.parameter(self._module, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)
+
+    def __setitem__(self, name: str, value: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._outside.owner} replaces parameter '{name}' of a layer below it, as "
+            "functional_call does; call the layer itself, or freeze it with requires_grad_(False)"
+        )
+
+    def __delitem__(self, name: str) -> NoReturn:
+        self[name] = None
+
+
 def _turned(x: Tensor) -> Tensor:
     """What a layer takes and returns that has its batch second, see `BatchSecond`."""
     return x.transpose(0, 1) if x.ndim > 2 else x
@@ -447,12 +549,10 @@ class _LayerOutside(nn.Module):
     _outside: _Outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "_outside" not in self.__dict__:
+            # A part of a container, such as layers[:2].
+            return super().__call__(*args, **kwargs)
         return self._outside.call(self._module, self, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._module._parameters:
-            return self._outside.parameter(self._module, name)
-        return super().__getattr__(name)
 
 
 _TYPES: dict[type[nn.Module], type[nn.Module]] = {}

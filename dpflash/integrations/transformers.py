@@ -31,6 +31,8 @@ NEUTRAL_NAME = "dp_attention"
 _ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
 _UNCACHED = f"pass the whole sequence with use_cache=False, or {_ELSEWHERE}"
 
+_functorch = torch._C._functorch
+
 # Keywords that models pass to attention functions and that need no action.
 _IGNORED = frozenset(
     {
@@ -47,6 +49,8 @@ _IGNORED = frozenset(
         "use_cache",
     }
 )
+# Names in configs for dropout of attention weights alone.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _REMEDIES = {
     "head_mask": "prune the heads from the weights instead",
     "output_attentions": "leave it out; no attention weights exist in memory here",
@@ -407,7 +411,7 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
         _refuse(
             f"dropout={dropout}",
             "expected 0.0 on attention weights",
-            "set the config's attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0.0",
+            f"set {_dropout_names(module, dropout)} of the model's config to 0.0",
         )
     for name, value in kwargs.items():
         if value is None or name in _IGNORED or name == "seq_idx":
@@ -422,6 +426,15 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
         _refuse("output_attentions=True", "no weights are stored", _REMEDIES["output_attentions"])
+
+
+def _dropout_names(module: torch.nn.Module, dropout: float) -> str:
+    """The fields of a config that set dropout of attention weights, such as T5's dropout_rate."""
+    config = getattr(module, "config", None)
+    fields = {} if config is None else config.to_dict()
+    of_attention = [name for name in _DROPOUTS if fields.get(name)]
+    same = [name for name, value in fields.items() if "drop" in name and value == dropout]
+    return ", ".join(of_attention or same or _DROPOUTS)
 
 
 def _require_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -474,6 +487,11 @@ def _borders_of_positions(
 ) -> Tensor | None:
     """Borders of documents where positions restart; None if each row is one document."""
     batch_size, tokens = query.shape[0], query.shape[2]
+    # Below a module that runs under vmap: the positions of all samples, which Python may look at.
+    while _functorch.is_batchedtensor(position_ids):
+        dim = _functorch.maybe_get_bdim(position_ids)
+        position_ids = _functorch.get_unwrapped(position_ids).movedim(dim, 0).flatten(0, 1)
+        batch_size = len(position_ids)
     if position_ids.ndim != 2 or not 1 < tokens == key.shape[2] == position_ids.shape[1]:
         return None
     if batch_size > 1 and not causal:

@@ -26,13 +26,8 @@ from ..grad_rules import PrivateModule
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
-from ..verification.forward_rows import (
-    ForwardRows,
-    OwnAttributes,
-    Replacement,
-    first_difference,
-    own_copies,
-)
+from ..verification.attributes import OwnAttributes
+from ..verification.forward_rows import ForwardRows, Replacement, kept, mixed, own_copies
 from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
 from ..verification.unchanged import Unchanged
@@ -135,7 +130,7 @@ class ForwardWrapper:
         if alone and refusal is not None:
             backward.discard()
             raise RuntimeError(refusal)
-        second, layers = ForwardRows(), list(backward.forward.layers)
+        layers = list(backward.forward.layers)
         real = backward.step.rows.mask_of(size)
         replacement = Replacement.drawn(copies, size, real, first, proof.draw)
         others, changed = replacement.applied(copies)
@@ -145,11 +140,19 @@ class ForwardWrapper:
         after = self._state()
         with backward.forward.aside():
             try:
-                before.restore()
-                self._noted(second, lambda: self._again(module, *others))
+                second = self._repeated(module, others, before, before.attributes)
+                refusal = refusal or mixed(first, second, replacement.unchanged)
+                left = self._attributes()
+                differing = after.attributes.differing(left)
+                if proof.is_any(bool(differing)):
+                    # From here the next batch would begin.
+                    third, fourth = (
+                        self._repeated(module, others, before, attributes)
+                        for attributes in (after.attributes, left)
+                    )
+                    refusal = refusal or kept(third, fourth, size, differing)
             finally:
                 after.restore()
-        refusal = refusal or first_difference(first, second, replacement.unchanged)
         samples = size if real is None else int(real.sum())
         try:
             proof.forward_repeated(layers, samples if changed and samples > 1 else 0, refusal)
@@ -158,15 +161,25 @@ class ForwardWrapper:
             raise
         return outputs
 
+    def _repeated(
+        self, module: nn.Module, arguments: Any, state: _State, attributes: OwnAttributes
+    ) -> ForwardRows:
+        """The rows of a forward that begins in a state, with copies of these attributes."""
+        state.restore()
+        attributes.restore_copies()
+        rows = ForwardRows()
+        self._noted(rows, lambda: self._again(module, *own_copies(arguments)))
+        return rows
+
+    def _attributes(self) -> OwnAttributes:
+        return OwnAttributes(self._module.named_modules())
+
     def _state(self) -> _State:
         """State that a forward may change; a repeated one must find and leave it as it was."""
-        parts: list[_Restorable] = [
-            RandomState(self._parameter_device),
-            OwnAttributes(self._module.modules()),
-        ]
+        parts: list[_Restorable] = [RandomState(self._parameter_device)]
         if self.unchanged is not None:
             parts.append(self.unchanged.allowed_contents())
-        return _State(parts)
+        return _State(parts, self._attributes())
 
     def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
         """Run a call and record the inputs of its layers and its outputs."""
@@ -309,8 +322,9 @@ class _Restorable(Protocol):
 class _State:
     """Several states that are restored together."""
 
-    def __init__(self, parts: list[_Restorable]) -> None:
-        self._parts = parts
+    def __init__(self, parts: list[_Restorable], attributes: OwnAttributes) -> None:
+        self.attributes = attributes
+        self._parts = [*parts, attributes]
 
     def restore(self) -> None:
         for part in self._parts:

@@ -263,8 +263,9 @@ class Corpus:
         train, held_out = documents.split()
         if config.dataset_size is None and config.batch_size > len(train):
             raise ValueError(
-                f"batch_size={config.batch_size}: {config.data} has {len(train)} documents for "
-                "training; lower it or add documents"
+                f"batch_size={config.batch_size}: {config.data} has "
+                f"{_validate.counted(len(train), 'document')} for training; lower it or add "
+                "documents"
             )
         digest = blake2b(digest_size=16)
         for path, content in zip(documents.paths, documents.contents, strict=True):
@@ -276,12 +277,9 @@ class Corpus:
 def noise_for(config: TrainingConfig, num_documents: int) -> float:
     """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
     size = config.dataset_size or num_documents
-    if config.delta >= 1 / size:
-        warnings.warn(
-            f"delta={config.delta}: not below 1 / {size} documents, so the guarantee "
-            "would permit publishing one of them; pass a smaller delta",
-            stacklevel=3,
-        )
+    problem = _validate.great_delta(config.delta, size, "document")
+    if problem is not None:
+        warnings.warn(problem, stacklevel=3)
     if config.noise_multiplier is not None:
         return float(config.noise_multiplier)
     assert config.target_epsilon is not None

@@ -153,9 +153,9 @@ class ByteDocuments(Sequence[bytes]):
             split.append((path, content))
         if not held_out or not train:
             raise ValueError(
-                f"{len(self)} documents gave {len(train)} for training and {len(held_out)} held "
-                "out: expected at least one of both; add files to the data folder, "
-                f"{round(5 / _HELD_OUT)} or more make an empty split unlikely"
+                f"{_validate.counted(len(self), 'document')} gave {len(train)} for training and "
+                f"{len(held_out)} held out: expected at least one of both; add files to the data "
+                f"folder, {round(5 / _HELD_OUT)} or more make an empty split unlikely"
             )
         return _documents(train), _documents(held_out)
 

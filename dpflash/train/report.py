@@ -14,6 +14,7 @@ import torch
 
 from dpflash.accounting import Interval
 
+from .._validate import counted
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
 
@@ -189,11 +190,12 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
 
 def _title(report: dict[str, Any]) -> str:
     if report["epsilon"] is None:
-        return f"{report['steps']} steps without privacy"
+        return f"{counted(report['steps'], 'step')} without privacy"
     epsilon = math.ceil(report["epsilon"] * 100) / 100
     return (
-        f"epsilon {epsilon:.2f} at delta {report['delta']:g} after {report['steps']} "
-        f"steps of about {report['expected_batch_size']} documents"
+        f"epsilon {epsilon:.2f} at delta {report['delta']:g} after "
+        f"{counted(report['steps'], 'step')} of about "
+        f"{counted(report['expected_batch_size'], 'document')}"
     )
 
 

@@ -6,27 +6,36 @@ routing with a capacity, an order by length.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .digests import differing, row_summaries, tolerance
 
-_OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
     "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
-    f"sample; engine.check helps to find it. {_OFF}"
+    "sample; engine.check helps to find it"
 )
-
+_COMPARED = (
+    "the model's output of shape {shape} changed for a sample as other samples of the batch were "
+    "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
+    "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
+    "losses of all others. Train with a loss of each sample by itself, such as classification"
+)
+_KEPT = (
+    "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
+    "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
+    "batch in the model, or set it back before each call"
+)
+_OUTPUT = "the model's output"
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
@@ -51,7 +60,7 @@ class ForwardRows:
         """Record the tensors that the model returned."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.ndim:
-                self._note("the model's output", leaf)
+                self._note(_OUTPUT, leaf)
 
     def _note(self, where: str, x: Tensor) -> None:
         self.where.append(where)
@@ -73,20 +82,42 @@ class ForwardRows:
         return [row for rows in found for row, _ in rows]
 
 
-def first_difference(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
+def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
     """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
+    where = _first_difference(first, second, unchanged)
+    if where == _OUTPUT:
+        shape = first.shapes[first.where.index(where)]
+        if shape[1:2] == shape[:1]:
+            return _COMPARED.format(shape=tuple(shape))
+    return None if where is None else _CHANGED.format(where=where)
+
+
+def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:
+    """A message about the first difference of two forwards that began with other attributes.
+
+    Args:
+        first, second: two forwards of one batch.
+        size: B.
+        attributes: names of those that differed.
+    """
+    where = _first_difference(first, second, torch.ones(size, dtype=torch.bool))
+    named = ", ".join(f"'{name}'" for name in attributes[:3]) + ", ..." * (len(attributes) > 3)
+    return None if where is None else _KEPT.format(where=where, attributes=named)
+
+
+def _first_difference(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
             where = (first.where[i:] + second.where[i:])[0]
-            return _CHANGED.format(where=f"which layers run, seen at {where},")
+            return f"which layers run, seen at {where},"
         if first.shapes[i] != second.shapes[i]:
-            return _CHANGED.format(where=f"the shape of {first.where[i]}")
+            return f"the shape of {first.where[i]}"
         if first.shapes[i][0] != len(unchanged):
             continue
         apart = differing(first.summaries[i], second.summaries[i], tolerated).cpu()
         if bool((apart & unchanged).any()):
-            return _CHANGED.format(where=first.where[i])
+            return first.where[i]
     return None
 
 
@@ -163,41 +194,6 @@ class Replacement:
             return _with_layout_of(t, rows)
 
         return tree_map_only(Tensor, replaced, arguments), changed
-
-
-class OwnAttributes:
-    """Attributes of a model's modules other than parameters, buffers, children and hooks.
-
-    Args:
-        modules: of the model.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held = [
-            (module, {k: (v, _contents(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
-            for module in modules
-        ]
-
-    def restore(self) -> None:
-        """Restore the attributes, and the contents of lists, dicts and sets."""
-        for module, held in self._held:
-            own = module.__dict__
-            for name in [k for k in own if k not in held and k not in _OF_TORCH]:
-                del own[name]
-            for name, (value, contents) in held.items():
-                own[name] = value
-                if contents is not None:
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(contents)
-
-
-# Attributes that torch keeps in the __dict__ of a module.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def _contents(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
-    """A copy of a plain container."""
-    return copy.copy(value) if type(value) in (list, dict, set) else None
 
 
 def own_copies(arguments: Any) -> Any:

@@ -39,9 +39,10 @@ _EXCHANGE = "the proof of the first batch"
 _OFF = "make_private(verify_first_batch=False) leaves this proof out"
 _MIXED = (
     "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: after it losses depend on several samples, or a row is not the sample whose loss "
-    "has the same index (sorted or flipped rows, statistics of the batch). Keep each sample in "
-    f"its row, in all layers and losses; engine.check helps to find where. {_OFF}"
+    "released: after it losses depend on several samples (a contrastive loss, which has no "
+    "per-sample gradients, statistics of the batch), or a row is not the sample whose loss has "
+    "the same index (sorted or flipped rows). Keep each sample in its row, in all layers and "
+    "losses; engine.check helps to find where"
 )
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
@@ -237,6 +238,10 @@ class Proof:
         progress.samples += samples
         if samples:
             progress.prove(layers)
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag holds on some rank of the group; all ranks call this together."""
+        return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
 
     def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""

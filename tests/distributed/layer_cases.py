@@ -63,12 +63,37 @@ class Layers(nn.Module):
         ]
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a DoRA adapter."""
+
+    def __init__(self) -> None:
+        import peft
+
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        options = {"r": 2, "target_modules": ["linear"], "init_lora_weights": False}
+        peft.inject_adapter_in_model(peft.LoraConfig(use_dora=True, **options), self)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+    def parts(self) -> list[nn.Module]:
+        return [self.linear, self]
+
+
 def train(
-    group: object = None, *, sharded: bool = False, mixed: bool = False, **clipping: Any
+    group: object = None,
+    *,
+    kind: str = "Layers",
+    sharded: bool = False,
+    mixed: bool = False,
+    **clipping: Any,
 ) -> np.ndarray:
     """The parameters after two private steps; by one process where there is no group."""
     torch.manual_seed(0)
-    model, mesh = Layers(), None
+    model: Any = {"Layers": Layers, "Adapted": Adapted}[kind]()
+    mesh = None
     if dist.is_initialized():
         mesh = _mesh()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None)
@@ -82,8 +107,7 @@ def train(
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=6),
         noise_multiplier=0.5,
-        max_grad_norm=0.05,
-        **clipping,
+        **{"max_grad_norm": 0.05, **clipping},
     )
     while optimizer.releases < 2:
         for x, y in loader:

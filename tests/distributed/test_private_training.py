@@ -173,6 +173,18 @@ def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
+def test_dora_trains_as_in_one_process(started: _Started, sharded: bool) -> None:
+    pytest.importorskip("peft")
+    alone = layer_cases.train(kind="Adapted")
+    start = layer_cases.train(kind="Adapted", max_grad_norm=1e-30)
+    assert np.abs(alone - start).max() > 1e-3
+    for one in started(2).run(layer_cases.__file__, "train", 2, kind="Adapted", sharded=sharded):
+        np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started: _Started) -> None:
     alone = layer_cases.train()
     for one in started(2).run(layer_cases.__file__, "train", 2, sharded=True, mixed=True):

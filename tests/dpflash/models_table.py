@@ -27,7 +27,7 @@ from dpflash.bench.environment import environment
 from dpflash.integrations import transformers as registered
 
 sys.path.insert(0, str(Path(__file__).parent))
-from real_models import BATCH, MODELS, RealModel, clipped_sum, norm, sample_gradients  # noqa: E402
+from real_models import MODELS, RealModel, clipped_sum, norm, sample_gradients  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
@@ -53,9 +53,13 @@ architectures train with all parameters.
 (`"eager"`). `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)),
 compared with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is
 flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else
-frozen.
+frozen. `check` is what `engine.check` says where all parameters are trained: ok, or its first
+error.
 
-Encoder-decoder models are called with `use_cache=False`: with a cache T5 is refused.
+DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
+`pos_key_proj`, `pos_query_proj`), and with LoRA on
+`target_modules=["query_proj", "key_proj", "value_proj", "dense"]`, or `["value_proj", "dense"]`
+with `share_att_key=True`.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
 `make test-all` trains all of them again, and checks that one sample moves the sum by at most
@@ -63,14 +67,14 @@ Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/mod
 """
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module, target_modules: str | list[str] = "all-linear") -> nn.Module:
     """The model with trained adapters; what they begin as would hide mistakes."""
     import peft
 
     torch.manual_seed(1)
     made: nn.Module = peft.get_peft_model(
         model,  # type: ignore[arg-type]
-        peft.LoraConfig(r=2, target_modules="all-linear"),
+        peft.LoraConfig(r=2, target_modules=target_modules),
     ).double()
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -85,6 +89,7 @@ def errors_of(real: RealModel, column: str) -> list[float]:
         Exception: what a refusal raises.
     """
     data = real.batch()
+    size = len(data[0])
     wrap: Callable[[nn.Module], nn.Module] = adapted if column == "LoRA" else lambda model: model
     attention = registered.register() if column == "dpflash" else "eager"
     gradients = sample_gradients(wrap(real.build()), data, real.losses)
@@ -96,12 +101,12 @@ def errors_of(real: RealModel, column: str) -> list[float]:
         made, _, _ = engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(*data), batch_size=BATCH),
+            data_loader=DataLoader(TensorDataset(*data), batch_size=size),
             noise_multiplier=0.0,
             max_grad_norm=bound,
             exact=False,
-            physical_batch_size=BATCH,
-            max_batch_size=BATCH,
+            physical_batch_size=size,
+            max_batch_size=size,
             **COLUMNS[column],
         )
         engine.backward(real.losses(made, *data))
@@ -124,19 +129,34 @@ def cell_of(real: RealModel, column: str) -> dict[str, Any]:
         return {"refusal": " ".join(str(error).split())}
 
 
+def check_of(real: RealModel) -> dict[str, Any]:
+    """What engine.check says of all parameters: "ok", or its first error."""
+
+    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        return real.losses(model, *batch)
+
+    report = dpflash.PrivacyEngine().check(real.build(), real.batch(), losses)
+    errors = [problem for problem in report.problems if problem.severity == "error"]
+    if not errors:
+        return {"ok": True}
+    first = errors[0]
+    return {"refusal": f"{first.where}: {first.message}. {first.remedy}"}
+
+
 def page(results: dict[str, Any]) -> str:
     """docs/models.md."""
     models = results["models"]
     trained = sum("error" in cells["flat"] for cells in models.values())
     about = ABOUT.format(count=len(models), trained=trained, **results["environment"])
     refusals: list[str] = []
-    lines = [about, f"| model | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    columns = [*COLUMNS, "check"]
+    lines = [about, f"| model | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for name, cells in models.items():
         shown = []
-        for column in COLUMNS:
+        for column in columns:
             cell = cells[column]
-            if "error" in cell:
-                shown.append(f"{cell['error']:.0e}")
+            if "refusal" not in cell:
+                shown.append("ok" if column == "check" else f"{cell['error']:.0e}")
                 continue
             # The same for all models and layers.
             text = re.sub(r"with \w+For\w+:", "with this model:", cell["refusal"])
@@ -157,7 +177,8 @@ def main() -> None:
     around = {**environment("cpu", 1), "transformers": transformers.__version__}
     results: dict[str, Any] = {"environment": around, "models": {}}
     for name, real in tqdm(MODELS.items(), unit="model"):
-        results["models"][name] = {column: cell_of(real, column) for column in COLUMNS}
+        cells = {column: cell_of(real, column) for column in COLUMNS}
+        results["models"][name] = {**cells, "check": check_of(real)}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results))
 

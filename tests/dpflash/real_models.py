@@ -365,8 +365,7 @@ MODELS = {
 # What the models whose refusal is wanted, or whose layers have no rule yet, say.
 REFUSED = {
     "DeBERTa-v2": "pos_key_proj",
-    "Longformer": "the model saw a batch of 8",
-    "CLIP": "gives a sample alone another result than in a batch",
+    "CLIP": "for a contrastive loss, have no per-sample gradients",
 }
 
 
@@ -374,7 +373,7 @@ def sample_gradients(model, data, losses):
     """Gradients of each sample by itself, by the parameters' names."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = []
-    for i in range(BATCH):
+    for i in range(len(data[0])):
         loss = losses(model, *[t[i : i + 1] for t in data]).sum()
         grads = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
         found.append(dict(zip(parameters, grads, strict=True)))

@@ -603,6 +603,35 @@ def test_a_checkpoint_of_another_run_is_refused(options, pattern, private, saved
     assert made[0].accountant.history == [] and made[2].releases == 0
 
 
+@pytest.mark.parametrize(
+    ("bounds", "pattern"),
+    [
+        ({"0": 4.0, "1": 3.0}, "'0' was 3 and would be 4, '1' was 4 and would be 3"),
+        (5.0, "'0' was 3 and would be 3.53"),
+        ([6.0, 8.0], None),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_refused_where_groups_have_other_shares(
+    bounds, pattern, private, tmp_path, unchanged
+):
+    def made(given):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        return run(private, model=model, clipping="per_layer", max_grad_norm=given)
+
+    first = made([3.0, 4.0])
+    train(*first)
+    first[0].save_checkpoint(tmp_path / "c")
+    second = made(bounds)
+    if pattern is not None:
+        unchanged(second, tmp_path / "c", ValueError, pattern)
+        return
+    # The bound of all groups together is that of the checkpoint, as ever.
+    with pytest.warns(UserWarning, match="max_grad_norm is 5.0 from the checkpoint"):
+        second[0].load_checkpoint(tmp_path / "c")
+    assert [g.bound for g in second[0].groups()] == pytest.approx([3.0, 4.0])
+
+
 @pytest.mark.parametrize("left", [2, 0])
 def test_a_checkpoint_ahead_of_its_ledger_and_head_is_refused(left, private, tmp_path):
     path, ledger, head = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.head"

@@ -1,18 +1,28 @@
 """Architectures of transformers train privately as a loop over single samples, or are refused."""
 
+import functools
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import models_table  # noqa: E402
+import real_models  # noqa: E402
 from real_models import BATCH, MODELS, REFUSED  # noqa: E402
 
+import dpflash  # noqa: E402
+
 TRAINED = [name for name in MODELS if name not in REFUSED]
+# The module that check names first where training refuses.
+FOUND = {
+    "DeBERTa-v2": "deberta.encoder.layer.0.attention.self.pos_key_proj",
+    "CLIP": "(the model itself)",
+}
 
 
 def _options(clipping, bound):
@@ -63,11 +73,115 @@ def test_what_cannot_be_told_apart_by_sample_is_refused(name, private):
         engine.backward(MODELS[name].losses(model, *data))
 
 
+def _errors(name, dtype=torch.float64, reduction=None):
+    """The modules in which check finds an error."""
+    real = MODELS[name]
+    batch = [t.to(dtype) if t.is_floating_point() else t for t in real.batch()]
+
+    def loss(model, data):
+        losses = real.losses(model, *data)
+        return losses if reduction is None else losses.mean()
+
+    engine = dpflash.PrivacyEngine()
+    report = engine.check(real.build().to(dtype), batch, loss, loss_reduction=reduction)
+    return [problem.where for problem in report.problems if problem.severity == "error"]
+
+
+# Their layers do not see the batch first, or they change what they are given.
+@pytest.mark.parametrize("name", ["T5", "BART", "Swin", "Wav2Vec2", *REFUSED])
+def test_check_takes_from_layers_what_training_takes(name):
+    assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_check_finds_an_error_in_what_does_not_train_and_in_nothing_else(name, dtype, reduction):
+    assert _errors(name, dtype, reduction)[:1] == ([FOUND[name]] if name in REFUSED else [])
+
+
 def test_the_page_is_that_of_the_committed_results_and_has_all_models():
     results = json.loads(models_table.RESULTS.read_text())
     assert models_table.PAGE.read_text() == models_table.page(results)
     assert list(results["models"]) == list(MODELS)
     cells = [cell for of_model in results["models"].values() for cell in of_model.values()]
+    assert all(
+        ("ok" in of["check"]) == ("error" in of["flat"]) for of in results["models"].values()
+    )
     assert all(cell.get("error", 0.0) <= 5e-7 for cell in cells)
     trained = [name for name, cells in results["models"].items() if "error" in cells["flat"]]
+    assert trained == [name for name, cells in results["models"].items() if "ok" in cells["check"]]
     assert set(trained) == set(TRAINED) and len(trained) >= 40
+
+
+def _as_many_tokens_as_samples():
+    ids, targets = real_models._tokens()
+    return ids[:, :BATCH], targets[:, :BATCH]
+
+
+def _losses_with_global_attention(model, ids, targets):
+    is_global = torch.zeros_like(ids)
+    is_global[:, 0] = 1
+    logits = model(ids, global_attention_mask=is_global).logits
+    return dpflash.losses.cross_entropy(logits, targets)
+
+
+def test_positions_of_one_sample_are_looked_at_below_a_module_with_parameters_of_its_own():
+    # With one sample, positions that all samples share look like those of the samples.
+    real = MODELS["GPT-OSS"]._replace(batch=lambda: [t[:1] for t in real_models._tokens()])
+    assert max(models_table.errors_of(real, "dpflash")) <= 5e-7
+
+
+@pytest.mark.parametrize("column", ["flat", "LoRA"])
+def test_longformers_layers_take_the_second_dimension_for_the_batch(column):
+    real = MODELS["Longformer"]._replace(losses=_losses_with_global_attention)
+    for batch in (real.batch, _as_many_tokens_as_samples):
+        assert max(models_table.errors_of(real._replace(batch=batch), column)) <= 5e-7
+
+
+def test_adapters_of_leds_encoder_train_as_a_loop_over_samples():
+    sizes = {k: v for k, v in real_models.SEQUENCES.items() if k != "max_position_embeddings"}
+    longest = {f"max_{side}_position_embeddings": 32 for side in ("encoder", "decoder")}
+    led = real_models._translator("LED", **sizes, **longest, attention_window=4)
+    assert max(models_table.errors_of(led, "LoRA")) <= 5e-7
+
+
+def _losses_with_a_cache(model, ids, targets):
+    outputs = model(input_ids=ids, labels=targets.clamp(min=0), use_cache=True)
+    return dpflash.losses.cross_entropy(outputs.logits, targets)
+
+
+# Modules with parameters of their own, or with shared positions, get the cache.
+@pytest.mark.parametrize(
+    ("name", "column"), [("T5", "flat"), ("T5", "dpflash"), ("GPT-OSS", "flat")]
+)
+def test_an_empty_cache_makes_no_difference(name, column):
+    real = MODELS[name]._replace(losses=_losses_with_a_cache)
+    assert max(models_table.errors_of(real, column)) <= 5e-7
+
+
+def test_a_cache_that_an_earlier_call_would_have_filled_is_refused(private):
+    (ids, targets), cache = MODELS["GPT-OSS"].batch(), transformers.DynamicCache()
+    _, model, *_ = private(MODELS["GPT-OSS"].build(), ids, targets, verify_first_batch=False)
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="self_attn.*pass use_cache=False in the call"):
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_adapters_of_shared_positions_are_refused_by_name_and_others_train(monkeypatch):
+    real = MODELS["DeBERTa-v2"]
+    with pytest.raises(
+        RuntimeError, match=r"self\.pos_key_proj\.lora_A.*out of LoRA's target_mod"
+    ):
+        models_table.errors_of(real, "LoRA")
+    targets = ["query_proj", "key_proj", "value_proj", "dense"]
+    some = functools.partial(models_table.adapted, target_modules=targets)
+    monkeypatch.setattr(models_table, "adapted", some)
+    assert max(models_table.errors_of(real, "LoRA")) <= 5e-7
+
+
+def test_contrastive_logits_of_adapters_are_refused_for_what_they_are():
+    refusal = models_table.cell_of(MODELS["CLIP"], "LoRA")["refusal"]
+    assert "(4, 4)" in refusal and "contrastive loss" in refusal
+    assert "no per-sample gradients" in refusal and "verify_first_batch" not in refusal

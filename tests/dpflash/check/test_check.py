@@ -318,6 +318,16 @@ def test_coupling_by_a_small_share_of_another_sample_is_found():
     assert found(check(around(Leak()), vectors()), "coupling") == ["1"]
 
 
+def test_coupling_of_tokens_is_found_by_derivatives_beside_as_many_positions_as_samples():
+    class Coupled(LearnedPositions):
+        def forward(self, tokens):
+            x = self.tokens(tokens) + self.tokens(torch.arange(tokens.shape[1]))
+            return self.head(x + 0.1 * x.roll(1, 0))
+
+    (problem,) = (p for p in check(Coupled(False), documents(B)).problems if p.kind == "coupling")
+    assert "with respect to other samples in the output of 'tokens'" in problem.message
+
+
 def test_coupling_in_the_backward_alone_is_found():
     report = check(around(BackwardScale()), vectors())
     assert found(report, "coupling")
@@ -347,6 +357,17 @@ def test_time_first_layers_are_found_even_where_time_equals_the_batch(length):
     assert found(report, "first_dimension") == ["reads"]
 
 
+def test_layers_behind_one_that_gets_the_time_first_are_not_blamed():
+    class Mean(TimeFirst):
+        def forward(self, x):
+            # Of one sample, the head gets [1, E] after [T, 1, E].
+            return self.head(self.reads(x.transpose(0, 1) * 2).mean(0))
+
+    report = check(Mean(), (torch.randn(B, B + 2, WIDTH), vectors()[1]))
+    assert found(report, "first_dimension") == ["reads"]
+    assert not found(report, "unsupported")
+
+
 def test_a_bias_over_positions_is_found_where_positions_equal_the_batch():
     report = check(RelativeBias(), (torch.randn(B, B, WIDTH), vectors()[1]))
     assert found(report, "first_dimension") == ["bias"]
@@ -360,7 +381,43 @@ def test_positions_without_a_batch_are_found_with_a_remedy_that_mends_them(lengt
     remedy = report.problems[0].remedy
     assert "indices[None, :]" in remedy and "indices[:, None]" in remedy
     assert "transpose" not in remedy
+    # Training takes them, unless it cannot tell them from one index for each sample.
+    assert report.ok == (length != B)
     assert check(LearnedPositions(shared=True), documents(length)).problems == []
+
+
+def test_every_layer_that_refuses_its_input_is_found_not_only_the_first():
+    class Positions(LearnedPositions):
+        def __init__(self):
+            super().__init__(shared=False)
+            self.again = nn.Embedding(20, WIDTH)
+
+        def forward(self, tokens):
+            positions = torch.arange(tokens.shape[1])
+            return self.head(self.tokens(tokens) + self.pos(positions) + self.again(positions))
+
+    report = check(Positions(), documents(B))
+    assert found(report, "first_dimension") == ["pos", "again"]
+    assert all("(B = 5)" in problem.message for problem in report.problems[:2])
+
+
+def test_a_model_of_nothing_but_an_unsupported_layer_is_reported():
+    report = check(nn.Sequential(nn.BatchNorm1d(WIDTH)), (vectors()[0], vectors()[1]))
+    assert found(report, "unsupported") == ["0"]
+
+
+def test_layers_beside_an_unsupported_one_are_found_to_get_another_first_dimension():
+    class Beside(TimeFirst):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(B + 2)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    report = check(Beside(), (torch.randn(B, B + 2, WIDTH), vectors()[1]))
+    assert found(report, "unsupported") == ["norm"]
+    assert found(report, "first_dimension") == ["reads"]
 
 
 def test_a_private_norm_that_is_no_samples_norm_is_found(monkeypatch):
@@ -760,6 +817,15 @@ def test_noise_of_a_boundary_is_no_coupling_and_is_said_to_be_off(attends):
 def test_coupling_beside_a_boundary_is_found():
     report = check(around(Released(), PerTensorQuantizer()), vectors())
     assert found(report, "coupling") == ["2"]
+
+
+def test_a_model_that_sets_requires_grad_of_its_inputs_has_no_problem():
+    class Asks(nn.Module):
+        def forward(self, x):
+            x.requires_grad = True
+            return x
+
+    assert check(nn.Sequential(Asks(), around(nn.ReLU())), vectors()).problems == []
 
 
 def test_a_cnn_with_group_norm_has_no_problem():

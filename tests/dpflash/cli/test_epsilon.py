@@ -682,3 +682,15 @@ def test_a_misspelt_or_shortened_word_is_refused_with_what_was_meant(words, hint
     with pytest.raises(SystemExit) as refused:
         main(words)
     assert refused.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [NOISY, TARGET[:3]], ids=lambda words: words[0])
+def test_a_delta_not_below_one_over_the_samples_is_warned_about(words, capsys):
+    words = [*words, "--batch-size", "10", "--num-samples", "1000", "--steps", "9"]
+    words += ["--accountant", "rdp", "--delta"]
+    for delta, warned in (("1e-3", True), ("9e-4", False)):
+        assert main([*words, delta]) == 0
+        assert (
+            "dpflash: warning: delta=0.001: not below 1 / 1000 samples"
+            in (capsys.readouterr().err)
+        ) == warned

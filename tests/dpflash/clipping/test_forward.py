@@ -291,3 +291,37 @@ def test_copies_of_a_private_model_and_what_detach_gives_back_are_of_the_plain_c
     assert isinstance(model, kind) and type(model).__qualname__ == kind.__qualname__
     assert type(copy.deepcopy(model)) is kind
     assert type(engine.detach(model)) is kind
+
+
+class Failing(Positions):
+    """Code of a model that fails after its embeddings."""
+
+    shared, error = True, RuntimeError
+
+    def forward(self, tokens):
+        self.head(self.embedded(tokens) if self.shared else self.tokens(tokens))
+        raise self.error("as it was")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, torch.OutOfMemoryError])
+def test_only_an_operation_that_fails_after_a_shared_input_is_told_of_it(shared, error, private):
+    plain = Failing()
+    plain.shared, plain.error = shared, error
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    _, model, *_ = private(plain, tokens)
+    with pytest.raises(error) as caught:
+        model(tokens)
+    if shared and error is RuntimeError:
+        assert "as it was The input [1, ...] of 'positions' is shared" in str(caught.value)
+    else:
+        assert str(caught.value) == "as it was"
+
+
+def test_a_refusal_of_a_layer_after_a_shared_input_stays_as_it_is(private):
+    plain = Positions()
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    _, model, *_ = private(plain, tokens)
+    plain.head.weight = nn.Parameter(plain.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="^parameter 'head.weight' is not the one"):
+        model(tokens)

@@ -72,11 +72,18 @@ def test_noise_of_bounded_groups_is_scaled_to_their_joint_bound(private):
 @pytest.mark.parametrize(
     ("bounds", "clipping", "message"),
     [
-        ([1.0], "per_layer", "has 1 bounds, but the model has 2 clipping groups: 0, 2"),
-        ({"0": 1.0, "3": 1.0}, "per_layer", "'3' is no group, '2' is missing"),
+        ([1.0], "per_layer", "has 1 bounds, but the model has 2 clipping groups: '0', '2'"),
+        ([1.0] * 4, "per_layer", "Opacus' per_layer, which clips each parameter by itself"),
+        (
+            {"0": 1.0, "3": 1.0},
+            "per_layer",
+            "'3' is no group, '2' is missing. The names are '0', '2'",
+        ),
+        ({"x": 1.0}, "per_block", "names are '0.weight', '0.bias', '2.weight', '2.bias'"),
         ([1.0, 1.0], "flat", "need clipping='per_layer'"),
-        ([1.0, float("inf")], "per_layer", "max_grad_norm=inf"),
-        ([1.0, -1.0], "per_layer", "max_grad_norm=-1.0"),
+        ([1.0, float("inf")], "per_layer", r"max_grad_norm\[1\]=inf"),
+        ([1.0, -1.0], "per_layer", r"max_grad_norm\[1\]=-1.0"),
+        ({"0": 1.0, "2": "1"}, "per_layer", r"max_grad_norm\['2'\]='1': expected a number"),
     ],
 )
 def test_bounds_that_do_not_fit_the_groups_are_refused(bounds, clipping, message, private):

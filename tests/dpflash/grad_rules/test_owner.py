@@ -181,6 +181,51 @@ def test_attention_with_a_forward_of_its_own_is_no_owner(private):
         private(of_a_model(Self(WIDTH, 2, batch_first=True)), inputs(), one_part=True)
 
 
+class Deep(nn.Module):
+    """Reads the parameters of layers below it, and calls a part of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = x + layer(x)
+        x = self.stack[1:](x) * self.scale
+        for parameter in self.stack[0].parameters():
+            x = x @ parameter if parameter.ndim > 1 else x + parameter
+        named = dict(self.layers[2].named_parameters())
+        return F.linear(x, **named) * self.layers[0].state_dict(keep_vars=True)["bias"]
+
+
+# In a batch of one, a parameter that is read past its handle makes no difference to the forward.
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_parameters_that_are_read_below_an_owner_and_parts_of_containers_have_gradients(
+    batch, private, oracle, sums, distance
+):
+    x, plain = inputs(batch), of_a_model(Deep())
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(
+        plain, x, one_part=True, exact=False, max_grad_norm=1e6, verify_first_batch=False
+    )
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-12
+
+
+class Replaces(Owner):
+    def forward(self, x):
+        weights = {"weight": self.decay, "bias": self.scale}
+        return torch.func.functional_call(self.project, weights, x)
+
+
+class Checkpoints(Owner):
+    def forward(self, x):
+        return checkpoint(self.project, x, use_reentrant=False) * self.scale
+
+
 class Mixing(Owner):
     def forward(self, x):
         x = x - x.mean(0, keepdim=True)
@@ -244,6 +289,8 @@ REFUSALS = {
     "mixes below": (Below, "samples whose losses have weight 0|changed for a sample"),
     "chooses": (Chosen, "cannot be told apart by sample.*boolean mask"),
     "a number": (Number, "returned a number for one sample"),
+    "replaces": (Replaces, r"'1' \(Replaces\) replaces parameter 'weight' of a layer below it"),
+    "checkpoints": (Checkpoints, r"'1' \(Checkpoints\) has layers below it recomputed"),
     "a cache": (lambda: Caller(Kept(), lambda x: object()), "use_cache=False"),
     "flattened": (
         lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
@@ -384,7 +431,7 @@ def test_an_object_that_may_keep_tensors_of_one_sample_is_refused(private):
 
 
 class ScaledByLabel(nn.Module):
-    """A table of its own, read by the labels `[B]`, and a random mask, which nothing compares."""
+    """A table of its own, read by the labels `[B]`, and a random mask."""
 
     def __init__(self):
         super().__init__()
@@ -418,6 +465,55 @@ def test_labels_of_another_length_than_the_batch_are_refused(private):
         made(x, y[:3])
 
 
+class Masked(nn.Module):
+    """A random mask, and a table whose length is its own, which looks like a batch of as many."""
+
+    def __init__(self, rate=0.5):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear, self.rate = nn.Linear(3, 3), rate
+        self.weights = torch.linspace(0.5, 2.0, 12).view(4, 3)
+
+    def forward(self, x, weights):
+        # [B, T, E], and weights [T, E] of positions.
+        x = F.dropout(self.linear(x).transpose(0, 1), self.rate).transpose(0, 1)
+        return x * weights * self.scale
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.masked = Masked()
+
+    def forward(self, x):
+        return self.masked(x, self.masked.weights)
+
+
+def test_a_forward_with_random_masks_is_compared_too(private):
+    torch.manual_seed(0)
+    _, made, *_ = private(WithTable())
+    with pytest.raises(RuntimeError, match="gives a sample alone another result"):
+        made(torch.randn(4, 4, 3))
+
+
+# Transposed, a mask lies in another order in memory than it does for each sample.
+@pytest.mark.parametrize("batch", [4, 6])
+def test_random_masks_alone_are_no_difference(batch, private):
+    torch.manual_seed(0)
+    engine, made, *_ = private(Masked())
+    x, weights = torch.randn(batch, 4, 3), torch.randn(batch, 4, 3)
+    state = torch.get_rng_state()
+    outputs = made(x, weights)
+    assert (outputs == 0).any() and not (outputs == 0).all()
+    # The comparison draws nothing that a later forward would.
+    drawn, state_after = torch.rand(3), torch.set_rng_state(state)
+    _, unproven, *_ = private(Masked(), verify_first_batch=False)
+    assert state_after is None
+    torch.set_rng_state(state)
+    unproven(x, weights)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 class Keeps(nn.Module):
     """What its forward keeps is of one batch."""
 
@@ -425,7 +521,7 @@ class Keeps(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
         self.linear = nn.Linear(3, 2)
-        self.keep, self.kept, self._rows, self.named = keep, None, [], {"y": None}
+        self.keep, self.kept, self._rows, self.named = keep, None, [], {"y": [None]}
         self.calls = 0
 
     def forward(self, x):
@@ -436,7 +532,7 @@ class Keeps(nn.Module):
         elif self.keep == "list":
             self._rows.append(y.detach())
         elif self.keep == "dict":
-            self.named["y"] = y.detach()
+            self.named["y"][0] = y.detach()
         return y if self.kept is None else y - self.kept.mean()
 
 
@@ -447,7 +543,28 @@ def test_a_forward_that_keeps_something_is_refused_and_keeps_nothing(keep, named
     _, made, *_ = private(Keeps(keep))
     with pytest.raises(RuntimeError, match=f"sets its attribute {named}"):
         made(torch.zeros(4, 3))
-    assert made.kept is None and made._rows == [] and made.named == {"y": None}
+    assert made.kept is None and made._rows == [] and made.named == {"y": [None]}
+
+
+class KeepsBelow(nn.Module):
+    """Writes into a list of a layer below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear = nn.Linear(3, 3)
+        self.linear.rows = []
+
+    def forward(self, x):
+        y = self.linear(x) * self.scale
+        self.linear.rows.append(y)
+        return sum(self.linear.rows)
+
+
+def test_what_is_kept_below_an_owner_does_not_reach_the_next_batch(private):
+    _, made, *_ = private(KeepsBelow(), verify_first_batch=False)
+    x = torch.randn(4, 3)
+    assert torch.equal(made(x), made(x)) and made.linear.rows == []
 
 
 def test_a_counter_advances_once_a_call(private):

@@ -320,14 +320,23 @@ def chunks(model):
     )
 
 
+T5_WITH_DROPOUT = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}
 FOUR_DIMENSIONS = torch.ones(3, 1, TOKENS, TOKENS).tril().bool()
 REFUSED = {
     "dropout_llama": (lambda: llama(attention_dropout=0.1), call(), "dropout=0.1"),
-    "dropout_gpt2": (lambda: gpt2(attn_pdrop=0.2), call(), "attn_pdrop"),
+    "dropout_gpt2": (lambda: gpt2(attn_pdrop=0.2), call(), "set attn_pdrop of the"),
     "dropout_bert": (
         lambda: bert(attention_probs_dropout_prob=0.3),
         call(),
-        "attention_probs_dropout_prob",
+        "set attention_probs_dropout_prob of the",
+    ),
+    "dropout_t5": (
+        lambda: (
+            transformers.T5ForConditionalGeneration,
+            transformers.T5Config(**T5_WITH_DROPOUT),
+        ),
+        lambda model: model(tokens(), decoder_input_ids=tokens()),
+        "set dropout_rate of the",
     ),
     "head_mask": (llama, call(head_mask=torch.ones(2, 4)), r"head_mask=of shape \[2, 4\]"),
     "output_attentions": (llama, call(output_attentions=True), "output_attentions=True"),

@@ -149,7 +149,7 @@ def test_a_new_document_moves_no_other_one_between_the_parts():
 
 
 def test_split_refuses_an_empty_part():
-    with pytest.raises(ValueError, match="^1 documents gave .* add files .* 50 or more"):
+    with pytest.raises(ValueError, match="^1 document gave .* add files .* 50 or more"):
         numbered_documents(1).split()
 
 

@@ -4,6 +4,7 @@ import copy
 import random
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -434,21 +435,20 @@ class Counted(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        # In a tuple: a repeated forward leaves lists that are attributes as they were.
-        self.runs = ([], [])
+        # In an object: a repeated forward leaves lists that are attributes as they were.
+        self.runs = SimpleNamespace(forwards=[], backwards=[])
 
     def forward(self, x):
-        forwards, backwards = self.runs
-        forwards.append(len(x))
+        self.runs.forwards.append(len(x))
         y = self.model(x)
         if y.requires_grad:
-            y.register_hook(lambda grad: backwards.append(len(grad)))
+            y.register_hook(lambda grad: self.runs.backwards.append(len(grad)))
         return y
 
     def counts(self):
-        counted = tuple(len(run) for run in self.runs)
-        for run in self.runs:
-            run.clear()
+        counted = len(self.runs.forwards), len(self.runs.backwards)
+        self.runs.forwards.clear()
+        self.runs.backwards.clear()
         return counted
 
 
@@ -759,6 +759,78 @@ def test_what_a_model_keeps_for_its_losses_is_that_of_the_first_forward(private)
         assert engine.verified is True
 
 
+class Keeps(nn.Module):
+    """Takes off what the forward before it has kept."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.kept, self.named, self.calls = how, 0.0, {"last": [None]}, 0
+        self.total = torch.zeros(5)
+
+    def forward(self, x):
+        self.calls += 1
+        taken = x.detach()[0]
+        if self.how == "attribute":
+            x, self.kept = x - self.kept, taken
+        elif self.how == "number":
+            x, self.kept = x - self.kept, float(taken.sum())
+        elif self.how == "container":
+            last, self.named["last"][0] = self.named["last"][0], taken
+            x = x if last is None else x - last
+        elif self.how == "in place":
+            x = x - self.total
+            self.total += taken
+        elif self.how == "replaced":
+            # Read only after it was written: no batch sees another one.
+            self.kept, self.named["last"][0] = taken, taken
+            x = x + self.total.add_(taken).sub_(taken) * self.calls
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("attribute", "'0.kept'"),
+        ("number", "'0.kept'"),
+        ("container", "'0.named'"),
+        ("in place", "'0.total'"),
+    ],
+)
+def test_what_a_forward_keeps_for_the_next_batch_is_refused(how, named, private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(nn.Sequential(Keeps(how), nn.Linear(5, 3)))
+    with pytest.raises(RuntimeError, match=f"an earlier forward has kept in {re.escape(named)}"):
+        backward(engine, model, data())
+    assert_nothing_is_left(engine, model)
+
+
+def test_what_a_forward_keeps_and_writes_before_it_reads_is_no_matter(private):
+    torch.manual_seed(0)
+    engine, model, *_ = private(nn.Sequential(Keeps("replaced"), nn.Linear(5, 3)))
+    x = data()
+    backward(engine, model, x)
+    assert engine.verified is True
+    keeps = model[0]
+    assert (
+        keeps.calls == 1 and torch.equal(keeps.kept, x[0]) and keeps.named["last"][0] is not None
+    )
+
+
+def test_hooks_that_a_first_forward_installs_are_installed_once(private):
+    class Hooked(Between):
+        is_hooked = False
+
+        def forward(self, x):
+            if not self.is_hooked:
+                self.is_hooked = True
+                self.a.register_forward_hook(lambda *args: None)
+            return super().forward(x)
+
+    engine, model, *_ = private(Hooked())
+    backward(engine, model, data())
+    assert model.is_hooked and len(model.a._forward_hooks) == 1
+
+
 def test_losses_of_an_earlier_forward_are_refused(private):
     torch.manual_seed(0)
     engine, model, *_ = private(Between())
@@ -869,3 +941,14 @@ def test_the_proof_is_on_by_default_and_both_ways_of_making_private_take_it(meth
     engine.detach(model)
     getattr(engine, method)(**arguments)
     assert engine.verified == "pending"
+
+
+def test_a_contrastive_loss_outside_of_the_model_is_refused_for_what_it_is(private):
+    x = data()
+    engine, model, *_ = private(Between(), x, one_part=True)
+    scores = model(x) @ model(x).T
+    with pytest.raises(
+        RuntimeError, match="a contrastive loss, which has no per-sample"
+    ) as caught:
+        engine.backward(nn.functional.cross_entropy(scores, torch.arange(BATCH), reduction="none"))
+    assert "verify_first_batch" not in str(caught.value)
