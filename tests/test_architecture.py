@@ -211,8 +211,8 @@ def _assigned(node: ast.AST) -> list[ast.Attribute]:
 ASSIGNED_BY_CUSTOM = {"grad", "requires_grad", "__class__", "data", "weight", "state"}
 ASSIGNED_BY_CUSTOM |= {"history", "context_parallel"}
 # Objects of the function itself: a copy of an accountant that it spends, the record of a job that
-# it writes, a number of numpy's.
-OWN_OBJECTS = {"self", "ctx", "trial", "state", "value", "library"}
+# it writes, a number of numpy's, a structure that C++ reads.
+OWN_OBJECTS = {"self", "ctx", "trial", "state", "value", "library", "problem"}
 
 
 def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from .attention import PrivateMultiheadAttention
-from .base import ModuleContext, PrivateModule, name_of_forward
+from .base import ModuleContext, PrivateModule, name_of_forward, plain_forward
 from .embedding import PrivateEmbedding
 from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf, PrivateParametrized
@@ -65,7 +65,7 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
         return RULES.get(name_of_forward(module)) or PrivateLeaf
     if parametrize.is_parametrized(module):
         return PrivateParametrized
-    rule = RULES.get(type(module).forward) or RULES.get(name_of_forward(module))
+    rule = RULES.get(plain_forward(module)) or RULES.get(name_of_forward(module))
     has_layers = any(True for child in module.children() for _ in child.parameters())
     return rule or (PrivateOwner if has_layers else PrivateLeaf)
 
@@ -78,4 +78,4 @@ def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
         return PrivateExperts
     if makes_prompts(module):
         return PrivatePrompts
-    return BLOCK_RULES.get(type(module).forward) or BLOCK_RULES.get(name_of_forward(module))
+    return BLOCK_RULES.get(plain_forward(module)) or BLOCK_RULES.get(name_of_forward(module))

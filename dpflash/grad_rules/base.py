@@ -39,6 +39,7 @@ class ModuleContext:
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
         left_out: the last empty cache that a call ran without.
+        calls: structures of arguments, with those that are of the batch, that were called.
     """
 
     backward: PrivateBackward
@@ -50,6 +51,7 @@ class ModuleContext:
     longest: int = 0
     places: dict[tuple[str, int] | None, str] = field(default_factory=dict)
     left_out: weakref.ref[Any] | None = None
+    calls: set[Any] = field(default_factory=set)
 
     def note_positions(self) -> None:
         """Note that an embedding received indices [T] of another length than B."""
@@ -59,6 +61,12 @@ class ModuleContext:
         """The most steps of a packed sequence so far, this one's included."""
         self.longest = max(self.longest, length)
         return self.longest
+
+    def note_call(self, call: Any) -> bool:
+        """Whether arguments of this structure are given for the first time."""
+        is_new = call not in self.calls
+        self.calls.add(call)
+        return is_new
 
     def note_left_out(self, cache: Any) -> bool:
         """Whether it is another cache than the last one that a call ran without."""
@@ -206,9 +214,14 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
 
 
+def plain_forward(module: nn.Module) -> Any:
+    """The forward of a module's class; None for a scripted module, whose class has none."""
+    return None if isinstance(module, torch.jit.ScriptModule) else type(module).forward
+
+
 def name_of_forward(module: nn.Module) -> str:
     """The full name of the forward of a module's class, which may not be importable here."""
-    forward = type(module).forward
+    forward = plain_forward(module)
     # A forward may be any callable, even one without a name.
     names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
     return ".".join(map(str, names))

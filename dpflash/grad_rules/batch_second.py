@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .base import ModuleContext, name_of_forward
+from .base import ModuleContext, name_of_forward, plain_forward
 
 # Layers below these get tokens as they do; attention turns its inputs by itself.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -52,7 +52,7 @@ def _token_layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.MultiheadAttention | nn.ModuleList):
             continue
-        if type(child).forward in _OF_TOKENS:
+        if plain_forward(child) in _OF_TOKENS:
             yield child
         yield from _token_layers(child)
 

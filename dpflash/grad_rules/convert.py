@@ -21,7 +21,7 @@ from ..clipping.groups import (
     with_bounds,
 )
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
-from .base import plain_class
+from .base import plain_class, plain_forward
 from .batch_second import BatchSecond, batch_second
 from .experts import check_routing
 from .generic import PrivateLeaf, PrivateParametrized
@@ -140,7 +140,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
         raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
     if isinstance(module, nn.Embedding):
         # Gradients of PrivateEmbedding are dense, so sparse=True changes nothing there.
-        own_forward = type(module).forward is not nn.Embedding.forward
+        own_forward = plain_forward(module) is not nn.Embedding.forward
         for flag in ("scale_grad_by_freq", *(["sparse"] if own_forward else [])):
             if getattr(module, flag):
                 raise ValueError(

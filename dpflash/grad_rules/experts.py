@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import ExpertsShape
-from .base import Handles, PrivateModule, Slot, autocast_dtype
+from .base import Handles, PrivateModule, Slot, autocast_dtype, plain_forward
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class PrivateExperts(PrivateModule):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of transformers' experts, with the forward of their registry."""
-    forward = type(module).forward
+    forward = plain_forward(module)
     where = getattr(forward, "__globals__", {}).get("__name__")
     return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")
 

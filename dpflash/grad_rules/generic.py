@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from .base import PrivateModule, plain_class, plain_copy
-from .lookups import PerSampleLookups
+from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
 
@@ -83,7 +83,7 @@ class PrivateLeaf(PrivateModule):
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
-            with PerSampleLookups(context.name):
+            with PerSampleFunctions(context.name):
                 outputs = functional_call(copied, shared, args, {**kwargs, **positions})
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
@@ -108,7 +108,7 @@ class PrivateLeaf(PrivateModule):
             is_flattened,
             lambda given, named: functional_call(copied, shared, given, {**named, **positions}),
         )
-        with PerSampleLookups(context.name):
+        with PerSampleFunctions(context.name):
             try:
                 run = vmap(one, in_dims=in_dims, randomness="different")
                 outputs = run(per_sample, args, kwargs)

@@ -23,15 +23,18 @@ from torch.func import vmap
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from ..clipping.forward import is_recomputing
+from ..distributed.fsdp import is_sharded
 from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
 from ..verification.digests import tolerance
 from ..verification.dropout import WithoutDropout
+from ..verification.forward_rows import own_copies
 from ..verification.random_state import RandomState, random_state_kept
 from .base import PrivateModule, plain_class, plain_copy
 from .batch_second import BatchSecond
 from .embedding import PrivateEmbedding
+from .functions import PerSampleFunctions
 from .generic import PrivateLeaf
-from .lookups import PerSampleLookups
 
 _functorch = torch._C._functorch
 
@@ -80,9 +83,6 @@ class PrivateOwner(PrivateModule):
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         own_copy: Any = _copy_of(self)
-        begin = None
-        if self._dpflash.backward.forward.rows is not None:
-            begin = RandomState(device), OwnAttributes(self.named_modules())
         # Which outputs are no tensors, such as None for attention weights, and their structure.
         found: list[Any] = []
 
@@ -102,25 +102,27 @@ class PrivateOwner(PrivateModule):
             found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
-        def one_by_one() -> Any:
+        def one_by_one(inputs: list[Any]) -> Any:
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
-            with PerSampleLookups(self._dpflash.name), self._named(), _autocast(device, None):
-                tensors = iter(run(owned, *leaves))
+            with PerSampleFunctions(self._dpflash.name), self._named(), _autocast(device, None):
+                tensors = iter(run(owned, *inputs))
             # [1, ...] of each sample, or its windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
             return tree_unflatten(results, found[1])
 
-        outputs = one_by_one()
-        plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
-        if begin is not None:
+        def of_batch(inputs: list[Any]) -> Any:
+            # With the caches that the samples are run without.
+            own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
+            return self._batch_forward(*tree_unflatten(own, structure))
 
-            def of_batch() -> Any:
-                # With the caches that the samples were run without.
-                own = [copy.deepcopy(x) if i in caches else x for i, x in enumerate(given)]
-                return self._batch_forward(*tree_unflatten(own, structure))
-
-            self._compare(outputs, one_by_one, of_batch, *begin)
+        expected = None
+        if self._is_to_compare((str(structure), tuple(in_dims))):
+            expected = self._expected(of_batch, one_by_one, leaves, device)
+        outputs = one_by_one(leaves)
+        if expected is not None and not _is_equal(outputs, expected):
+            self._refuse_mixing()
         # Counters; under vmap none of them can depend on the data.
+        plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
 
@@ -185,52 +187,69 @@ class PrivateOwner(PrivateModule):
         self._refuse_stored(own_copy)
         return outputs
 
-    def _compare(
+    def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
+        """Whether to compare with a forward of the batch: in the proof of the model's forward, and
+        where other arguments than before are given or are taken for those of a batch.
+        """
+        backward = self._dpflash.backward
+        is_new = self._dpflash.note_call(call)
+        if backward.forward.rows is not None:
+            return backward.forward.rows.compares
+        # Other ranks may not have such a call, and sharded layers need all of them.
+        shards = any(is_sharded(p) for p in self.parameters())
+        return is_new and backward.proof.is_on and not shards and not is_recomputing()
+
+    def _expected(
         self,
-        outputs: Any,
-        one_by_one: Callable[[], Any],
-        of_batch: Callable[[], Any],
-        random_state: RandomState,
-        attributes: OwnAttributes,
-    ) -> None:
-        """Refuse a forward that gives one sample another result than it gives a batch.
+        of_batch: Callable[[list[Any]], Any],
+        one_by_one: Callable[[list[Any]], Any],
+        inputs: list[Any],
+        device: torch.device,
+    ) -> Any:
+        """The outputs of the module's own forward for the batch; None where masks are random.
 
         Args:
-            outputs: those of the samples one by one.
-            one_by_one, of_batch: make the outputs again, and for a batch.
-            random_state, attributes: those that `outputs` were made from.
+            of_batch, one_by_one: make the outputs from inputs, which they may change in place.
+            inputs: of the call.
+            device: of the batch.
 
         Raises:
-            RuntimeError: outputs differ by more than rounding, or the forward sets an attribute.
+            RuntimeError: without dropout both differ, or the forward sets an attribute.
         """
-        device = next(p.device for p in self.parameters())
-        after, rows = OwnAttributes(self.named_modules()), self._dpflash.backward.forward.rows
-        self._dpflash.backward.forward.record(None)
+        random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
+        forward = self._dpflash.backward.forward
+        rows = forward.rows
+        forward.record(None)
 
-        def again(forward: Callable[[], Any]) -> Any:
+        def run(function: Callable[[list[Any]], Any]) -> Any:
             random_state.restore()
             attributes.restore_copies()
-            return forward()
+            return function(own_copies(inputs))
 
         try:
             with torch.no_grad(), random_state_kept(device):
-                is_equal = _is_equal(outputs, again(of_batch))
-                if not is_equal and not RandomState(device).equals(random_state):
-                    # Random masks follow the order in memory, which may differ.
-                    with WithoutDropout():
-                        is_equal = _is_equal(again(one_by_one), again(of_batch))
+                expected = run(of_batch)
+                if RandomState(device).equals(random_state):
+                    return expected
+                # Random masks follow the order in memory, which may differ.
+                with WithoutDropout():
+                    if not _is_equal(run(one_by_one), run(of_batch)):
+                        self._refuse_mixing()
+                return None
         finally:
-            self._dpflash.backward.forward.record(rows)
-            after.restore()
-        if not is_equal:
-            raise RuntimeError(
-                f"{self._described} gives a sample alone another result than in a batch, so "
-                "nothing was released: its forward mixes samples, branches on the number of "
-                "samples, or draws random numbers other than dropout's. Outputs that compare the "
-                "samples of a batch, for a contrastive loss, have no per-sample gradients: train "
-                "with a loss of each sample by itself. Otherwise move its parameters into a "
-                "module of their own, or freeze them with requires_grad_(False)"
-            )
+            forward.record(rows)
+            attributes.restore()
+
+    def _refuse_mixing(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._described} gives a sample alone another result than in a batch, so "
+            "nothing was released: its forward mixes samples, branches on the number of "
+            "samples, or draws random numbers other than dropout's, such as masks of SpecAugment "
+            "(config.apply_spec_augment=False). Outputs that compare the samples of a batch, for "
+            "a contrastive loss, have no per-sample gradients: train with a loss of each sample "
+            "by itself. Otherwise move its parameters into a module of their own, or freeze them "
+            "with requires_grad_(False)"
+        )
 
     def _batch_size(self, leaves: list[Any]) -> int:
         """The batch size of the call: of the first tensor whose first dimension is not shared."""
@@ -462,11 +481,11 @@ class _Outside:
             return plain_class(module).forward(outside, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
             return plain_class(module).forward(outside, *args, **kwargs)
-        if not mapped and isinstance(module, PrivateEmbedding) and module.is_private_call():
-            leaves = [
-                x.expand(self.batch_size, *x.shape) if isinstance(x, Tensor) else x for x in leaves
-            ]
-            is_bare = True
+        is_expanded = (
+            not mapped and self._has_rules(module) and any(isinstance(x, Tensor) for x in leaves)
+        )
+        if is_expanded:
+            leaves, is_bare = self._expanded(module, leaves)
         leaves = [self._whole(x, is_bare) for x in leaves]
         if is_second:
             leaves = tree_map_only(Tensor, _turned, leaves)
@@ -477,7 +496,32 @@ class _Outside:
             outputs = tree_map_only(Tensor, _turned, outputs)
         if is_bare:
             return tree_map_only(Tensor, self._mapped, outputs)
-        return tree_map_only(Tensor, lambda x: self._rows(module, x, bool(mapped)), outputs)
+        is_mapped = bool(mapped) or is_expanded
+        return tree_map_only(Tensor, lambda x: self._rows(module, x, is_mapped), outputs)
+
+    def _has_rules(self, module: nn.Module) -> bool:
+        """Whether gradients of some parameters in it are taken for each sample."""
+        return any(isinstance(m, PrivateModule) and m.is_private_call() for m in module.modules())
+
+    def _expanded(self, module: nn.Module, leaves: list[Any]) -> tuple[list[Any], bool]:
+        """Inputs that all samples share as those of each sample, and whether they are bare."""
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
+        is_bare = any(len(x) != 1 for x in tensors)
+        if is_bare and not (
+            isinstance(module, PrivateEmbedding) or plain_class(module).forward in _POINTWISE
+        ):
+            raise ValueError(
+                f"layer {plain_class(module).__name__} below {self.owner} got tensors of shapes "
+                f"{[tuple(x.shape) for x in tensors]} that do not depend on the batch; give them "
+                "a first dimension of 1"
+            )
+        size = (self.batch_size,)
+        return [
+            x
+            if not isinstance(x, Tensor) or not x.ndim
+            else x.expand(*size, *(x.shape if is_bare else x.shape[1:]))
+            for x in leaves
+        ], is_bare
 
     def _mapped(self, x: Tensor) -> Tensor:
         return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
@@ -490,16 +534,19 @@ class _Outside:
         return _functorch._remove_batch_dim(row, self.level, self.batch_size, 0)
 
     def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
-        if x.ndim and x.shape[0] == self.batch_size and (is_mapped or self.batch_size != 1):
+        if not is_mapped and not x.requires_grad:
+            # Positions, or masks, of as many tokens as there are samples perhaps.
+            return x
+        if x.ndim and x.shape[0] == self.batch_size:
             return self._mapped(x.unsqueeze(1))
-        if x.requires_grad or is_mapped:
-            raise ValueError(
-                f"layer {plain_class(module).__name__} below {self.owner} returned a "
-                f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
-                "dimension must be the batch. Call it in a module of its own that returns such "
-                "tensors alone"
-            )
-        return x
+        if x.ndim and x.shape[0] == 1 and not x.requires_grad:
+            return x  # as rotary tables
+        raise ValueError(
+            f"layer {plain_class(module).__name__} below {self.owner} returned a "
+            f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
+            "dimension must be the batch. Call it in a module of its own that returns such "
+            "tensors alone"
+        )
 
 
 class _Parameters(dict[str, Any]):

@@ -112,63 +112,82 @@ class ForwardWrapper:
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run the forward, then repeat it with the contents of most samples replaced.
+        """Run forwards of which the rows are compared, and then the forward itself.
+
+        It comes last, from the state that the call began with, so that what hooks and objects
+        keep of a forward is of this one.
 
         Raises:
-            RuntimeError: results of the other samples changed, or a buffer of the model did.
+            RuntimeError: results of some samples changed as others were replaced, or with what an
+                earlier forward has kept, or a buffer of the model changed.
         """
-        backward, proof = self._backward, self._backward.proof
+        before, copies = self._state(), own_copies((args, kwargs))
+        try:
+            with self._backward.forward.aside():
+                self._compare_forwards(module, copies, before)
+        finally:
+            before.restore()
+        return self._called(module, tensors, args, kwargs)
+
+    def _compare_forwards(self, module: nn.Module, arguments: Any, before: _State) -> None:
+        proof = self._backward.proof
         alone = proof.group is None
-        copies = own_copies((args, kwargs))
-        before = self._state()
-        first = ForwardRows()
-        outputs = self._noted(first, lambda: self._called(module, tensors, args, kwargs))
-        size = self._size_of_call(tensors)
-        if alone and size < 2:
-            return outputs
+        first = self._repeated(module, arguments, before, before.attributes, compares=True)
+        size, layers = first.size, first.layers
         refusal = None if self.unchanged is None else self.unchanged.refusal()
         if alone and refusal is not None:
-            backward.discard()
+            self._backward.discard()
             raise RuntimeError(refusal)
-        layers = list(backward.forward.layers)
-        real = backward.step.rows.mask_of(size)
-        replacement = Replacement.drawn(copies, size, real, first, proof.draw)
-        others, changed = replacement.applied(copies)
+        if alone and size < 2:
+            return
+        real = self._backward.step.rows.mask_of(size)
+        replacement = Replacement.drawn(arguments, size, real, first, proof.draw)
+        others, changed = replacement.applied(arguments)
         if alone and not changed:
             proof.forward_repeated(layers, 0)
-            return outputs
-        after = self._state()
-        with backward.forward.aside():
-            try:
-                second = self._repeated(module, others, before, before.attributes)
-                refusal = refusal or mixed(first, second, replacement.unchanged)
-                left = self._attributes()
-                differing = after.attributes.differing(left)
-                if proof.is_any(bool(differing)):
-                    # From here the next batch would begin.
-                    third, fourth = (
-                        self._repeated(module, others, before, attributes)
-                        for attributes in (after.attributes, left)
-                    )
-                    refusal = refusal or kept(third, fourth, size, differing)
-            finally:
-                after.restore()
+            return
+        kept_by_first = self._attributes()
+        second = self._repeated(module, others, before, before.attributes)
+        refusal = refusal or mixed(first, second, replacement.unchanged)
+        if proof.is_any(replacement.has_exempt):
+            # That row's contents may be what is kept.
+            copies_of_one, _ = replacement.of_one().applied(arguments)
+            self._repeated(module, copies_of_one, before, before.attributes)
+        kept_by_second = self._attributes()
+        differing = kept_by_first.differing(kept_by_second)
+        keeps = proof.is_any(bool(differing))
+        if keeps:
+            third, fourth = (
+                self._repeated(module, others, before, attributes)
+                for attributes in (kept_by_first, kept_by_second)
+            )
+            refusal = refusal or kept(third, fourth, size, differing)
         samples = size if real is None else int(real.sum())
+        compared = samples if changed and samples > 1 else 0
         try:
-            proof.forward_repeated(layers, samples if changed and samples > 1 else 0, refusal)
+            proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except RuntimeError:
-            backward.discard()
+            self._backward.discard()
             raise
-        return outputs
 
     def _repeated(
-        self, module: nn.Module, arguments: Any, state: _State, attributes: OwnAttributes
+        self,
+        module: nn.Module,
+        arguments: Any,
+        state: _State,
+        attributes: OwnAttributes,
+        *,
+        compares: bool = False,
     ) -> ForwardRows:
         """The rows of a forward that begins in a state, with copies of these attributes."""
         state.restore()
         attributes.restore_copies()
-        rows = ForwardRows()
-        self._noted(rows, lambda: self._again(module, *own_copies(arguments)))
+        rows = ForwardRows(compares=compares)
+        args, kwargs = own_copies(arguments)
+        tensors = _tensors((args, kwargs))
+        with self._backward.call(_first_dimensions(tensors)):
+            self._noted(rows, lambda: self._again(module, tensors, args, kwargs))
+            rows.set_call(self._size_of_call(tensors), self._backward.forward.layers)
         return rows
 
     def _attributes(self) -> OwnAttributes:
@@ -191,15 +210,12 @@ class ForwardWrapper:
         rows.note_outputs(outputs)
         return outputs
 
-    def _again(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _again(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run a forward that has no backward."""
-        tensors = _tensors((args, kwargs))
-        with self._backward.call(_first_dimensions(tensors)):
-            if self._compiles(module):
-                return self._called(module, tensors, args, kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
-                dtype = self._autocast_dtype()
-                return self._eagerly(module, dtype, args, kwargs, inner=True)
+        if self._compiles(module):
+            return self._called(module, tensors, args, kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+            return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=True)
 
     def _seeded(self) -> AbstractContextManager[None]:
         """Seed random masks from a secret during a forward with gradients."""
@@ -344,7 +360,11 @@ def _drop(x: Tensor) -> None:
 
 
 def _dropped(packed: None) -> Tensor:
-    raise AssertionError("a backward through a forward of which only the results count")
+    raise RuntimeError(
+        "the losses depend on a forward that only proved the model, beside the one of this call: "
+        "a list that a hook fills keeps its outputs too. Clear such lists before each call of the "
+        "model, or return what the losses need"
+    )
 
 
 def _is_low(output: Any) -> bool:

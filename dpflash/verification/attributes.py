@@ -1,14 +1,16 @@
 """Attributes that modules keep between forwards: saved, restored and compared.
 
-Parameters, buffers and children are not among them. Contents are seen through lists, dicts, sets,
-tuples and deques; other objects count as unchanged. Hooks are restored too, since models that
+Parameters, buffers and children are not among them. Contents are seen through Python's containers
+and `SimpleNamespace`; other objects count as unchanged. Hooks are restored too, since models that
 install hooks in their first forward keep a flag about it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,16 +19,24 @@ from torch import Tensor, nn
 # Attributes that torch keeps in the __dict__ of a module.
 OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = [name for name in OF_TORCH if "_hooks" in name]
-_CONTAINERS = (list, dict, set, tuple, deque)
+_DICTS = {dict, OrderedDict, defaultdict}
+_LISTS = {list, deque}
+_CONTAINERS = {*_DICTS, *_LISTS, set, tuple, SimpleNamespace}
+_PLAIN = (set, bool, int, float, complex, str, bytes)
 
 
-def identity(value: Any) -> Any:
+def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
     """What is equal for two containers of the same objects, and for one object alone."""
-    if type(value) is dict:
-        return {key: identity(x) for key, x in value.items()}
-    if type(value) is set:
+    kind = type(value)
+    if kind not in _CONTAINERS or id(value) in above:
+        return id(value)
+    if kind is set:
         return sorted(map(id, value))
-    return [identity(x) for x in value] if type(value) in _CONTAINERS else id(value)
+    above = (*above, id(value))
+    if kind in _DICTS or kind is SimpleNamespace:
+        held = value if kind in _DICTS else vars(value)
+        return {key: identity(x, above) for key, x in held.items()}
+    return [identity(x, above) for x in value]
 
 
 def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
@@ -37,38 +47,62 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
         copies: the copies so far by id, so that what occurs twice stays one object.
         with_tensors: copy the contents of tensors too, except of parameters.
     """
+    kind = type(value)
+    is_tensor = with_tensors and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if not is_tensor and kind not in _CONTAINERS:
+        return value
     if id(value) in copies:
         return copies[id(value)]
-    if with_tensors and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        copies[id(value)] = value.detach().clone()
-    elif type(value) is dict:
-        made: dict[Any, Any] = {}
-        copies[id(value)] = made
-        made.update((k, copied(x, copies, with_tensors=with_tensors)) for k, x in value.items())
-    elif type(value) in (list, deque):
-        own: Any = [] if type(value) is list else deque((), value.maxlen)
-        copies[id(value)] = own
-        own.extend(copied(x, copies, with_tensors=with_tensors) for x in value)
-    elif type(value) in (set, tuple):
+    if is_tensor:
+        copies[id(value)] = _clone(value, copies)
+    elif kind in (set, tuple):
         parts = [copied(x, copies, with_tensors=with_tensors) for x in value]
-        copies[id(value)] = type(value)(parts)
-    return copies.get(id(value), value)
+        copies[id(value)] = kind(parts)
+    else:
+        copies[id(value)] = made = copy.copy(value)
+        held = vars(made) if kind is SimpleNamespace else made
+        # Large tables of plain values are copied at once.
+        for key, x in list(enumerate(held) if kind in _LISTS else held.items()):
+            if type(x) in _CONTAINERS or with_tensors and isinstance(x, Tensor):
+                held[key] = copied(x, copies, with_tensors=with_tensors)
+    return copies[id(value)]
 
 
-def is_same(one: Any, two: Any) -> bool:
+def _clone(x: Tensor, copies: dict[int, Any]) -> Tensor:
+    """A copy of a tensor; copies of views of one tensor are views of one copy."""
+    if type(x) is not Tensor or x.layout != torch.strided or x.is_meta or x.is_quantized:
+        return x.detach().clone()
+    storage = x.untyped_storage()
+    key = -storage.data_ptr()  # of no object
+    if key not in copies:
+        copies[key] = storage.clone()
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(copies[key], x.storage_offset(), x.shape, x.stride())
+
+
+def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
     """Whether two values have the same contents."""
-    if one is two:
+    if one is two or id(one) in above:
         return True
     if type(one) is not type(two):
         return False
     if isinstance(one, Tensor):
-        return one.shape == two.shape and one.dtype == two.dtype and bool(torch.equal(one, two))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(is_same(one[k], two[k]) for k in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(two) and all(map(is_same, one, two))
-    if isinstance(one, set | bool | int | float | complex | str | bytes):
+        try:
+            return one.dtype == two.dtype and bool(torch.equal(one, two))
+        except (NotImplementedError, RuntimeError):
+            # Not defined for all layouts; a difference costs two more forwards.
+            return False
+    if isinstance(one, _PLAIN):
         return bool(one == two)
+    above = (*above, id(one))
+    if type(one) is SimpleNamespace:
+        one, two = vars(one), vars(two)
+    if type(one) in _DICTS:
+        return one.keys() == two.keys() and all(is_same(one[k], two[k], above) for k in one)
+    if type(one) in _CONTAINERS:
+        return len(one) == len(two) and all(
+            is_same(x, y, above) for x, y in zip(one, two, strict=True)
+        )
     return False
 
 
@@ -80,65 +114,44 @@ class OwnAttributes:
     """
 
     def __init__(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
-        copies: dict[int, Any] = {}
-        modules = list(named_modules)
+        self._modules = list(named_modules)
         self._held = [
-            (
-                name,
-                module,
-                {k: (v, _contents(v)) for k, v in vars(module).items() if k not in OF_TORCH},
-            )
-            for name, module in modules
+            {k: v for k, v in vars(module).items() if k not in OF_TORCH}
+            for _, module in self._modules
         ]
-        hooks = [vars(module).get(name) for _, module in modules for name in _HOOKS]
+        hooks = [vars(module).get(name) for _, module in self._modules for name in _HOOKS]
         self._hooks = [(own, dict(own)) for own in hooks if own is not None]
-        self._copies = [
-            {k: copied(v, copies, with_tensors=True) for k, (v, _) in held.items()}
-            for _, _, held in self._held
-        ]
+        self._copies = self._copies_of(self._held)
 
     def restore(self) -> None:
-        """Restore the attributes themselves, and the contents of containers."""
-        self._restore_hooks()
-        for _, module, held in self._held:
-            _set_attributes(module, {name: value for name, (value, _) in held.items()})
-            for value, contents in held.values():
-                if contents is not None:
-                    value.clear()
-                    (value.update if isinstance(value, dict | set) else value.extend)(contents)
+        """Restore the attributes themselves."""
+        self._set(self._held)
 
     def restore_copies(self) -> None:
         """Have the modules continue with copies, which they may change in place."""
-        self._restore_hooks()
-        copies: dict[int, Any] = {}
-        for (_, module, _), held in zip(self._held, self._copies, strict=True):
-            _set_attributes(
-                module, {k: copied(v, copies, with_tensors=True) for k, v in held.items()}
-            )
-
-    def _restore_hooks(self) -> None:
-        for own, contents in self._hooks:
-            if own or contents:
-                own.clear()
-                own.update(contents)
+        self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:
         """Names of the attributes whose contents differ in two states of one model."""
         return [
             f"{name}.{key}" if name else key
-            for (name, _, _), one, two in zip(self._held, self._copies, other._copies, strict=True)
+            for (name, _), one, two in zip(self._modules, self._copies, other._copies, strict=True)
             for key in {**one, **two}
             if not is_same(one.get(key), two.get(key))
         ]
 
+    @staticmethod
+    def _copies_of(held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        copies: dict[int, Any] = {}
+        return [{k: copied(v, copies, with_tensors=True) for k, v in own.items()} for own in held]
 
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    own = module.__dict__
-    for name in [k for k in own if k not in attributes and k not in OF_TORCH]:
-        del own[name]
-    own.update(attributes)
-
-
-def _contents(value: Any) -> Any:
-    """A copy of a container that can be changed in place."""
-    return value.copy() if type(value) in _CONTAINERS and type(value) is not tuple else None
+    def _set(self, attributes: list[dict[str, Any]]) -> None:
+        for own, contents in self._hooks:
+            if own or contents:
+                own.clear()
+                own.update(contents)
+        for (_, module), wanted in zip(self._modules, attributes, strict=True):
+            own = module.__dict__
+            for name in [k for k in own if k not in wanted and k not in OF_TORCH]:
+                del own[name]
+            own.update(wanted)

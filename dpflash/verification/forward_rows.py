@@ -7,7 +7,7 @@ routing with a capacity, an order by length.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +42,30 @@ _ALIGNED = 64
 
 
 class ForwardRows:
-    """Inputs of the private layers in a forward, and its outputs, in order."""
+    """Inputs of the private layers in a forward, and its outputs, in order.
 
-    def __init__(self) -> None:
+    Args:
+        compares: whether modules that run sample by sample compare with a forward of the batch.
+
+    Attributes:
+        size: B; 0 until the forward is over.
+        layers: names of the modules that ran.
+    """
+
+    def __init__(self, *, compares: bool = False) -> None:
+        self.compares = compares
+        self.size = 0
+        self.layers: list[str] = []
         self.where: list[str] = []
         self.shapes: list[torch.Size] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
         self._greatest: list[Tensor] = []
         self._least: list[Tensor] = []
+
+    def set_call(self, size: int, layers: Iterable[str]) -> None:
+        """Record B and the names of the modules that ran."""
+        self.size, self.layers = size, list(layers)
 
     def note(self, name: str, x: Tensor) -> None:
         """Record the input of a layer."""
@@ -127,9 +142,11 @@ class Replacement:
 
     Attributes:
         source: `[B]`, int64: the row that the contents come from.
+        has_exempt: whether a row was to keep its contents, and did.
     """
 
     source: Tensor
+    has_exempt: bool = False
 
     @property
     def unchanged(self) -> Tensor:
@@ -177,7 +194,12 @@ class Replacement:
             rows[unchanged] = unchanged
             return rows
 
-        return cls(torch.from_numpy(draw(source).copy()))
+        return cls(torch.from_numpy(draw(source).copy()), least is not None)
+
+    def of_one(self) -> Replacement:
+        """All rows get the contents of the one that the replaced rows have."""
+        rows, counts = self.source.unique(return_counts=True)
+        return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 
     def applied(self, arguments: Any) -> tuple[Any, bool]:
         """(arguments with replaced contents, whether any of them changed)."""

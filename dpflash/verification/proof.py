@@ -70,6 +70,8 @@ class _Progress:
         woken: whether the next batch is tried in any case.
         missed: whether some batch could not be tried.
         is_patient: whether batches are tried less and less often while no sample can take part.
+        keeps: whether forwards leave something of their samples in the model, which later ones
+            may begin to use.
     """
 
     is_patient: bool
@@ -79,6 +81,7 @@ class _Progress:
     batches: int = 0
     woken: bool = False
     missed: bool = False
+    keeps: bool = False
 
     @property
     def is_pending(self) -> bool:
@@ -89,12 +92,12 @@ class _Progress:
         """Whether to try the next batch."""
         often = self.batches < _ALL_TRIED or self.batches & (self.batches - 1) == 0
         often |= self.samples < _ENOUGH and (self.samples > 0 or not self.is_patient)
-        return self.is_pending and (often or self.woken)
+        return (self.is_pending or self.keeps) and (often or self.woken)
 
     def take_turn(self) -> bool:
         """Whether to try this batch; counts it."""
         due = self.is_due()
-        self.batches += self.is_pending
+        self.batches += self.is_pending or self.keeps
         return due
 
     def record(self, names: Iterable[Any]) -> bool:
@@ -218,7 +221,12 @@ class Proof:
         return self._mode.layers.take_turn()
 
     def forward_repeated(
-        self, layers: Collection[str], samples: int, refusal: str | None = None
+        self,
+        layers: Collection[str],
+        samples: int,
+        refusal: str | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         """Record a forward that all ranks of the group have repeated.
 
@@ -226,6 +234,7 @@ class Proof:
             layers: names of the layers that ran.
             samples: number of samples that were compared; 0 where none was replaced.
             refusal: message about a difference, or None.
+            keeps: whether the model keeps something of the samples.
 
         Raises:
             RuntimeError: there was a difference, here or on another rank.
@@ -237,6 +246,7 @@ class Proof:
         progress.woken = False
         progress.samples += samples
         if samples:
+            progress.keeps = keeps
             progress.prove(layers)
 
     def is_any(self, flag: bool) -> bool:

@@ -147,6 +147,13 @@ def test_adapters_of_leds_encoder_train_as_a_loop_over_samples():
     assert max(models_table.errors_of(led, "LoRA")) <= 5e-7
 
 
+@pytest.mark.parametrize("name", ["T5", "Swin"])
+def test_a_learned_bias_in_torchs_own_attention_has_its_gradient(name):
+    real = MODELS[name]
+    with_sdpa = real._replace(build=lambda attention=None: real.build("sdpa"))
+    assert max(models_table.errors_of(with_sdpa, "flat")) <= 5e-7
+
+
 def _losses_with_a_cache(model, ids, targets):
     outputs = model(input_ids=ids, labels=targets.clamp(min=0), use_cache=True)
     return dpflash.losses.cross_entropy(outputs.logits, targets)

@@ -514,6 +514,144 @@ def test_random_masks_alone_are_no_difference(batch, private):
     assert torch.equal(torch.rand(3), drawn)
 
 
+class Sinusoids(nn.Module):
+    def forward(self, tokens):
+        return torch.arange(tokens * WIDTH, dtype=torch.float64).view(tokens, WIDTH).sin()
+
+
+class Table(nn.Module):
+    """A trained layer that gets a table which all samples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        return self.project(torch.linspace(0, 1, tokens * WIDTH).double().view(1, tokens, WIDTH))
+
+
+class Rotary(nn.Module):
+    def forward(self, x):
+        return x.new_ones(x.shape[1:]).cumsum(0).cos().unsqueeze(0)
+
+
+class Located(nn.Module):
+    """Adds positions that a layer below makes from the number of tokens."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.positions, self.project = positions, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        given = x if isinstance(self.positions, Rotary) else x.shape[1]
+        x = self.project(x) + self.positions(given)
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x * self.scale
+
+
+# As many tokens as samples, from the first batch on or after the model is proven.
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("lengths", [(8,), (5, 6, 7, 8)], ids=str)
+@pytest.mark.parametrize("positions", [Sinusoids, Table, Rotary])
+def test_positions_made_below_an_owner_are_shared_whatever_their_number(
+    positions, lengths, batch, private, oracle, sums, distance
+):
+    plain = of_a_model(Located(positions()))
+    engine, model, optimizer, _ = private(
+        copy.deepcopy(plain), inputs(batch), one_part=True, exact=False, lr=0.0
+    )
+    for tokens in lengths:
+        x = torch.randn(batch, tokens, WIDTH, dtype=torch.float64)
+        expected = oracle(plain, squares, x).clipped_sum(1.0)
+        engine.backward(squares(model, x))
+        found = sums(engine, model)
+        assert distance({n: found[n] for n in expected}, expected) <= 1e-6
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Later(nn.Module):
+    """Passes a table `[T, T]` from some length on."""
+
+    def __init__(self):
+        super().__init__()
+        self.owner = Mixed()
+
+    def forward(self, x):
+        tokens = x.shape[1]
+        table = torch.arange(tokens * tokens).view(tokens, tokens).double()
+        return self.owner(x, table if tokens == 8 else None)
+
+
+class Mixed(Owner):
+    def forward(self, x, table):
+        x = self.project(x) * self.scale
+        return x if table is None else table.softmax(-1) @ x
+
+
+def test_an_argument_that_comes_after_the_proof_is_compared_too(private):
+    engine, model, optimizer, _ = private(of_a_model(Later()), inputs(8), one_part=True)
+    for tokens in (5, 6, 7):
+        x = torch.randn(8, tokens, WIDTH, dtype=torch.float64)
+        engine.backward(squares(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.verified is True
+    with pytest.raises(RuntimeError, match="gives a sample alone another result"):
+        model(torch.randn(8, 8, WIDTH, dtype=torch.float64))
+
+
+class InPlace(Owner):
+    """Halves its argument, which its caller reads afterwards."""
+
+    def forward(self, x, mask):
+        y = self.project(x) * self.scale
+        mask.mul_(0.5)
+        return y
+
+
+class ReadsLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.owner = InPlace()
+
+    def forward(self, x):
+        mask = x.detach().sigmoid()
+        return self.owner(x, mask) * mask
+
+
+def test_the_comparison_changes_no_argument(private, oracle, sums, distance):
+    x, plain = inputs(), nn.Sequential(ReadsLater(), nn.Linear(WIDTH, 2)).double()
+    expected = oracle(plain, squares, x).clipped_sum(1e6)
+    engine, model, *_ = private(
+        copy.deepcopy(plain), x, one_part=True, exact=False, max_grad_norm=1e6
+    )
+    engine.backward(squares(model, x))
+    found = sums(engine, model)
+    assert distance({n: found[n] for n in expected}, expected) <= 1e-12
+
+
+class Hooked(nn.Module):
+    """Turns a gradient around, with a layer below or without."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        y = self.layer(x) * self.scale
+        if y.requires_grad:
+            y.register_hook(lambda grad: -grad)
+        return y * self.scale
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Linear(WIDTH, WIDTH)], ids=["leaf", "owner"])
+def test_a_hook_on_a_gradient_that_would_be_lost_is_refused(layer, private):
+    engine, model, *_ = private(of_a_model(Hooked(layer)), inputs(), one_part=True)
+    with pytest.raises(RuntimeError, match="module '1' registers a hook on the gradient"):
+        engine.backward(squares(model, inputs()))
+
+
 class Keeps(nn.Module):
     """What its forward keeps is of one batch."""
 

@@ -1,7 +1,8 @@
-"""Table look-ups under the generic rule, where vmap honours `padding_idx` for one sample alone.
+"""Functions of torch that need other arguments where a module runs under vmap, or are refused.
 
 vmap stacks the tables of all samples and looks up in the stack, where `padding_idx` is a row of
-the first sample's table.
+the first sample's table. It hides that a tensor requires a gradient, by which attention chooses
+its kernel and code whether to register a hook.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+_functorch = torch._C._functorch
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
 
 _REMEDIES = {
     "max_norm": "changes the table as it reads the data; pass max_norm=None",
@@ -22,9 +28,21 @@ _REMEDIES = {
 }
 
 
-class PerSampleLookups(TorchFunctionMode):
-    """While a module runs under vmap: the row of `padding_idx` gets no gradient in any sample.
+def _is_wrapped(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(_functorch.is_functorch_wrapped_tensor(x))
 
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _is_wrapped(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+class PerSampleFunctions(TorchFunctionMode):
+    """While a module runs under vmap: what its samples need of some functions.
+
+    The row of `padding_idx` gets no gradient in any sample. Attention has a gradient for its mask.
+    Hooks on gradients, which would be lost, raise RuntimeError.
     Options without a rule (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups
     inside of a scripted function are not seen.
 
@@ -44,6 +62,19 @@ class PerSampleLookups(TorchFunctionMode):
             return self._rows(given["weight"], given["input"], given.get("padding_idx"))
         if func in _TABLE_FIRST:
             return self._table_first(*args, **kwargs)
+        if func == _REQUIRES_GRAD:
+            # torch says no for all tensors under vmap.
+            return func(_unwrapped(args[0]))
+        if func in _HOOKS and _is_wrapped(args[0]):
+            raise RuntimeError(
+                f"module '{self._name}' registers a hook on the gradient of a tensor, which is "
+                "lost where a module runs sample by sample; change the gradient by a "
+                "torch.autograd.Function, or in a module without parameters of its own"
+            )
+        if func is F.scaled_dot_product_attention and any(map(_is_wrapped, args)):
+            # The other kernels have no gradient for a mask.
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
         if func is F.embedding_bag:
             self._refuse(inspect.signature(func).bind(*args, **kwargs).arguments)
         if func is torch.embedding_renorm_:
