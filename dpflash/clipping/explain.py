@@ -49,6 +49,9 @@ class ClippingGroups:
     def __iter__(self) -> Iterator[GroupInfo]:
         return iter(self.groups)
 
+    def __getitem__(self, index: int) -> GroupInfo:
+        return self.groups[index]
+
     def __len__(self) -> int:
         return len(self.groups)
 
@@ -104,6 +107,9 @@ class ClippingPlan:
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
+
+    def __getitem__(self, index: int) -> PlannedUse:
+        return self.uses[index]
 
     def __len__(self) -> int:
         return len(self.uses)

@@ -50,11 +50,12 @@ and means that they are equal. A number in brackets is a refusal, listed below. 
 architectures train with all parameters.
 
 `flat`, `ghost`, `per_layer` and `per_block` are ways to clip, with transformers' own attention
-(`"eager"`). `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)),
-compared with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is
-flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else
-frozen. `check` is what `engine.check` says where all parameters are trained: ok, or its first
-error.
+(`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch at
+once and is refused (`apply_spec_augment=False`). `dpflash` is flat clipping with
+`attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout of 0, compared
+with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is flat
+clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else frozen.
+`check` is what `engine.check` says where all parameters are trained: ok, or its first error.
 
 DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
 `pos_key_proj`, `pos_query_proj`), and with LoRA on
