@@ -96,7 +96,7 @@ def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
         assert 0 < lower <= upper <= row["delta"]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @rows
 def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
     truth, digit = truth_of(row)

@@ -54,6 +54,7 @@ def test_a_checkout_against_itself_gives_paired_files_with_all_measurements(tmp_
     assert "trials took turns" in capsys.readouterr().out
 
 
+@pytest.mark.cases(0)
 def test_each_checkout_runs_its_own_code_and_an_old_one_needs_no_bench(tmp_path):
     # The old one has no benchmarks and no dilated pattern; the new one has a wrong accountant and
     # no block-sparse pattern.

@@ -210,7 +210,7 @@ def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
     np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=5e-7)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_empty_batches_of_a_rank_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
     # Of about one sample a draw, one of three ranks gets it, or none does.

@@ -137,7 +137,7 @@ def test_ranks_train_what_one_process_trains(
             assert np.array_equal(value, other["parameters"][name])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -433,7 +433,7 @@ def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_pa
     assert "clipping='sideways'" in shown and not out.exists()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @linux_only
 @pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
 def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(

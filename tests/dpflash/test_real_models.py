@@ -93,7 +93,7 @@ def test_check_takes_from_layers_what_training_takes(name):
     assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("reduction", [None, "mean"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
