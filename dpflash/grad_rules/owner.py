@@ -471,6 +471,12 @@ class _Outside:
                 if parameter.requires_grad:
                     self._refuse_reading(name)
             return module(*args, **kwargs)
+        if isinstance(module, nn.RNNBase) and isinstance(module, PrivateModule):
+            raise ValueError(
+                f"{self.owner} has parameters of its own and calls a layer "
+                f"{plain_class(module).__name__} itself; call it in a module without parameters "
+                "of its own, which returns batch-first tensors alone"
+            )
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
         # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat
