@@ -235,7 +235,7 @@ class PrivacyEngine:
                 `dpflash.PerformanceConfig`.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        The first batches prove that the model keeps its samples apart, by one more forward and
+        The first batches prove that the model keeps its samples apart, by two more forwards and
         one more backward. In the backward a random half of the losses has weight 0: each layer
         must see zeros for these samples, and unchanged gradients for the others. In the forward
         most samples are replaced: the inputs of each layer for the others, and the model's
