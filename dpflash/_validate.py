@@ -114,7 +114,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def great_delta(delta: float, size: int, thing: str) -> str | None:
+def large_delta(delta: float, size: int, thing: str) -> str | None:
     """What is wrong with a delta for a dataset of so many things; None if it is below 1 / size."""
     if delta < 1 / size:
         return None

@@ -150,7 +150,7 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """(o, lse) by `Attention`, whose inputs these are; for a tiny call in half its time."""
+    """(o, lse) by `Attention`, whose inputs these are, through the node that costs least."""
     func = torch._C._are_functorch_transforms_active()
     node = Attention if func or torch.compiler.is_compiling() else _EagerAttention
     return node.apply(*inputs)

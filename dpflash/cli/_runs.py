@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from dpflash._validate import great_delta, one_of, positive_int, probability
+from dpflash._validate import large_delta, one_of, positive_int, probability
 from dpflash.accounting import (
     Accountant,
     Event,
@@ -219,7 +219,7 @@ def run_of(args: argparse.Namespace) -> Run:
         )
     # Create an event, so that invalid values raise before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
-    problem = args.num_samples and great_delta(args.delta, args.num_samples, "sample")
+    problem = args.num_samples and large_delta(args.delta, args.num_samples, "sample")
     if problem:
         print(f"dpflash: warning: {problem}", file=sys.stderr)
     return run

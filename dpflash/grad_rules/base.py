@@ -39,7 +39,8 @@ class ModuleContext:
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
         left_out: the last empty cache that a call ran without.
-        calls: structures of arguments, with those that are of the batch, that were called.
+        compared: structures of arguments, and which are of the batch, in calls that were compared
+            with a forward of the whole batch.
     """
 
     backward: PrivateBackward
@@ -51,7 +52,7 @@ class ModuleContext:
     longest: int = 0
     places: dict[tuple[str, int] | None, str] = field(default_factory=dict)
     left_out: weakref.ref[Any] | None = None
-    calls: set[Any] = field(default_factory=set)
+    compared: set[Any] = field(default_factory=set)
 
     def note_positions(self) -> None:
         """Note that an embedding received indices [T] of another length than B."""
@@ -62,11 +63,9 @@ class ModuleContext:
         self.longest = max(self.longest, length)
         return self.longest
 
-    def note_call(self, call: Any) -> bool:
-        """Whether arguments of this structure are given for the first time."""
-        is_new = call not in self.calls
-        self.calls.add(call)
-        return is_new
+    def note_compared(self, call: Any) -> None:
+        """Note that a call with arguments of this structure equals one of the whole batch."""
+        self.compared.add(call)
 
     def note_left_out(self, cache: Any) -> bool:
         """Whether it is another cache than the last one that a call ran without."""

@@ -1,8 +1,8 @@
 """Functions of torch that need other arguments where a module runs under vmap, or are refused.
 
 vmap stacks the tables of all samples and looks up in the stack, where `padding_idx` is a row of
-the first sample's table. It hides that a tensor requires a gradient, by which attention chooses
-its kernel and code whether to register a hook.
+the first sample's table. Under vmap all tensors say requires_grad=False, by which attention
+chooses a kernel without a gradient for its mask, and code does not register its hooks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class PerSampleFunctions(TorchFunctionMode):
                 "lost where a module runs sample by sample; change the gradient by a "
                 "torch.autograd.Function, or in a module without parameters of its own"
             )
-        if func is F.scaled_dot_product_attention and any(map(_is_wrapped, args)):
+        if func is F.scaled_dot_product_attention and any(
+            map(_is_wrapped, (*args, *kwargs.values()))
+        ):
             # The other kernels have no gradient for a mask.
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)

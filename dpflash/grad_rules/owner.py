@@ -82,7 +82,7 @@ class PrivateOwner(PrivateModule):
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
-        own_copy: Any = _copy_of(self)
+        own_copy: Any = None
         # Which outputs are no tensors, such as None for attention weights, and their structure.
         found: list[Any] = []
 
@@ -103,6 +103,8 @@ class PrivateOwner(PrivateModule):
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
         def one_by_one(inputs: list[Any]) -> Any:
+            nonlocal own_copy
+            own_copy = _copy_of(self)
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with PerSampleFunctions(self._dpflash.name), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
@@ -115,12 +117,15 @@ class PrivateOwner(PrivateModule):
             own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
             return self._batch_forward(*tree_unflatten(own, structure))
 
-        expected = None
-        if self._is_to_compare((str(structure), tuple(in_dims))):
-            expected = self._expected(of_batch, one_by_one, leaves, device)
+        call = str(structure), tuple(in_dims)
+        is_to_compare = batch_size > 1 and self._is_to_compare(call)
+        expected = self._expected(of_batch, one_by_one, leaves, device) if is_to_compare else None
         outputs = one_by_one(leaves)
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
+        if is_to_compare:
+            # Not before: a loop that catches the error meets it again.
+            self._dpflash.note_compared(call)
         # Counters; under vmap none of them can depend on the data.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
@@ -192,11 +197,11 @@ class PrivateOwner(PrivateModule):
         where other arguments than before are given or are taken for those of a batch.
         """
         backward = self._dpflash.backward
-        is_new = self._dpflash.note_call(call)
         if backward.forward.rows is not None:
             return backward.forward.rows.compares
         # Other ranks may not have such a call, and sharded layers need all of them.
         shards = any(is_sharded(p) for p in self.parameters())
+        is_new = call not in self._dpflash.compared
         return is_new and backward.proof.is_on and not shards and not is_recomputing()
 
     def _expected(
@@ -521,11 +526,9 @@ class _Outside:
                 f"{[tuple(x.shape) for x in tensors]} that do not depend on the batch; give them "
                 "a first dimension of 1"
             )
-        size = (self.batch_size,)
+        first = 0 if is_bare else 1
         return [
-            x
-            if not isinstance(x, Tensor) or not x.ndim
-            else x.expand(*size, *(x.shape if is_bare else x.shape[1:]))
+            x.expand(self.batch_size, *x.shape[first:]) if isinstance(x, Tensor) and x.ndim else x
             for x in leaves
         ], is_bare
 

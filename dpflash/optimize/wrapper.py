@@ -121,10 +121,10 @@ class ForwardWrapper:
             RuntimeError: results of some samples changed as others were replaced, or with what an
                 earlier forward has kept, or a buffer of the model changed.
         """
-        before, copies = self._state(), own_copies((args, kwargs))
+        before = self._state()
         try:
             with self._backward.forward.aside():
-                self._compare_forwards(module, copies, before)
+                self._compare_forwards(module, (args, kwargs), before)
         finally:
             before.restore()
         return self._called(module, tensors, args, kwargs)
@@ -361,9 +361,9 @@ def _drop(x: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
-        "the losses depend on a forward that only proved the model, beside the one of this call: "
-        "a list that a hook fills keeps its outputs too. Clear such lists before each call of the "
-        "model, or return what the losses need"
+        "the losses use outputs of a forward that ran only for the proof of the first batches, in "
+        "the same call of the model: a list that a hook fills keeps them too. Replace what is "
+        "kept, clear the list where the model's forward begins, or return what the losses need"
     )
 
 

@@ -277,7 +277,7 @@ class Corpus:
 def noise_for(config: TrainingConfig, num_documents: int) -> float:
     """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
     size = config.dataset_size or num_documents
-    problem = _validate.great_delta(config.delta, size, "document")
+    problem = _validate.large_delta(config.delta, size, "document")
     if problem is not None:
         warnings.warn(problem, stacklevel=3)
     if config.noise_multiplier is not None:

@@ -28,7 +28,9 @@ _PLAIN = (set, bool, int, float, complex, str, bytes)
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
     """What is equal for two containers of the same objects, and for one object alone."""
     kind = type(value)
-    if kind not in _CONTAINERS or id(value) in above:
+    if id(value) in above:
+        return above.index(id(value))
+    if kind not in _CONTAINERS:
         return id(value)
     if kind is set:
         return sorted(map(id, value))

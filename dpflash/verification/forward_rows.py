@@ -142,7 +142,7 @@ class Replacement:
 
     Attributes:
         source: `[B]`, int64: the row that the contents come from.
-        has_exempt: whether a row was to keep its contents, and did.
+        has_exempt: whether the row with most padding keeps its contents.
     """
 
     source: Tensor
@@ -198,6 +198,8 @@ class Replacement:
 
     def of_one(self) -> Replacement:
         """All rows get the contents of the one that the replaced rows have."""
+        if not len(self.source):
+            return self
         rows, counts = self.source.unique(return_counts=True)
         return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 

@@ -105,7 +105,7 @@ def test_one_of_lists_the_allowed_values():
         _validate.one_of(clipping=("fat", ("flat", "per_layer")))
 
 
-def test_a_great_delta_is_one_that_lets_one_of_the_things_be_published():
-    assert _validate.great_delta(0.0999, 10, "document") is None
-    assert "not below 1 / 10 documents," in _validate.great_delta(0.1, 10, "document")
-    assert "not below 1 / 1 document," in _validate.great_delta(1.0, 1, "document")
+def test_a_large_delta_is_one_that_lets_one_of_the_things_be_published():
+    assert _validate.large_delta(0.0999, 10, "document") is None
+    assert "not below 1 / 10 documents," in _validate.large_delta(0.1, 10, "document")
+    assert "not below 1 / 1 document," in _validate.large_delta(1.0, 1, "document")

@@ -883,8 +883,13 @@ def test_a_list_that_keeps_the_proofs_forwards_is_refused_with_the_reason(privat
     engine, model, *_ = private(Between())
     model.a.register_forward_hook(lambda module, args, h: kept.append(h))
     losses = losses_of(model, data())
-    with pytest.raises(RuntimeError, match="a list that a hook fills keeps its outputs too"):
+    with pytest.raises(RuntimeError, match="a list that a hook fills keeps them too"):
         engine.backward(losses + sum(h.square().sum(1) for h in kept))
+
+
+def test_a_rank_without_samples_has_none_to_replace():
+    empty = rehearsal.Replacement(torch.empty(0, dtype=torch.int64))
+    assert len(empty.of_one().source) == 0
 
 
 class Odd(nn.Module):
