@@ -49,9 +49,18 @@ def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
     return f"{kernel}/{bucket}/{bits}"
 
 
-def config(kernel: Kernel, head_dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+def config(
+    kernel: Kernel, head_dim: int, dtype: torch.dtype, device: torch.device, *, has_bias: bool
+) -> Config:
     """The config of a kernel on a device; unknown architectures use the nearest older one."""
-    return table()[architecture(device)][entry(kernel, head_dim, dtype)]
+    sizes = table()[architecture(device)][entry(kernel, head_dim, dtype)]
+    return with_bias(sizes) if has_bias else sizes
+
+
+def with_bias(sizes: Config) -> Config:
+    """Half of the rows and columns: a tile of the bias takes registers beside the scores."""
+    halves = {name: max(16, getattr(sizes, name) // 2) for name in ("block_m", "block_n")}
+    return sizes._replace(**halves)
 
 
 @functools.cache

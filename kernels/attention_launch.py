@@ -37,7 +37,7 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
         lse.fill_(-math.inf)
         if sinks is not None:
             lse = torch.maximum(lse, sinks.float().unsqueeze(2))
-    sizes = _config("forward", q, v)
+    sizes = _config("forward", inputs)
     tiles, borders, num_tiles = graph.rows.tiles(sizes.block_m, last_first=graph.causal)
     if o.numel() and num_tiles:
         with on_device(q):
@@ -152,7 +152,7 @@ def _launch_dq(
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
-    sizes = _config("dq", q, v)
+    sizes = _config("dq", inputs)
     side = graph.rows
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=graph.causal)
     num_runs = side.runs.shape[0]
@@ -209,7 +209,7 @@ def _launch_dkdv(
     slopes, key_range = inputs.slopes, inputs.key_range
     batch, heads, queries, head_dim = q.shape
     groups, keys = k.shape[1:3]
-    sizes = _config("dkdv", q, v)
+    sizes = _config("dkdv", inputs)
     value_dim = v.shape[3]
     side = graph.cols
     tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=False)
@@ -316,10 +316,11 @@ def _parts(head_dim: int, aligned: bool) -> tuple[int, int]:
     return low, rest
 
 
-def _config(kernel: Kernel, q: Tensor, v: Tensor) -> Config:
+def _config(kernel: Kernel, inputs: AttentionInputs) -> Config:
     if _INTERPRETED:
         return INTERPRETED
-    return config(kernel, max(q.shape[3], v.shape[3]), q.dtype, q.device)
+    q, v, has_bias = inputs.q, inputs.v, inputs.bias is not None
+    return config(kernel, max(q.shape[3], v.shape[3]), q.dtype, q.device, has_bias=has_bias)
 
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:

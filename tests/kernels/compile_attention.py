@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from dpflash.kernels import attention_launch as launch
 from dpflash.kernels import attention_triton as kernels
-from dpflash.kernels.attention_configs import HEAD_DIMS, table
+from dpflash.kernels.attention_configs import HEAD_DIMS, table, with_bias
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -170,7 +170,7 @@ def parse():
     parser.add_argument("--sizes", type=int, nargs=4, help="block_m block_n num_warps num_stages")
     parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
     parser.add_argument("--flags", nargs="*", choices=FLAGS, default=[], help="optional features")
-    parser.add_argument("--all-features", action="store_true", help="all of them")
+    parser.add_argument("--all-but", nargs="*", choices=FLAGS, help="all but these")
     parser.add_argument("--unaligned", action="store_true", help="rows begin anywhere in memory")
     parser.add_argument("--small-tensors", action="store_true", help="HIP: tensors below 2 GiB")
     return parser.parse_args()
@@ -179,13 +179,18 @@ def parse():
 def main():
     arguments = parse()
     rows = table()[arguments.arch]
-    flags = FLAGS if arguments.all_features else arguments.flags
+    flags = arguments.flags
+    if arguments.all_but is not None:
+        flags = [name for name in FLAGS if name not in arguments.all_but]
     for entry in arguments.entries or [*rows, *(f"delta/{size}/16" for size in HEAD_DIMS)]:
         kernel, bucket, bits = entry.split("/")
         head_dim = arguments.head_dim or int(bucket)
         dtype = "fp32" if bits == "32" else arguments.half
         # The launcher leaves the options of the delta kernel at Triton's defaults.
-        sizes = arguments.sizes or ((64, 0, 4, 3) if kernel == "delta" else rows[entry])
+        sizes = (64, 0, 4, 3) if kernel == "delta" else rows[entry]
+        if "HAS_BIAS" in flags and kernel != "delta":
+            sizes = with_bias(sizes)
+        sizes = arguments.sizes or sizes
         where = (arguments.small_tensors, not arguments.unaligned)
         line = measure(kernel, arguments.arch, head_dim, dtype, sizes, flags, *where)
         print(json.dumps({"arch": arguments.arch, "entry": entry, **line}), flush=True)
