@@ -22,6 +22,7 @@ LAW = [
     ["check"],
     ["engine"],
     ["train"],
+    ["release"],
     ["__init__"],
     ["bench"],
     ["cli"],
