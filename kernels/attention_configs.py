@@ -50,22 +50,22 @@ def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
 
 
 def config(
-    kernel: Kernel, head_dim: int, dtype: torch.dtype, device: torch.device, *, has_bias: bool
+    kernel: Kernel, head_dim: int, dtype: torch.dtype, arch: str, *, has_bias: bool = False
 ) -> Config:
-    """The config of a kernel on a device; unknown architectures use the nearest older one."""
-    sizes = table()[architecture(device)][entry(kernel, head_dim, dtype)]
-    return with_bias(sizes) if has_bias else sizes
+    """The config of a kernel; `arch` is a column of the table.
 
-
-def with_bias(sizes: Config) -> Config:
-    """Half of the rows and columns: a tile of the bias takes registers beside the scores."""
-    halves = {name: max(16, getattr(sizes, name) // 2) for name in ("block_m", "block_n")}
-    return sizes._replace(**halves)
+    With a position bias half as many rows and columns, since a tile of the bias takes as many
+    registers as the scores; products take at least 16 of each.
+    """
+    sizes = table()[arch][entry(kernel, head_dim, dtype)]
+    if not has_bias:
+        return sizes
+    return sizes._replace(block_m=max(16, sizes.block_m // 2), block_n=max(16, sizes.block_n // 2))
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The column of the table that fits a GPU."""
+    """The column of the table for a GPU; unknown ones have that of the nearest older one."""
     if torch.version.hip is not None:
         return "gfx942"
     major, _ = torch.cuda.get_device_capability(device)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import attention_triton as kernels
-from .attention_configs import INTERPRETED, Config, Kernel, config
+from .attention_configs import INTERPRETED, Config, Kernel, architecture, config
 from .attention_reference import AttentionGrads, AttentionInputs, sinks_grad, squared_norms
 from .layout import is_aligned, new_like, on_device
 from .tile_graph import Side
@@ -319,8 +319,9 @@ def _parts(head_dim: int, aligned: bool) -> tuple[int, int]:
 def _config(kernel: Kernel, inputs: AttentionInputs) -> Config:
     if _INTERPRETED:
         return INTERPRETED
-    q, v, has_bias = inputs.q, inputs.v, inputs.bias is not None
-    return config(kernel, max(q.shape[3], v.shape[3]), q.dtype, q.device, has_bias=has_bias)
+    q, head_dim = inputs.q, max(inputs.q.shape[3], inputs.v.shape[3])
+    has_bias = inputs.bias is not None
+    return config(kernel, head_dim, q.dtype, architecture(q.device), has_bias=has_bias)
 
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:

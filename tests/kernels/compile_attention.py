@@ -15,13 +15,14 @@ import os
 import re
 import time
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dpflash.kernels import attention_launch as launch
 from dpflash.kernels import attention_triton as kernels
-from dpflash.kernels.attention_configs import HEAD_DIMS, table, with_bias
+from dpflash.kernels.attention_configs import HEAD_DIMS, config, table
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -186,10 +187,12 @@ def main():
         kernel, bucket, bits = entry.split("/")
         head_dim = arguments.head_dim or int(bucket)
         dtype = "fp32" if bits == "32" else arguments.half
-        # The launcher leaves the options of the delta kernel at Triton's defaults.
-        sizes = (64, 0, 4, 3) if kernel == "delta" else rows[entry]
-        if "HAS_BIAS" in flags and kernel != "delta":
-            sizes = with_bias(sizes)
+        if kernel == "delta":
+            sizes = (64, 0, 4, 3)  # the launcher leaves its options at Triton's defaults
+        else:
+            table_dtype = torch.float32 if bits == "32" else torch.bfloat16
+            given = (kernel, int(bucket), table_dtype, arguments.arch)
+            sizes = config(*given, has_bias="HAS_BIAS" in flags)
         sizes = arguments.sizes or sizes
         where = (arguments.small_tensors, not arguments.unaligned)
         line = measure(kernel, arguments.arch, head_dim, dtype, sizes, flags, *where)

@@ -84,8 +84,8 @@ SPILLED = {
     ("sm_100", "dkdv/128/16"): (16, 0),
     ("gfx942", "dkdv/128/16"): (32, 0),
 }
-# What changes scores by position.
-POSITIONS = {"HAS_SLOPES": [], "HAS_SOFTCAP": [], "HAS_BIAS": ["BIAS_GRAD"]}
+# What changes the scores, and the flags that it brings. Models have one of them.
+SCORE_CHANGES = {"HAS_SLOPES": [], "HAS_SOFTCAP": [], "HAS_BIAS": ["BIAS_GRAD"]}
 # With one of those and every other optional feature, at head dim 80 = 64 + 16.
 SPILLED_BY_FEATURES = {
     ("sm_80", "dq/128/16"): (16, 0),
@@ -94,6 +94,14 @@ SPILLED_BY_FEATURES = {
     ("sm_100", "dq/128/16"): (32, 0),
     ("sm_100", "dkdv/128/16"): (40, 0),
     ("sm_100", "delta/128/16"): (8, 0),
+}
+# With a bias among them.
+SPILLED_BY_FEATURES_AND_BIAS = SPILLED_BY_FEATURES | {("sm_100", "dkdv/128/16"): (40, 24)}
+# With a position bias and its gradient.
+SPILLED_BY_BIAS: dict[tuple[str, str], tuple[int, int]] = {
+    ("sm_80", "forward/256/16"): (24, 16),
+    ("sm_100", "forward/256/16"): (48, 16),
+    ("sm_100", "dkdv/64/16"): (16, 0),
 }
 
 
@@ -173,16 +181,29 @@ def test_float32_attention_fits_its_architecture(arch):
 
 
 @pytest.mark.cases(0)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("change", SCORE_CHANGES)
 @pytest.mark.parametrize("arch", COMPILED)
-def test_split_head_dim_with_every_feature_fits_its_architecture(arch, position):
-    """Models have slopes, a soft cap or a bias; with several of them at once more is spilled."""
+def test_split_head_dim_with_every_feature_fits_its_architecture(arch, change):
+    """Slopes, a soft cap and a bias one at a time; with several of them more is spilled."""
     entries = [f"{kernel}/128/16" for kernel in ("forward", "dq", "dkdv", "delta")]
-    absent = [flag for name in POSITIONS if name != position for flag in (name, *POSITIONS[name])]
+    others = [name for name in SCORE_CHANGES if name != change]
+    absent = [flag for name in others for flag in (name, *SCORE_CHANGES[name])]
     options = ("--head-dim", "80", "--all-but", *absent)
     lines = compiled("attention", arch, entries, *options)
     assert all(line["flags"] for line in lines.values())
-    assert not misfits(arch, lines, SPILLED_BY_FEATURES)
+    with_bias = change == "HAS_BIAS"
+    spilled = SPILLED_BY_FEATURES_AND_BIAS if with_bias else SPILLED_BY_FEATURES
+    assert not misfits(arch, lines, spilled)
+
+
+@full
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_with_a_bias_fits_its_architecture(arch):
+    """As T5 has it, with the gradient of the bias and squared norms."""
+    flags = ("HAS_BIAS", "BIAS_GRAD", "HAS_KEY_RANGE", "SQUARES")
+    lines = compiled("attention", arch, attention("forward", "dq", "dkdv"), "--flags", *flags)
+    assert all("HAS_BIAS" in line["flags"] for line in lines.values())
+    assert not misfits(arch, lines, SPILLED_BY_BIAS)
 
 
 @full
