@@ -9,6 +9,8 @@ from numbers import Integral, Real
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
 _LEAST_NOISE, _MOST_STD = 2.0**-30, 1e36
+# Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
+_MOST_NOISE = 2.0**14
 
 
 def _real(name: str, value: object) -> float:
@@ -60,6 +62,11 @@ def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
     finite(noise_multiplier=noise_multiplier)
     if noise_multiplier == 0:
         return
+    if noise_multiplier >= _MOST_NOISE:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier!r}: expected less than {_MOST_NOISE:g}, up to "
+            "which noise is exact in float64; pass less"
+        )
     if not _LEAST_BOUND <= float(max_grad_norm) <= _MOST_BOUND:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} with noise: expected a number between "

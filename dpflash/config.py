@@ -24,9 +24,6 @@ CLIP_FUNCTIONS = ("hard", "automatic")
 # Default of a keyword that belongs to one of the two configurations.
 UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
 
-# Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
-_MOST_NOISE = 2.0**14
-
 # Opacus' names of grad_sample_mode, and earlier ones.
 _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
 _SAME_MODE |= {"ghost_fsdp": "ghost"}
@@ -157,11 +154,6 @@ class PrivacyConfig:
         self._set_bounds()
         noise = 0.0 if self.noise_multiplier is None else self.noise_multiplier
         noise_fits(max_grad_norm=self.bound, noise_multiplier=noise)
-        if noise >= _MOST_NOISE:
-            raise ValueError(
-                f"noise_multiplier={noise!r}: expected less than {_MOST_NOISE:g}, up to which "
-                "noise is exact in float64"
-            )
         if self.noise_multiplier is not None:
             object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
         names = self.allow_buffers

@@ -63,12 +63,16 @@ from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
 from .step import PrivateStep
 from .verification.proof import Proof, allow_second_backwards
+from .verification.settable import OnlySettable
 from .verification.unchanged import Unchanged, check_allowed
 
 _log = logging.getLogger(__name__)
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
 
+# What the optimizer lets callers set between releases.
+_OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+_OF_ENGINE = ("accountant", "seed", "ledger", "mesh", "neighboring_relation")
 _FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
 
 
@@ -103,7 +107,7 @@ class _Checked(NamedTuple):
     optimization: Optimization
 
 
-class PrivacyEngine:
+class PrivacyEngine(OnlySettable):
     """Trains a model with differential privacy (DP-SGD).
 
     Args:
@@ -131,6 +135,12 @@ class PrivacyEngine:
         step, and a choice among several runs. With a mesh the guarantee is that of one process:
         norms are of whole samples, and noise is added once to the sum over all ranks.
     """
+
+    instead_of_setting = {
+        **{name: f"set {name} of the optimizer that make_private returned" for name in _OF_STEPS},
+        **dict.fromkeys(_FIELDS - set(_OF_STEPS), "pass it to make_private"),
+        **dict.fromkeys(_OF_ENGINE, "pass it to PrivacyEngine(...)"),
+    }
 
     def __init__(
         self,
@@ -304,7 +314,8 @@ class PrivacyEngine:
             ranks=ranks,
             noise_multiplier=privacy.noise_multiplier,
             max_grad_norm=privacy.bound,
-            divisor=1.0 if privacy.loss_reduction == "sum" else loader.expected_batch_size,
+            expected_batch_size=loader.expected_batch_size,
+            divides=privacy.loss_reduction != "sum",
             exact=privacy.exact is not False,
         )
         most = privacy.max_batch_size
@@ -332,10 +343,7 @@ class PrivacyEngine:
         self._wrapper.put()
         _log.info("%s", optimization.summary)
         private_optimizer = PrivateOptimizer(
-            optimizer,
-            step,
-            expected_batch_size=loader.expected_batch_size,
-            loss_reduction=privacy.loss_reduction,
+            optimizer, step, loss_reduction=privacy.loss_reduction
         )
         self._model, self._backward, self._step = module, backward, step
         self._clipping = privacy.clipping
@@ -860,6 +868,7 @@ class PrivacyEngine:
             "ledger_digest": None if self._ledger is None else self._ledger.digest(),
             "noise_multiplier": self._optimizer.noise_multiplier,
             "max_grad_norm": self._optimizer.max_grad_norm,
+            "expected_batch_size": self._optimizer.expected_batch_size,
             "loader": self._loader.state_dict(),
             "sampling": self._sampling(),
             "clipping": self._clipping,
@@ -934,6 +943,7 @@ class PrivacyEngine:
             restored={
                 "noise_multiplier": self._optimizer.noise_multiplier,
                 "max_grad_norm": self._optimizer.max_grad_norm,
+                "expected_batch_size": self._optimizer.expected_batch_size,
             },
             unchanged={"clipping": self._clipping, "clip_function": backward.clip_function},
         )
@@ -947,6 +957,7 @@ class PrivacyEngine:
             releases=state["releases"],
             noise_multiplier=state["noise_multiplier"],
             max_grad_norm=state["max_grad_norm"],
+            expected_batch_size=state["expected_batch_size"],
         )
         return dict(state["extra"])
 

@@ -14,26 +14,34 @@ from dpflash.kernels import refuse_capture
 
 from .distributed.fsdp import is_sharded
 from .step import CAPTURED, PrivateStep
+from .verification.settable import OnlySettable
+
+_MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
-class PrivateOptimizer(torch.optim.Optimizer):
+class PrivateOptimizer(OnlySettable, torch.optim.Optimizer):
     """Wraps any torch optimizer; its `step` releases one logical batch.
 
     Args:
         optimizer: the wrapped optimizer.
         step: the logical batch that `step()` releases.
-        expected_batch_size: the divisor of a release; public, never the drawn size.
         loss_reduction: "mean" or "sum" where the loop makes a scalar loss; Opacus' tools read it.
 
     Attributes:
         original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
-        noise_multiplier: noise standard deviation over max_grad_norm.
-        max_grad_norm: L2 bound of one sample's contribution.
-        expected_batch_size: the divisor of a step; public, never the drawn size.
+        noise_multiplier: noise standard deviation over max_grad_norm, >= 0; with 0, epsilon is inf
+            from the next release on.
+        max_grad_norm: L2 bound of one sample's contribution, > 0 and finite; bounds of clipping
+            groups keep their fractions of it.
+        expected_batch_size: the divisor of a release, > 0 and finite; public, never the drawn
+            size. Another one rescales the released gradient; sampling and epsilon stay as they
+            are. It cannot be set with loss_reduction="sum", where nothing is divided.
         releases: noisy steps so far, with the one that has begun; each has noise of its own.
 
-    noise_multiplier and max_grad_norm may be changed between steps, before the backward of the
-    next logical batch; each release is accounted for with the values that it used.
+    noise_multiplier, max_grad_norm and expected_batch_size may be set between steps, before the
+    backward of the next logical batch; each release is accounted for with the values that it used.
+    The properties of the wrapped optimizer (param_groups, state, defaults) may be set too, and all
+    other names raise an AttributeError.
 
     Guarantees:
         The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
@@ -42,18 +50,28 @@ class PrivateOptimizer(torch.optim.Optimizer):
         costs nothing. See `dpflash.step` for where the noise is added and the accountant charged.
     """
 
+    replaceable_methods = ("step",)
+    instead_of_setting = {
+        "original_optimizer": _MADE_BY,
+        "loss_reduction": _MADE_BY,
+        "sample_rate": f"it follows from the data loader: {_MADE_BY}",
+        "batch_size": f"it is the data loader's: {_MADE_BY}",
+        "lr": "set it in optimizer.param_groups",
+        "generator": "noise comes from a keyed stream, which PrivacyEngine(seed=...) reproduces",
+        "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
+        "step_hook": "call attach_step_hook(fn)",
+    }
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         step: PrivateStep,
         *,
-        expected_batch_size: float,
         loss_reduction: str | None,
     ):
         # The wrapped optimizer holds groups and state; Optimizer.__init__ would make new ones.
-        self.original_optimizer = optimizer
-        self.expected_batch_size = expected_batch_size
-        self.loss_reduction = loss_reduction
+        self._original = optimizer
+        self._loss_reduction = loss_reduction
         self._step = step
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
         self._releasing = False
@@ -90,6 +108,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Let the wrapped optimizer step by itself again, as engine.detach does."""
         self._guard.remove()
         return self.original_optimizer
+
+    @property
+    def original_optimizer(self) -> torch.optim.Optimizer:
+        return self._original
+
+    @property
+    def loss_reduction(self) -> str | None:
+        return self._loss_reduction
 
     # Opacus' BatchMemoryManager and schedulers use these.
 
@@ -138,6 +164,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._step.set_max_grad_norm(value)
 
     @property
+    def expected_batch_size(self) -> float:
+        return self._step.expected_batch_size
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float) -> None:
+        self._step.set_expected_batch_size(value)
+
+    @property
     def _is_last_step_skipped(self) -> bool:
         """Whether the last step ended a microbatch only; Opacus' name."""
         return self._step.tracker.skipped_last_step
@@ -173,7 +207,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.original_optimizer.defaults = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "original_optimizer":
+        if name == "_original":
             raise AttributeError(name)
         return getattr(self.original_optimizer, name)
 

@@ -38,7 +38,7 @@ from dpflash.kernels import (
     settle_noise,
 )
 
-from ._validate import finite, noise_fits, non_negative, positive
+from ._validate import finite, noise_fits, positive
 from .distributed.collectives import all_reduce_all_
 from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
 from .distributed.mesh import Ranks
@@ -159,7 +159,7 @@ class ClippedSums:
         names: dotted name of each parameter.
         tracker: follows the microbatches of the training loop.
         ranks: this process and its peers.
-        max_grad_norm: bound of one sample's gradient, until `set_max_grad_norm` changes it.
+        max_grad_norm: bound of one sample's gradient.
         exact: whether sums of per-sample gradients are multiples of the grid.
 
     Attributes:
@@ -210,10 +210,6 @@ class ClippedSums:
         """L2 bound of one sample's contribution to the next logical batch."""
         return self._max_grad_norm
 
-    def set_max_grad_norm(self, value: float) -> None:
-        """Change the bound from the next logical batch on."""
-        self._max_grad_norm = value
-
     @property
     def grid(self) -> float | None:
         """Exact sums are multiples of this number; None if sums are rounded."""
@@ -244,9 +240,7 @@ class ClippedSums:
     def begin_backward(self) -> None:
         """Fix the bound of the logical batch, if this is its first backward."""
         if math.isnan(self.bound):
-            positive(max_grad_norm=self.max_grad_norm)
-            # numpy's narrower numbers would round a group's part of it, possibly up.
-            self.bound = float(self.max_grad_norm)
+            self.bound = self.max_grad_norm
 
     # Sums: called by the clipping gates.
 
@@ -398,11 +392,13 @@ class PrivateStep(ClippedSums):
         ranks: this process and its peers.
         noise_multiplier: standard deviation of the noise over the bound.
         max_grad_norm: L2 bound C of one sample's contribution.
-        divisor: of the released sums; public.
+        expected_batch_size: the divisor of the released sums; public.
+        divides: whether sums are divided.
         exact: whether sums of per-sample gradients are multiples of the grid.
 
     Attributes:
         noise_multiplier: of the next release; `set_noise_multiplier` changes it.
+        expected_batch_size: of the next release; `set_expected_batch_size` changes it.
         releases: how many releases were charged so far; each has its own noise.
         noise: of the release under way; None before it was charged.
 
@@ -426,7 +422,8 @@ class PrivateStep(ClippedSums):
         ranks: Ranks,
         noise_multiplier: float,
         max_grad_norm: float,
-        divisor: float,
+        expected_batch_size: float,
+        divides: bool,
         exact: bool,
     ):
         super().__init__(
@@ -443,7 +440,8 @@ class PrivateStep(ClippedSums):
         self._sampler = sampler
         self._spending = spending
         self._keys = keys
-        self._divisor = divisor
+        self._expected_batch_size = expected_batch_size
+        self._divides = divides
         self._noise_multiplier = noise_multiplier
         self._is_closed = False
         self._may_charge = False
@@ -455,8 +453,49 @@ class PrivateStep(ClippedSums):
         return self._noise_multiplier
 
     def set_noise_multiplier(self, value: float) -> None:
-        """Change the noise from the next release on."""
-        self._noise_multiplier = value
+        """Change the noise from the next release on; 0 warns.
+
+        Raises:
+            ValueError: it is not a number >= 0 that fits the bound.
+        """
+        noise_fits(max_grad_norm=self._max_grad_norm, noise_multiplier=value)
+        if value == 0 < self._noise_multiplier:
+            warnings.warn(
+                "noise_multiplier=0: the next release has no noise, and epsilon is inf then",
+                stacklevel=4,
+            )
+        # numpy's narrower numbers would round products with it.
+        self._noise_multiplier = float(value)
+
+    def set_max_grad_norm(self, value: float) -> None:
+        """Change the bound, and the noise that is scaled to it, from the next logical batch on.
+
+        Raises:
+            ValueError: it is not a finite number > 0 that fits the noise.
+        """
+        positive(max_grad_norm=value)
+        finite(max_grad_norm=value)
+        noise_fits(max_grad_norm=value, noise_multiplier=self._noise_multiplier)
+        self._max_grad_norm = float(value)
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self._expected_batch_size
+
+    def set_expected_batch_size(self, value: float) -> None:
+        """Change the divisor from the next release on; the sample rate stays as it is.
+
+        Raises:
+            ValueError: it is not a finite number > 0, or sums are released undivided.
+        """
+        positive(expected_batch_size=value)
+        finite(expected_batch_size=value)
+        if not self._divides:
+            raise ValueError(
+                f"expected_batch_size={value!r} with loss_reduction='sum', where sums are not "
+                "divided; scale the learning rate in optimizer.param_groups"
+            )
+        self._expected_batch_size = float(value)
 
     def close(self) -> None:
         """Refuse further releases: the keys are those of the engine's next model from now on."""
@@ -468,11 +507,20 @@ class PrivateStep(ClippedSums):
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in held if p in self._ids and p.requires_grad]
 
-    def resume(self, *, releases: int, noise_multiplier: float, max_grad_norm: float) -> None:
+    def resume(
+        self,
+        *,
+        releases: int,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: float,
+    ) -> None:
         """Go on where a checkpoint was written."""
+        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
         self.releases = releases
-        self._noise_multiplier = noise_multiplier
-        self._max_grad_norm = max_grad_norm
+        self._noise_multiplier = float(noise_multiplier)
+        self._max_grad_norm = float(max_grad_norm)
+        self._expected_batch_size = float(expected_batch_size)
         self.discard()
 
     def leave_ranks(self) -> None:
@@ -552,8 +600,6 @@ class PrivateStep(ClippedSums):
             return False
         if self.ranks.data is not None or self.is_sharded:
             return False  # Noise is for the sum over all ranks' samples.
-        non_negative(noise_multiplier=self.noise_multiplier)
-        finite(noise_multiplier=self.noise_multiplier)
         return self.noise_multiplier != 0
 
     # Charge
@@ -577,7 +623,7 @@ class PrivateStep(ClippedSums):
             )
         bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
-        bound, noise_multiplier = float(bound), float(self.noise_multiplier)
+        noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
         # Models that are not private need no accounting, which is slow to import.
@@ -660,6 +706,7 @@ class PrivateStep(ClippedSums):
                     "draw": None if current is None else current.draw,
                     "noise_multiplier": noise_multiplier,
                     "max_grad_norm": bound,
+                    "expected_batch_size": self.expected_batch_size,
                     "batch of the private loader": drawn,
                     "trained parameters": [self.names[p] for p in self.parameters],
                 },
@@ -708,6 +755,7 @@ class PrivateStep(ClippedSums):
             self.noise = self._charge(signalled=self.tracker.signalled_now)
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
         wide = self.ranks.data is not None
+        divisor = self.expected_batch_size if self._divides else 1.0
         totals = [_copy_of_sum(p, self.sums.get(p), wide=wide) for p in parameters]
         whole = [t for p, t in zip(parameters, totals, strict=True) if not is_sharded(p)]
         all_reduce_all_(whole, self.ranks.data)
@@ -718,7 +766,7 @@ class PrivateStep(ClippedSums):
         self.noise.settle()
         for parameter, total in zip(parameters, totals, strict=True):
             total = total.to(torch.promote_types(parameter.dtype, torch.float32))
-            parameter.grad = as_grad(total.div_(self._divisor).to(parameter.dtype), parameter)
+            parameter.grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
         self._clear()
         if self._clipper is not None:
             self._clipper.end_batch(released=True)

@@ -79,9 +79,11 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
             f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass a "
             "path that engine.save_checkpoint wrote"
         )
+    # Written by an earlier version.
     if "unamplified" in state:
-        # Written by an earlier version.
         state["spending"]["has_foreign_batches"] = state.pop("unamplified")
+    if "sampling" in state:
+        state.setdefault("expected_batch_size", state["sampling"]["expected_batch_size"])
     return state
 
 

@@ -1,0 +1,46 @@
+"""Refuses to set public attributes that a class does not declare, which would do nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class OnlySettable:
+    """A class whose public attributes are its settable properties and `replaceable_methods`.
+
+    Any other name raises an AttributeError with the way out. Names with an underscore are left to
+    the class, and to frameworks that mark objects.
+    """
+
+    # Methods that others wrap in place: learning-rate schedulers do so with an optimizer's `step`.
+    replaceable_methods: ClassVar[tuple[str, ...]] = ()
+    # What to do instead of setting these names.
+    instead_of_setting: ClassVar[Mapping[str, str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name.startswith("_") or name in self.replaceable_methods):
+            settable = _settable_properties(type(self))
+            if name not in settable:
+                raise AttributeError(self._refusal(name, value, settable))
+        super().__setattr__(name, value)
+
+    def _refusal(self, name: str, value: Any, settable: list[str]) -> str:
+        text = f"{type(self).__name__}.{name}={value!r}: setting it would do nothing; "
+        if name in self.instead_of_setting:
+            return text + self.instead_of_setting[name]
+        close = difflib.get_close_matches(name, settable, n=1)
+        if close:
+            return text + f"did you mean {close[0]!r}?"
+        if not settable:
+            return text + "no attribute can be set"
+        return text + f"what can be set: {', '.join(settable)}"
+
+
+def _settable_properties(kind: type) -> list[str]:
+    """Names of the properties that have a setter."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        found.update(vars(base))
+    return sorted(n for n, x in found.items() if isinstance(x, property) and x.fset is not None)
