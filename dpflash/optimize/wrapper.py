@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
@@ -28,6 +27,7 @@ from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
 from ..verification.forward_rows import ForwardRows, Replacement, kept, mixed, own_copies
+from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
 from ..verification.unchanged import Unchanged
@@ -348,7 +348,7 @@ class _State:
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
+    return [t for _, t in tensors_of(arguments) if t.ndim]
 
 
 def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
@@ -373,9 +373,7 @@ def _is_low(output: Any) -> bool:
 
 def _widened(outputs: Any) -> Any:
     """The outputs with 16-bit tensors as float32."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if _is_low(outputs) else outputs
-    return tree_map_only(Tensor, _widened, outputs)
+    return map_tensors(lambda x: x.float() if _is_low(x) else x, outputs)
 
 
 class _Wrapped(nn.Module):

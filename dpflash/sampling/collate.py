@@ -11,7 +11,7 @@ import copy
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
+
+from ..verification.nested import parts_of, tensors_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -31,9 +33,10 @@ _ROUNDING = 1e-6
 
 
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
-    """Refuse a loader whose collate function visibly mixes or sorts the entries of a batch.
+    """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
-    The function is called about 30 times on entries of the dataset, or about 100 times if it
+    That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
+    no field with one row for each entry. The function is called about 30 times on entries of the dataset, or about 100 times if it
     draws random numbers, for three seconds at most. Global random states are restored. Where
     DataLoader workers fetch the entries, these workers try it, see `TriedCollate`.
 
@@ -79,13 +82,17 @@ def _is_known(collate: Collate) -> bool:
 
 
 def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
+    name = getattr(collate, "__qualname__", type(collate).__name__)
     with _randomness_kept():
         try:
             trial = _Trial(collate, entries)
-            mixes, sorts = trial.mixes(), not may_sort and trial.sorts()
+            refusal = _odd_field(trial.two, len(entries[:2]))
+            mixes = refusal is None and trial.mixes()
+            sorts = refusal is None and not may_sort and trial.sorts()
         except Exception:
             return  # The function does not accept such batches.
-    name = getattr(collate, "__qualname__", type(collate).__name__)
+    if refusal is not None:
+        raise ValueError(f"data_loader.collate_fn={name} {refusal}")
     if sorts:
         raise ValueError(
             f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
@@ -100,6 +107,25 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
             "entry may change the sum by more than max_grad_norm. Make each row of its own entry "
             "alone"
         )
+
+
+def _odd_field(batch: Any, size: int) -> str | None:
+    """What is wrong with a batch of two entries (or one), by the name of the field, or None."""
+    tensors = list(tensors_of(batch))
+    for place, x in tensors:
+        if x.is_nested:
+            return (
+                f"makes batch{place} a nested tensor, whose rows cannot be compared or masked: pad "
+                "its samples to one length, such as with dpflash.sampling.PadTo"
+            )
+    if size < 2 or not tensors or any(True for _ in _columns(batch, batch, size)):
+        return None
+    place, x = tensors[0]
+    return (
+        f"makes batch{place} of shape {tuple(x.shape)} from {size} entries, and no field of the "
+        "batch has one row for each entry: return the samples in the first dimension, [B, ...], "
+        "such as by batch.transpose(0, 1), and one sample for each entry"
+    )
 
 
 @contextmanager
@@ -141,7 +167,7 @@ class _Trial:
         self._collate = collate
         self._entries = entries
         # A batch of another size shows which dimensions are the batch.
-        self._two = self._batch(entries[:2])
+        self.two = self._batch(entries[:2])
         self._draws = False
 
     def sorts(self) -> bool:
@@ -218,7 +244,7 @@ class _Trial:
         before = _random_states()
         batch = self._batch(entries)
         after = _random_states()
-        columns = _columns(batch, self._two, len(entries))
+        columns = _columns(batch, self.two, len(entries))
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
@@ -232,15 +258,14 @@ def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim and two.ndim and (len(batch), len(two)) == (size, 2):
             yield list(batch)
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _columns(value, two[key], size)
-    elif isinstance(batch, list | tuple):
-        if (len(batch), len(two)) == (size, 2):
-            yield list(batch)
-        else:
-            for value, other in zip(batch, two, strict=True):
-                yield from _columns(value, other, size)
+        return
+    is_sequence = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+    if is_sequence and (len(batch), len(two)) == (size, 2):
+        yield list(batch)
+        return
+    others = dict(parts_of(two))
+    for place, part in parts_of(batch):
+        yield from _columns(part, others[place], size)
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
@@ -259,15 +284,15 @@ def _equal(x: Any, y: Any) -> bool | None:
         if x.dtype.hasobject or x.dtype.kind not in "biufc":
             return bool(np.array_equal(x, y)) if x.shape == y.shape else None
         return _equal_tensors(torch.as_tensor(x), torch.as_tensor(y))
-    if isinstance(x, Mapping):
-        return _all_equal([(x[k], y[k]) for k in x]) if x.keys() == y.keys() else None
-    if isinstance(x, list | tuple):
-        return _all_equal(list(zip(x, y, strict=True))) if len(x) == len(y) else None
     if isinstance(x, float):
         return _equal_tensors(torch.tensor(x), torch.tensor(y))
     if isinstance(x, int | str | bytes):
         return x == y
-    return True  # Of an unknown class: the other parts decide.
+    parts, others = dict(parts_of(x)), dict(parts_of(y))
+    if parts.keys() != others.keys():
+        return None
+    # Without parts it is of an unknown class, and the other parts of the row decide.
+    return _all_equal([(part, others[place]) for place, part in parts.items()])
 
 
 def _all_equal(pairs: list[tuple[Any, Any]]) -> bool | None:

@@ -6,7 +6,7 @@ so the kernels, of all other samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from .._validate import positive_int
+from ..verification.nested import tensors_of
 
 
 class PadTo:
@@ -112,15 +113,3 @@ class Lengths:
                 "of other lengths (pad with dpflash.sampling.PadTo to have it exactly)"
             )
         return "no batch seen yet" if self._seen is None else "the same in all batches so far"
-
-
-def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(place, tensor) for all tensors in nested mappings and sequences."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_of(part, f"{place}[{key!r}]")
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for number, part in enumerate(value):
-            yield from tensors_of(part, f"{place}[{number}]")

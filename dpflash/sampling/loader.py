@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -24,6 +25,7 @@ from dpflash.accounting import Event
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
+from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
 from .row_order import RowOrder
@@ -41,39 +43,32 @@ SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
 class _CollateWithEmpty:
-    """The user's collate function; of an empty draw it makes an empty batch of equal structure."""
+    """The user's collate function; of an empty draw it makes a batch of one padding row.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
+    The row is entry 0. Where DataLoader workers fetch ahead, it is blank: a loop that leaves out
+    steps could then take it for a sample, see `BatchTracker`.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, *, blank: bool):
         self.collate = collate
         self.dataset = dataset
+        self.blank = blank
 
     def __call__(self, samples: list[Any]) -> Any:
         if samples:
             return self.collate(samples)
-        return _emptied(self.collate([self.dataset[0]]))
+        batch = self.collate([self.dataset[0]])
+        return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
-def _emptied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 0:
-            raise ValueError(
-                "the collate function made a tensor without a batch dimension, so an empty batch "
-                "cannot be built; give collate_fn results with the batch first"
-            )
-        return value[:0]
-    if isinstance(value, Mapping):
-        emptied = {k: _emptied(v) for k, v in value.items()}
-        return emptied if type(value) is dict else type(value)(emptied)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_emptied(v) for v in value))
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(v, str | bytes | int | float) for v in value):
-            return type(value)()
-        return type(value)(_emptied(v) for v in value)
-    raise ValueError(
-        f"cannot build an empty batch from a {type(value).__name__}; make collate_fn return "
-        "tensors, dicts, lists or tuples of tensors"
-    )
+_VALUES = (Tensor, np.ndarray, np.generic, int, float, str, bytes)
+
+
+def _blank(value: Any) -> Any:
+    """A value of the same kind and shape that holds nothing of the data."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return np.zeros_like(value) if isinstance(value, np.ndarray) else type(value)()
 
 
 class PrivateDataLoader(DataLoader):
@@ -82,7 +77,7 @@ class PrivateDataLoader(DataLoader):
     The samples of a draw are in secret random rows of its microbatches. The other rows are padding
     rows: they repeat a sample of the batch (entry 0 in an empty one) and count for nothing, since
     their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as Opacus'
-    BatchMemoryManager, gets the samples alone, without padding rows.
+    BatchMemoryManager, gets the samples alone, and of an empty draw one padding row.
 
     Args:
         rank_part: (number of this rank, number of ranks) that split each draw.
@@ -189,7 +184,7 @@ class PrivateDataLoader(DataLoader):
             # Loaders that copy it get empty draws as empty lists.
             collate_fn=collate
             if self.slots is None
-            else _CollateWithEmpty(collate, loader.dataset),
+            else _CollateWithEmpty(collate, loader.dataset, blank=loader.num_workers > 0),
             **options,
         )
         if self.slots is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..verification.digests import row_digests
-from .lengths import tensors_of
+from ..verification.nested import tensors_of
 from .tracker import BatchMark
 
 # A loop treats all batches alike. On a CPU all are checked; on a GPU each check waits for it.

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 EARLIER_EPOCH = (
@@ -169,10 +170,18 @@ class BatchTracker:
         """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
 
         A batch with as many rows as the one released last may be that batch again, whose padding
-        rows would count a sample twice.
+        rows would count a sample twice. Another loader gets one padding row of an empty draw.
         """
+        if rows == 1 and self._is_empty_draw:
+            return torch.zeros(1, dtype=torch.bool)
         mark = self.current or self._last_yielded
         return None if mark is None or mark.size != rows else mark.real
+
+    @property
+    def _is_empty_draw(self) -> bool:
+        """Whether another loader, which signals its steps, is at a draw without samples."""
+        by_signal = self.current is None and self.waiting_signals > 0
+        return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
     def resume(self, draw: int) -> None:
         """Continue at a draw."""
@@ -232,7 +241,13 @@ class BatchTracker:
                 "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
                 "too, or samples of two draws mix in one step. Call step() before `continue`"
             )
-        if signals and self.emitted and self._seen + batch_size > self.emitted[0]:
+        is_padding = batch_size == 1 and self._is_empty_draw
+        if (
+            signals
+            and self.emitted
+            and not is_padding
+            and self._seen + batch_size > self.emitted[0]
+        ):
             raise RuntimeError(
                 f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
                 f"has {self.emitted[0]}: samples of two draws would mix in one step. Call "
@@ -245,7 +260,7 @@ class BatchTracker:
                 "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
             )
         real = self.real_rows(batch_size)
-        if mark is None and real is not None and not bool(real.all()):
+        if mark is None and not is_padding and real is not None and not bool(real.all()):
             warnings.warn(
                 f"a batch of {batch_size} rows after the loader's last one was released: it is "
                 "treated as that batch, whose padding rows count for nothing. Train on batches "
@@ -253,7 +268,8 @@ class BatchTracker:
                 stacklevel=3,
             )
         self.backward_done = True
-        self._seen += batch_size if mark is None else mark.count
+        if not is_padding:
+            self._seen += batch_size if mark is None else mark.count
 
     def warn_of_missing_backward(self) -> None:
         """Warn if a batch with samples is released without a backward."""

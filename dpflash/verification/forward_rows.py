@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .digests import differing, row_summaries, tolerance
+from .nested import map_tensors, tensors_of
 
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
@@ -73,8 +73,8 @@ class ForwardRows:
 
     def note_outputs(self, outputs: Any) -> None:
         """Record the tensors that the model returned."""
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.ndim:
+        for _, leaf in tensors_of(outputs):
+            if leaf.ndim:
                 self._note(_OUTPUT, leaf)
 
     def _note(self, where: str, x: Tensor) -> None:
@@ -217,12 +217,12 @@ class Replacement:
             changed = changed or not torch.equal(rows, t.detach())
             return _with_layout_of(t, rows)
 
-        return tree_map_only(Tensor, replaced, arguments), changed
+        return map_tensors(replaced, arguments), changed
 
 
 def own_copies(arguments: Any) -> Any:
     """Copies of the arguments, since a model may change its inputs."""
-    return tree_map_only(Tensor, lambda t: _with_layout_of(t, t), arguments)
+    return map_tensors(lambda t: _with_layout_of(t, t), arguments)
 
 
 def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
 
 def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
     """The tensors whose first dimension is the batch; none where that is ambiguous."""
-    found = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.ndim]
+    found = [t for _, t in tensors_of(arguments) if t.ndim]
     found = [t for t in found if t.shape[0] == size and t.layout == torch.strided]
     if len(found) > 1 and any(t.ndim > 1 and t.shape[1] == size for t in found):
         # With as many tokens as samples, a table of positions looks like a batch.

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
 from .digests import differing, row_summaries, tolerance
+from .nested import map_tensors, tensors_of
 from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
 
@@ -334,13 +334,10 @@ class Proof:
         The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
         The reduction to a scalar is not proven.
         """
-        leaves, structure = tree_flatten(outputs)
         uses = self._mode.uses
         # The other ranks have not heard yet that this one found new uses.
         wanted = uses.is_due() if self.group is None else uses.is_pending
-        crossing = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         if not crossing or not wanted:
             uses.take_turn()
             return outputs
@@ -353,10 +350,8 @@ class Proof:
                 uses.take_turn()
                 self._note_scalar(reached)
 
-        behind = _Crossing.apply(prove, *(leaves[i] for i in crossing))
-        for i, leaf in zip(crossing, behind, strict=True):
-            leaves[i] = leaf
-        return tree_unflatten(leaves, structure)
+        behind = dict(zip(map(id, crossing), _Crossing.apply(prove, *crossing), strict=True))
+        return map_tensors(lambda x: behind.get(id(x), x), outputs)
 
     def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
         mode = self._mode

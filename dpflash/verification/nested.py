@@ -1,0 +1,88 @@
+"""Finds and changes the tensors in nested batches: mappings, sequences, dataclasses, pytrees.
+
+Mappings are dicts and classes like them, such as transformers' BatchEncoding. Whatever else a
+batch holds (None, numbers, strings, arrays, objects) stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(place, tensor) for all tensors in a batch; places are like "['labels'][0]"."""
+    if isinstance(value, Tensor):
+        yield place, value
+        return
+    for name, part in parts_of(value):
+        yield from tensors_of(part, place + name)
+
+
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """(place, part) for the parts of a container; nothing for any other value."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif names := _field_names(value):
+        yield from ((f".{name}", getattr(value, name)) for name in names)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif (flat := _flattened(value)) is not None:
+        yield from ((f"[{number}]", part) for number, part in enumerate(flat[0]))
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A copy of a batch with `change` applied to all its tensors, see `map_leaves`."""
+    return map_leaves(change, value, kinds=(Tensor,))
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
+    """A copy of a batch with `change` applied to all that is of these kinds, in equal containers.
+
+    Other objects, and dataclasses and sequences of unknown classes in which nothing changes, are
+    those of `value`.
+    """
+    if isinstance(value, kinds):
+        return change(value)
+    flat = _flattened(value)
+    if flat is not None:
+        parts = [map_leaves(change, part, kinds=kinds) for part in flat[0]]
+        return tree_unflatten(parts, flat[1])
+    changed = [(n, map_leaves(change, p, kinds=kinds), p) for n, p in _settable_parts(value)]
+    if all(new is old for _, new, old in changed):
+        return value
+    copied = copy.copy(value)
+    for name, new, _ in changed:
+        if dataclasses.is_dataclass(copied):
+            object.__setattr__(copied, name, new)  # it may be frozen
+        else:
+            copied[name] = new
+    return copied
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any] | None:
+    """The parts and the structure of a container that torch's pytrees know, or None."""
+    parts, structure = tree_flatten(value, is_leaf=lambda part: part is not value)
+    return None if structure.is_leaf() else (parts, structure)
+
+
+def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(key, part) for the parts of a container that pytrees do not know."""
+    if isinstance(value, MutableMapping):
+        yield from value.items()
+    elif dataclasses.is_dataclass(value):
+        yield from ((name, getattr(value, name)) for name in _field_names(value))
+    elif isinstance(value, list):
+        yield from enumerate(value)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    """Names of the fields of a dataclass or a named tuple."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+    return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else ()
