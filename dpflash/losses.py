@@ -65,6 +65,39 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     return position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
 
 
+def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Next-token cross-entropy of each sample: the mean over that sample's own valid labels.
+
+    The logits of position t predict the label of position t + 1, as in the causal models of
+    Hugging Face, so labels are given as the input ids, not shifted. Their own loss is the mean over
+    all valid tokens of the batch, which couples the samples.
+
+    Args:
+        logits: `[B, T, V]`, floating point; narrower than float32 is computed in float32.
+        labels: `[B, T]`, int64; the first one of each sample is predicted by nothing.
+        ignore_index: labels of this value, such as padding, do not count. A sample with no other
+            label behind its first has the loss 0 and a zero gradient.
+
+    Returns:
+        `[B]`, float32 (float64 for float64 logits), in nats.
+
+    Raises:
+        ValueError: for shapes that do not fit, labels that are not int64, or (on a CPU) a label
+            outside of `0..V-1`. Under context parallelism shift the labels before they are split,
+            and use `cross_entropy`.
+
+    Guarantees:
+        Entry i depends on `logits[i]` and `labels[i]` alone.
+    """
+    if logits.ndim != 3 or logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not fit labels of shape "
+            f"{tuple(labels.shape)}: expected logits [B, T, V] and labels [B, T], both not "
+            "shifted; dpflash.losses.cross_entropy takes other shapes, and shifted labels"
+        )
+    return cross_entropy(logits[:, :-1], labels[:, 1:], ignore_index)
+
+
 def mse(predictions: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error of each sample, over that sample's own elements.
 

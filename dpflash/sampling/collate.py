@@ -36,9 +36,10 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
     That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
-    no field with one row for each entry. The function is called about 30 times on entries of the dataset, or about 100 times if it
-    draws random numbers, for three seconds at most. Global random states are restored. Where
-    DataLoader workers fetch the entries, these workers try it, see `TriedCollate`.
+    no field with one row for each entry. The function is called about 30 times on entries of the
+    dataset, or about 100 times if it draws random numbers, for three seconds at most. Global
+    random states are restored. Where DataLoader workers fetch the entries, these workers try it,
+    see `TriedCollate`.
 
     Args:
         may_sort: whether rows may be in another order than the entries.
@@ -115,8 +116,8 @@ def _odd_field(batch: Any, size: int) -> str | None:
     for place, x in tensors:
         if x.is_nested:
             return (
-                f"makes batch{place} a nested tensor, whose rows cannot be compared or masked: pad "
-                "its samples to one length, such as with dpflash.sampling.PadTo"
+                f"makes batch{place} a nested tensor, whose rows cannot be compared: pad its "
+                "samples to one length, such as with dpflash.sampling.PadTo"
             )
     if size < 2 or not tensors or any(True for _ in _columns(batch, batch, size)):
         return None

@@ -68,6 +68,57 @@ def test_a_sample_without_valid_tokens_has_loss_zero_and_no_gradient():
     assert logits.grad.isfinite().all() and (logits.grad[0] != 0).any()
 
 
+def test_causal_lm_shifts_as_hugging_face_does_and_divides_by_the_samples_own_tokens():
+    logits, labels = make_batch((4, 7))
+    labels[0, 1:] = -100  # only the first label is valid, which nothing predicts
+    logits.requires_grad_()
+    result = losses.causal_lm(logits, labels)
+    for i in range(1, 4):
+        expected = F.cross_entropy(logits[i, :-1], labels[i, 1:])
+        assert result[i].item() == pytest.approx(expected.item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(result.sum(), logits)
+    assert result.shape == (4,) and result[0] == 0 and not gradient[0].any()
+    assert not gradient[:, -1].any() and gradient[1].any()
+
+
+def test_causal_lm_equals_the_loss_of_a_hugging_face_model_on_one_sample():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(32, (3, 9))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    labels[:, -1] = 5
+    result = losses.causal_lm(model(input_ids=ids).logits, labels)
+    alone = [model(input_ids=ids[i : i + 1], labels=labels[i : i + 1]).loss for i in range(3)]
+    torch.testing.assert_close(result, torch.stack(alone))
+
+
+def test_causal_lm_of_a_single_position_is_zero_and_other_shapes_are_refused():
+    logits, labels = make_batch((2, 1))
+    assert losses.causal_lm(logits, labels).tolist() == [0, 0]
+    assert losses.causal_lm(logits[:0], labels[:0]).shape == (0,)
+    for wrong, right in [((2, 5), (2, 4)), ((2,), (2,)), ((2, 3, 4), (2, 3, 4))]:
+        with pytest.raises(ValueError, match=r"expected logits \[B, T, V\] and labels \[B, T\]"):
+            losses.causal_lm(torch.zeros(*wrong, 11), torch.zeros(right, dtype=torch.int64))
+    with pytest.raises(ValueError, match="int64"):
+        losses.causal_lm(logits, labels.float())
+
+
+def test_another_ignore_index_of_causal_lm_is_honoured():
+    logits, targets = make_batch((2, 5))
+    ignored = targets.masked_fill(targets == -100, 3)
+    torch.testing.assert_close(
+        losses.causal_lm(logits, ignored, ignore_index=3),
+        losses.causal_lm(logits, ignored.masked_fill(ignored == 3, -100)),
+    )
+
+
 def test_another_ignore_index_is_honoured():
     logits, targets = make_batch((3, 7))
     targets[targets == -100] = 0
