@@ -15,6 +15,7 @@ from dpflash.kernels import clip_factors
 
 from ..distributed.collectives import agree, gather_rows
 from ..step import ClippedSums
+from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
 from ..verification.two_backwards import BackwardsDiffer, FirstBackward, SecondBackward
 from ..verification.watch import Watch, refuse_together
@@ -263,7 +264,9 @@ class PrivateBackward:
         """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
+        assert self.loss_reduction is not None
         try:
+            self.proof.refuse(refuse_weights(outputs, grads, self.loss_reduction))
             wanted = self._wants_proof(size)
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
             if any(row[0] for row in rows):

@@ -26,6 +26,7 @@ from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
+from ..verification.declared_reduction import refuse_scalars
 from ..verification.forward_rows import ForwardRows, Replacement, kept, mixed, own_copies
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
@@ -162,6 +163,14 @@ class ForwardWrapper:
                 for attributes in (kept_by_first, kept_by_second)
             )
             refusal = refusal or kept(third, fourth, size, differing)
+        declared = self._backward.loss_reduction
+        if declared is not None and proof.is_any(bool(first.scalars)):
+            one, exchanged = (
+                self._repeated(module, r.applied(arguments)[0], before, before.attributes)
+                for r in (replacement.of_one(), replacement.exchanged())
+            )
+            scalars = [rows.scalars for rows in (first, one, second, exchanged)]
+            proof.note_scalars(refuse_scalars(scalars, declared))
         samples = size if real is None else int(real.sum())
         compared = samples if changed and samples > 1 else 0
         try:

@@ -50,6 +50,7 @@ class ForwardRows:
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
+        scalars: 0-dim outputs with a gradient, such as a loss that the model makes itself.
     """
 
     def __init__(self, *, compares: bool = False) -> None:
@@ -58,6 +59,7 @@ class ForwardRows:
         self.layers: list[str] = []
         self.where: list[str] = []
         self.shapes: list[torch.Size] = []
+        self.scalars: list[Tensor] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
         self._greatest: list[Tensor] = []
@@ -76,6 +78,8 @@ class ForwardRows:
         for _, leaf in tensors_of(outputs):
             if leaf.ndim:
                 self._note(_OUTPUT, leaf)
+            elif leaf.requires_grad:
+                self.scalars.append(leaf.detach())
 
     def _note(self, where: str, x: Tensor) -> None:
         self.where.append(where)
@@ -195,6 +199,11 @@ class Replacement:
             return rows
 
         return cls(torch.from_numpy(draw(source).copy()), least is not None)
+
+    def exchanged(self) -> Replacement:
+        """All rows get what the others of `of_one` and the batch have, in the same row."""
+        own = torch.arange(len(self.source))
+        return Replacement(torch.where(self.source == own, self.of_one().source, own))
 
     def of_one(self) -> Replacement:
         """All rows get the contents of the one that the replaced rows have."""

@@ -126,6 +126,7 @@ class _Mode:
         uses: progress in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
         makes_scalars: whether the model returns a scalar loss.
+        refusal: why a scalar that the model returns may not be its loss, or None.
     """
 
     # Some models have no arguments in which samples could be replaced.
@@ -133,6 +134,7 @@ class _Mode:
     uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
     is_trained: bool = False
     makes_scalars: bool = False
+    refusal: str | None = None
 
 
 class ProvableBackward(Protocol):
@@ -249,6 +251,11 @@ class Proof:
             progress.keeps = keeps
             progress.prove(layers)
 
+    def note_scalars(self, refusal: str | None) -> None:
+        """Record why a scalar output of the model may not be the loss; all ranks call this."""
+        if self.is_any(refusal is not None):
+            self._mode.refusal = refusal or ELSEWHERE
+
     def is_any(self, flag: bool) -> bool:
         """Whether the flag holds on some rank of the group; all ranks call this together."""
         return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
@@ -332,18 +339,22 @@ class Proof:
         """Wrap the model's outputs, so that the backward of a scalar loss is proven at them.
 
         The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
-        The reduction to a scalar is not proven.
+        What `declared_reduction` knows of the reduction to a scalar is tested, the rest is not.
         """
         uses = self._mode.uses
         # The other ranks have not heard yet that this one found new uses.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
-        if not crossing or not wanted:
+        refusal = self._mode.refusal
+        if not crossing or not (wanted or refusal):
             uses.take_turn()
             return outputs
 
         def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
             reached = [(x, g) for x, g in zip(inner, grads, strict=True) if g is not None]
+            if refusal is not None and not all(x.ndim for x, _ in reached):
+                owner.discard()
+                raise RuntimeError(refusal)
             if self._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
             else:
@@ -386,6 +397,9 @@ class CrossedBackward(Protocol):
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """The gradients `[B, ...]` of the model's outputs have arrived."""
+
+    def discard(self) -> None:
+        """Drop the logical batch."""
 
 
 OFF = Proof(is_on=False)

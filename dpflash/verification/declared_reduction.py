@@ -1,0 +1,132 @@
+"""Tests on the first batches whether a scalar loss is the reduction that was declared.
+
+Two tests, each for a place where the scalar may come from. A scalar that the model returns is
+compared over four batches with exchanged samples. Of a scalar made of the model's outputs only
+one gradient is known; for cross-entropy it shows the weight of each token.
+
+Letters: B samples, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_AT_ONCE = 1 << 22  # logits
+_FITS = 1e-3  # of a token's weight; gradients of other losses are further from a cross-entropy's
+_SAME = 1e-4  # of a sample's weight
+# Rounding of a scalar of many terms.
+_SCALAR_ROUNDING = 1e-5
+
+_REMEDY = (
+    "Pass losses of single samples, without loss_reduction: engine.backward("
+    "dpflash.losses.causal_lm(logits, labels)), or cross_entropy. verify_first_batch=False leaves "
+    "this test out"
+)
+_OVER_TOKENS = (
+    "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
+    "of Hugging Face models and torch's cross_entropy), whose number differs between samples, so "
+    "nothing was released: each sample's gradient depends on the others' lengths. " + _REMEDY
+)
+_OTHER_REDUCTION = (
+    "loss_reduction={declared!r}, but the scalar is the {other} over the samples of the batch, so "
+    "nothing was released: gradients would be clipped at {scale} of their scale. Declare "
+    "loss_reduction={other!r}, or change the loss"
+)
+_NOT_A_SUM = (
+    "loss_reduction={declared!r}, but the scalar that the model returns is not the {declared} of "
+    "losses of single samples, so nothing was released: it changes by another amount where samples "
+    "of two batches are exchanged, as a mean over the batch's valid tokens does, the default of "
+    "Hugging Face models. " + _REMEDY
+)
+
+
+def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | None:
+    """A message if the scalars of four batches are not reductions over their samples, or None.
+
+    Args:
+        batches: 0-dim outputs of the model for batches a, b, c, d. In each row two of them, a and
+            b, hold the samples that c and d hold in this row.
+        declared: "mean" or "sum".
+
+    A mean or a sum over samples has a + b = c + d, also where random masks differ between rows.
+    """
+    if len({len(batch) for batch in batches}) != 1:
+        return None  # The model returns other outputs for other batches.
+    for of_place in zip(*batches, strict=True):
+        a, b, c, d = (float(x) for x in of_place)
+        size = abs(a) + abs(b) + abs(c) + abs(d)
+        rounding = max(_SCALAR_ROUNDING, 8 * torch.finfo(of_place[0].dtype).eps)
+        if math.isfinite(size) and abs(a + b - c - d) > rounding * size:
+            return _NOT_A_SUM.format(declared=declared)
+    return None
+
+
+def refuse_weights(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], declared: str
+) -> str | None:
+    """A message if a cross-entropy weights the samples in another way than declared, or None.
+
+    Args:
+        outputs: of the model, `[B, ...]`.
+        grads: the scalar's gradients with respect to them.
+        declared: "mean" or "sum".
+    """
+    for x, grad in zip(outputs, grads, strict=True):
+        weights = _sample_weights(x.detach(), grad.detach())
+        if weights is None or len(weights) < 2:
+            continue
+        least, most = float(weights.min()), float(weights.max())
+        if most - least > _SAME * most:
+            if abs(float(weights.sum()) - 1) < _SAME:
+                return _OVER_TOKENS.format(declared=declared)
+            continue
+        other, factor = ("sum", 1.0) if declared == "mean" else ("mean", 1 / len(weights))
+        if abs(most - factor) < _SAME * factor:
+            scale = "B times" if declared == "mean" else "1/B"
+            return _OTHER_REDUCTION.format(declared=declared, other=other, scale=scale)
+    return None
+
+
+def _sample_weights(logits: Tensor, grad: Tensor) -> Tensor | None:
+    """`[B]`, float64: the sums of the weights of each sample's tokens in a cross-entropy.
+
+    The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). None if the gradient
+    is none of this form, or too coarse.
+    """
+    if logits.dtype not in (torch.float32, torch.float64) or grad.dtype != logits.dtype:
+        return None
+    for classes in {logits.ndim - 1, 1} if logits.ndim > 1 else ():
+        z, g = (x.movedim(classes, -1).flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
+                for x in (logits, grad))
+        weights = [_token_weights(*pair) for pair in _chunks(z, g)]
+        found = [w for w in weights if w is not None]
+        if weights and len(found) == len(weights):
+            return torch.cat(found).view(z.shape[:2]).sum(1).cpu()
+    return None
+
+
+def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The tokens `[n, V]` of logits and gradients, some at a time."""
+    z, g = z.flatten(0, 1), g.flatten(0, 1)
+    count = max(1, _AT_ONCE // max(1, z.shape[1]))
+    return list(zip(z.split(count), g.split(count), strict=True)) if z.shape[1] > 1 else []
+
+
+def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
+    """`[n]`, float64, of tokens `[n, V]`; 0 for those without a gradient. None without a fit."""
+    z, g = z.double(), g.double()
+    target = g.argmin(1, keepdim=True)
+    others = z.softmax(1).scatter(1, target, 0.0)
+    of_others = others.sum(1)
+    used = g.ne(0).any(1)
+    # Without the target nothing cancels, also where its probability is almost 1.
+    weights = g.scatter(1, target, 0.0).sum(1) / of_others
+    weights = torch.where(used, weights, torch.zeros_like(weights))
+    expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])
+    size = g.abs().amax(1, keepdim=True)
+    fits = ((g - expected).abs() <= _FITS * size).all(1)
+    return weights if bool((fits & (weights >= 0)).all()) else None
