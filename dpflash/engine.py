@@ -253,7 +253,9 @@ class PrivacyEngine(OnlySettable):
         across samples are refused by the layer's name. The proof is repeated where new layers
         run or training flags change; with fewer than 16 samples, or gradients that are all zero,
         it continues with the next batches. For a scalar loss (loss_reduction) it weights the rows
-        of the gradient at the model's outputs, so the reduction itself is not proven.
+        of the gradient at the model's outputs. Of the reduction itself only two cases are tested: a
+        scalar that the model returns must keep its sum where samples of two batches are exchanged,
+        and a cross-entropy of the model's outputs must give all samples the declared weight.
 
         Batches of the private loader have a public number of rows. A sample's row is secret and
         does not depend on the other samples, so one sample more changes no kernel that computes

@@ -165,11 +165,11 @@ class ForwardWrapper:
             refusal = refusal or kept(third, fourth, size, differing)
         declared = self._backward.loss_reduction
         if declared is not None and proof.is_any(bool(first.scalars)):
-            one, exchanged = (
-                self._repeated(module, r.applied(arguments)[0], before, before.attributes)
-                for r in (replacement.of_one(), replacement.exchanged())
-            )
-            scalars = [rows.scalars for rows in (first, one, second, exchanged)]
+            scalars = [first.scalars]
+            for exchange in Replacement.exchanges(size):
+                batch, _ = exchange.applied(arguments)
+                rows = self._repeated(module, batch, before, before.attributes)
+                scalars.append(rows.scalars)
             proof.note_scalars(refuse_scalars(scalars, declared))
         samples = size if real is None else int(real.sum())
         compared = samples if changed and samples > 1 else 0

@@ -38,9 +38,9 @@ _OTHER_REDUCTION = (
 )
 _NOT_A_SUM = (
     "loss_reduction={declared!r}, but the scalar that the model returns is not the {declared} of "
-    "losses of single samples, so nothing was released: it changes by another amount where samples "
-    "of two batches are exchanged, as a mean over the batch's valid tokens does, the default of "
-    "Hugging Face models. " + _REMEDY
+    "losses of single samples, so nothing was released: exchanging samples of two batches changes "
+    "the sum of their scalars. A mean over the batch's valid tokens, the default of Hugging Face "
+    "models, does that. " + _REMEDY
 )
 
 
@@ -100,8 +100,10 @@ def _sample_weights(logits: Tensor, grad: Tensor) -> Tensor | None:
     if logits.dtype not in (torch.float32, torch.float64) or grad.dtype != logits.dtype:
         return None
     for classes in {logits.ndim - 1, 1} if logits.ndim > 1 else ():
-        z, g = (x.movedim(classes, -1).flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
-                for x in (logits, grad))
+        z, g = (
+            x.movedim(classes, -1).flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
+            for x in (logits, grad)
+        )
         weights = [_token_weights(*pair) for pair in _chunks(z, g)]
         found = [w for w in weights if w is not None]
         if weights and len(found) == len(weights):
@@ -118,8 +120,11 @@ def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
     """`[n]`, float64, of tokens `[n, V]`; 0 for those without a gradient. None without a fit."""
+    rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
-    target = g.argmin(1, keepdim=True)
+    least, target = g.min(1, keepdim=True)
+    # Of a target whose probability rounds to 1 the gradient is 0.
+    target = torch.where(least < 0, target, z.argmax(1, keepdim=True))
     others = z.softmax(1).scatter(1, target, 0.0)
     of_others = others.sum(1)
     used = g.ne(0).any(1)
@@ -127,6 +132,6 @@ def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
     weights = g.scatter(1, target, 0.0).sum(1) / of_others
     weights = torch.where(used, weights, torch.zeros_like(weights))
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])
-    size = g.abs().amax(1, keepdim=True)
-    fits = ((g - expected).abs() <= _FITS * size).all(1)
+    allowed = _FITS * g.abs().amax(1) + rounding * weights
+    fits = ((g - expected).abs() <= allowed.unsqueeze(1)).all(1)
     return weights if bool((fits & (weights >= 0)).all()) else None

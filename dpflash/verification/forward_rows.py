@@ -200,10 +200,18 @@ class Replacement:
 
         return cls(torch.from_numpy(draw(source).copy()), least is not None)
 
-    def exchanged(self) -> Replacement:
-        """All rows get what the others of `of_one` and the batch have, in the same row."""
-        own = torch.arange(len(self.source))
-        return Replacement(torch.where(self.source == own, self.of_one().source, own))
+    @classmethod
+    def exchanges(cls, size: int) -> tuple[Replacement, Replacement, Replacement]:
+        """Three batches a, b, c of the samples of one: in each row two of the four hold a sample
+        each, a and the batch itself, and b and c hold the same two.
+        """
+        own = torch.arange(size)
+        turned, is_even = own.roll(-1), own % 2 == 0
+        return (
+            cls(turned),
+            cls(torch.where(is_even, own, turned)),
+            cls(torch.where(is_even, turned, own)),
+        )
 
     def of_one(self) -> Replacement:
         """All rows get the contents of the one that the replaced rows have."""

@@ -57,6 +57,11 @@ _COUNTS = (
     f"{_OFF}"
 )
 
+_ELSEWHERE = (
+    "the scalar that the model returns is not the declared loss_reduction of losses of single "
+    "samples on another rank, so nothing was released"
+)
+
 
 @dataclass
 class _Progress:
@@ -254,7 +259,7 @@ class Proof:
     def note_scalars(self, refusal: str | None) -> None:
         """Record why a scalar output of the model may not be the loss; all ranks call this."""
         if self.is_any(refusal is not None):
-            self._mode.refusal = refusal or ELSEWHERE
+            self._mode.refusal = refusal or _ELSEWHERE
 
     def is_any(self, flag: bool) -> bool:
         """Whether the flag holds on some rank of the group; all ranks call this together."""
