@@ -10,11 +10,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from ._validate import finite, noise_fits, one_of, positive, positive_int
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
+from .integrations.opacus_calls import without_defaults
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS, PublicSize
 
@@ -30,15 +31,21 @@ _SAME_MODE |= {"ghost_fsdp": "ghost"}
 
 # Arguments of other libraries that have no counterpart here.
 _REFUSED = {
-    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system",
+    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system; leave it out",
     "criterion": (
         "make_private returns (module, optimizer, data_loader) in every mode; compute one loss "
         "per sample (dpflash.losses) and call engine.backward(losses)"
     ),
-    "batch_first": "the batch is always the first dimension",
+    "batch_first": (
+        "the batch is always the first dimension of the model's inputs; transpose inside of it"
+    ),
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
-    "wrap_model": "the model is never wrapped; it comes back as the same object",
+    "wrap_model": "the model is never wrapped; it comes back as the same object, without hooks",
     "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
+    "module_state_dict_kwargs": "a checkpoint has a format of its own; save model.state_dict(...)",
+    "torch_save_kwargs": "a checkpoint has a format of its own",
+    "module_load_dict_kwargs": "the model must have the checkpoint's tensors, all of them",
+    "torch_load_kwargs": "a checkpoint is read as plain values and tensors alone",
     "clip": "the bound of a sample's gradient is max_grad_norm=",
     "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
     "accountant": "PrivacyEngine(accountant=...) takes it",
@@ -338,8 +345,10 @@ def configs_of(
         ValueError: a configuration and keywords of its fields are both given.
         TypeError: for an unknown keyword, or no max_grad_norm.
     """
-    if keywords["unknown"]:
-        refuse_keywords(keywords["unknown"], method)
+    held_mode = getattr(performance, "grad_sample_mode", None)
+    mode = keywords.get("grad_sample_mode") if performance is None else held_mode
+    # The caller's line is above `keywords_alone` and the method.
+    refuse_keywords_of(method, keywords["unknown"], mode=mode, stacklevel=4)
     given = {n: v for n, v in keywords.items() if v is not UNSET and n != "unknown"}
     poisson_sampling = given.pop("poisson_sampling", True)
     one_of(poisson_sampling=(poisson_sampling, (True, False)))
@@ -375,12 +384,34 @@ def configs_of(
     return built[0], built[1]
 
 
-def refuse_keywords(unknown: Mapping[str, Any], method: Callable[..., Any]) -> NoReturn:
-    """Raise for the first unknown keyword, and name its replacement or a similar keyword."""
-    name = next(iter(unknown))
+def refuse_keywords_of(
+    method: Callable[..., Any],
+    unknown: Mapping[str, Any],
+    *,
+    mode: object = None,
+    stacklevel: int = 2,
+) -> None:
+    """Raise for the first keyword that a method does not have.
+
+    Arguments of Opacus at their defaults pass with a warning.
+
+    Args:
+        method: the method called.
+        unknown: keywords that it does not have, with their values.
+        mode: grad_sample_mode of the call.
+        stacklevel: of the warning, counted from the function that calls this.
+
+    Raises:
+        TypeError: naming the keyword, and its replacement or a similar one.
+    """
+    unknown = without_defaults(unknown, mode=mode, stacklevel=stacklevel + 1)
+    if not unknown:
+        return
+    name, value = next(iter(unknown.items()))
     if name in _REFUSED:
-        raise TypeError(f"{method.__name__} has no argument {name!r}: {_REFUSED[name]}")
-    known = [p for p in inspect.signature(method).parameters if p != "unknown"]
+        given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
+        raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
+    known = [p for p in inspect.signature(method).parameters if p not in ("self", "unknown")]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
     raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")

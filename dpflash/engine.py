@@ -22,6 +22,7 @@ from dpflash.accounting import Accountant, Interval
 
 from ._validate import finite, positive, positive_int, probability
 from .check import CheckReport, run_check
+from .check.compatible import get_compatible_module, is_compatible, validate
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
@@ -37,7 +38,7 @@ from .config import (
     PerformanceConfig,
     PrivacyConfig,
     configs_of,
-    refuse_keywords,
+    refuse_keywords_of,
     resolved,
 )
 from .distributed.mesh import Ranks
@@ -50,6 +51,14 @@ from .distributed.validate import (
     synchronize_ranks,
 )
 from .grad_rules.convert import attach, check_model, detach, make_groups
+from .integrations.opacus_calls import (
+    Scheduler,
+    keywords_alone,
+    require_own,
+    require_states,
+    restore_schedulers,
+    with_schedulers,
+)
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, trained_parameters
@@ -152,8 +161,7 @@ class PrivacyEngine(OnlySettable):
         neighboring_relation: str | None = None,
         **unknown: Any,
     ):
-        if unknown:
-            refuse_keywords(unknown, PrivacyEngine)
+        refuse_keywords_of(PrivacyEngine, unknown)
         self._ranks = Ranks.of(mesh)
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
@@ -200,6 +208,11 @@ class PrivacyEngine(OnlySettable):
     def __reduce__(self) -> NoReturn:
         self.__deepcopy__({})
 
+    get_compatible_module = staticmethod(get_compatible_module)
+    validate = staticmethod(validate)
+    is_compatible = staticmethod(is_compatible)
+
+    @keywords_alone
     def make_private(
         self,
         *,
@@ -253,9 +266,9 @@ class PrivacyEngine(OnlySettable):
         across samples are refused by the layer's name. The proof is repeated where new layers
         run or training flags change; with fewer than 16 samples, or gradients that are all zero,
         it continues with the next batches. For a scalar loss (loss_reduction) it weights the rows
-        of the gradient at the model's outputs. Of the reduction itself only two cases are tested: a
-        scalar that the model returns must keep its sum where samples of two batches are exchanged,
-        and a cross-entropy of the model's outputs must give all samples the declared weight.
+        of the gradient at the model's outputs. Of the reduction itself two cases are tested: a
+        scalar that the model returns must keep its sum where samples of two batches are
+        exchanged, and a cross-entropy of its outputs must give all samples the declared weight.
 
         Batches of the private loader have a public number of rows. A sample's row is secret and
         does not depend on the other samples, so one sample more changes no kernel that computes
@@ -325,7 +338,7 @@ class PrivacyEngine(OnlySettable):
             warnings.warn(
                 f"max_batch_size={most!r} is below the expected batch size, so most "
                 "draws are cut and epsilon is infinite; pass one well above it",
-                stacklevel=3,
+                stacklevel=4,
             )
         for parameter in trained:
             parameter.grad = None
@@ -466,6 +479,7 @@ class PrivacyEngine(OnlySettable):
             refusal=unchanged.before_backward,
         )
 
+    @keywords_alone
     def make_private_with_epsilon(
         self,
         *,
@@ -535,14 +549,14 @@ class PrivacyEngine(OnlySettable):
             warnings.warn(
                 f"target_delta={target_delta!r} is not below 1 / {drawn.dataset_size} entries of "
                 "the data: releasing one of them outright would be allowed; choose it well below",
-                stacklevel=2,
+                stacklevel=3,
             )
         if not self._spending.is_empty:
             warnings.warn(
                 "the accountant has spent privacy already; target_epsilon covers the coming "
                 "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
                 "goes on with its own noise multiplier",
-                stacklevel=2,
+                stacklevel=3,
             )
         noise_multiplier = self._spending.noise_for(
             drawn.event,
@@ -822,7 +836,16 @@ class PrivacyEngine(OnlySettable):
         return model
 
     def save_checkpoint(
-        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: dict[str, Any] | None = None,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        noise_scheduler: Scheduler | None = None,
+        grad_clip_scheduler: Scheduler | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
         """Write everything that a later process needs to go on, with any number of ranks.
 
@@ -837,10 +860,13 @@ class PrivacyEngine(OnlySettable):
                 as the data, and release model.state_dict() instead.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
                 with a mesh, those of the first rank.
+            module, optimizer: Opacus' arguments; those of this engine or None.
+            noise_scheduler, grad_clip_scheduler: of Opacus, whose state is stored too.
+            checkpoint_dict: Opacus' name of extra.
 
         Raises:
             ValueError: extra holds what could not be read again; path is a folder where a file
-                is to be written, or the reverse.
+                is to be written, or the reverse; module or optimizer is another one.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
                 or another rank failed, as its message says; the checkpoint before this one is
                 unchanged.
@@ -848,6 +874,14 @@ class PrivacyEngine(OnlySettable):
         self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._wrapper is not None and self._wrapper.unchanged is not None
+        refuse_keywords_of(self.save_checkpoint, unknown)
+        require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
+        if extra is not None and checkpoint_dict is not None:
+            raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
+        extra = with_schedulers(
+            checkpoint_dict if extra is None else extra,
+            {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler},
+        )
         self._ranks.run_on_all("save_checkpoint", self._wrapper.unchanged.compare)
         sharded_checkpoint.save(
             path,
@@ -858,7 +892,7 @@ class PrivacyEngine(OnlySettable):
             as_folder=self._has_mesh,
         )
 
-    def _own_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
+    def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
         assert self._optimizer is not None and self._loader is not None
         checkpoint.check_extra(extra)
@@ -876,14 +910,23 @@ class PrivacyEngine(OnlySettable):
             "clipping": self._clipping,
             "shares": self._shares(),
             "clip_function": self._attached().clip_function,
-            "extra": extra or {},
+            "extra": extra,
         }
 
     def _shares(self) -> list[tuple[str, float]]:
         """The clipping groups' names, and their bounds as fractions of max_grad_norm."""
         return [(group.name, group.share) for group in self._attached().groups]
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        noise_scheduler: Scheduler | None = None,
+        grad_clip_scheduler: Scheduler | None = None,
+        **unknown: Any,
+    ) -> dict[str, Any]:
         """Go on from a checkpoint, after the same make_private call.
 
         The number of ranks, and how the model is sharded over them, may differ from the run that
@@ -894,6 +937,12 @@ class PrivacyEngine(OnlySettable):
         it draws the same batches with noise under a new key, because the run that wrote the
         checkpoint may have gone on with the old one. Releases in the ledger that the checkpoint
         does not know stay counted, and noise and sampling then continue under new keys.
+
+        Args:
+            path: of a file or folder that save_checkpoint wrote.
+            module, optimizer: Opacus' arguments; those of this engine or None.
+            noise_scheduler, grad_clip_scheduler: of Opacus; they get back the states that
+                save_checkpoint stored.
 
         Returns:
             What save_checkpoint got as `extra`.
@@ -907,6 +956,12 @@ class PrivacyEngine(OnlySettable):
         backward = self._attached()
         assert self._model is not None and self._optimizer is not None
         assert self._loader is not None
+        refuse_keywords_of(self.load_checkpoint, unknown)
+        require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
+        schedulers = {
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
 
         def check(state: dict[str, Any]) -> None:
             assert self._model is not None and self._optimizer is not None
@@ -921,6 +976,7 @@ class PrivacyEngine(OnlySettable):
                 clipping=self._clipping,
                 shares=self._shares(),
             )
+            require_states(state["extra"], schedulers)
 
         state = sharded_checkpoint.load(
             path,
@@ -961,7 +1017,7 @@ class PrivacyEngine(OnlySettable):
             max_grad_norm=state["max_grad_norm"],
             expected_batch_size=state["expected_batch_size"],
         )
-        return dict(state["extra"])
+        return restore_schedulers(state["extra"], schedulers)
 
     def diagnostics(self) -> dict[str, Any]:
         """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.

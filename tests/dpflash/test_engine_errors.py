@@ -305,9 +305,10 @@ def test_add_param_group_is_refused(private):
         ("poisson", True, "did you mean 'poisson_sampling'"),
         ("cliping", "flat", "did you mean 'clipping'"),
         ("way", "stored", "grad_sample_mode="),
-        ("criterion", None, "dpflash.losses"),
-        ("batch_first", True, "first dimension"),
-        ("noise_generator", None, "PrivacyEngine(seed=...)"),
+        ("batch_first", False, "first dimension"),
+        ("noise_generator", torch.Generator(), "PrivacyEngine(seed=...)"),
+        ("wrap_model", False, "never wrapped"),
+        ("rand_on_empty", True, "padding rows"),
     ],
 )
 def test_an_unknown_keyword_is_refused_with_what_was_meant(name, value, meant, epsilon, refused):

@@ -1,0 +1,164 @@
+"""Opacus' checks of a model before training, and replacements of layers that it cannot train."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..grad_rules.convert import check_module, parts_of_layers
+from ..optimizer import trained_parameters
+from ..sampling.loader import check_loader
+from .report import ITSELF
+
+_MOST_GROUPS = 32
+# Channels of a group whose samples have no other dimension to take statistics over.
+_LEAST_CHANNELS = 4
+
+
+def get_compatible_module(module: nn.Module) -> nn.Module:
+    """A copy of a model, with the layers replaced that private training refuses.
+
+    `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm` become `nn.GroupNorm` of gcd(32, channels)
+    groups (fewer in 1d, where a group of one channel would be constant) with the same weight and
+    bias; `nn.InstanceNorm` stops tracking statistics; `max_norm` of embeddings is set to None.
+    Frozen batch norms in eval mode stay. A warning lists what was replaced, since the model
+    computes something else then and its optimizer must be made of the new parameters.
+
+    Args:
+        module: plain; it is not changed.
+
+    Returns:
+        The copy, of the same devices and dtypes.
+
+    Raises:
+        ValueError: for each module that make_private would still refuse, by its name.
+    """
+    module = copy.deepcopy(module)
+    replaced: dict[nn.Module, nn.Module] = {}
+    done = []
+    for name, old in list(module.named_modules()):
+        new, what = _replacement(old)
+        if what:
+            done.append(f"{name or ITSELF}: {what}")
+            replaced[old] = new
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+    module = replaced.get(module, module)
+    if done:
+        warnings.warn(
+            "get_compatible_module replaced: "
+            + "; ".join(done)
+            + ". Build the optimizer from the parameters of the model that it returned",
+            stacklevel=2,
+        )
+    validate(module=module)
+    return module
+
+
+def validate(
+    *,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    data_loader: DataLoader | None = None,
+) -> None:
+    """Refuse what make_private would refuse, all at once; no data is read.
+
+    Args:
+        module: the model.
+        optimizer: must hold parameters of the model; None for no check.
+        data_loader: must have a batch size and draw each entry alike; None for no check.
+
+    Raises:
+        ValueError: naming each problem and the way out, one a line.
+    """
+    problems = _problems(module, optimizer, data_loader)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def is_compatible(
+    *,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    data_loader: DataLoader | None = None,
+) -> bool:
+    """Whether `validate` accepts model, optimizer and data loader."""
+    return not _problems(module, optimizer, data_loader)
+
+
+def _problems(
+    module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None
+) -> list[str]:
+    if not isinstance(module, nn.Module):
+        return [f"module={type(module).__name__}: expected a torch.nn.Module"]
+    problems = []
+    inside = parts_of_layers(module)
+    for name, part in module.named_modules():
+        try:
+            check_module(name or ITSELF, part, is_inside=part in inside)
+        except ValueError as error:
+            problems.append(str(error))
+    for check in (
+        lambda: optimizer is None or trained_parameters(module, optimizer),
+        lambda: data_loader is None or check_loader(data_loader, sampling="poisson"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _replacement(module: nn.Module) -> tuple[nn.Module, str]:
+    """A module in place of one that is refused, and what it is; no text where there is none."""
+    if isinstance(module, LazyModuleMixin):
+        return module, ""
+    try:
+        check_module("", module)
+    except ValueError:
+        pass
+    else:
+        return module, ""
+    kind = type(module).__name__
+    if isinstance(module, _BatchNorm):
+        norm = _group_norm(module)
+        if norm is None:
+            return module, ""
+        return norm, f"{kind} by GroupNorm of {norm.num_groups} groups"
+    if isinstance(module, _InstanceNorm):
+        without = type(module)(module.num_features, module.eps, affine=module.affine)
+        return _with_affine(without, module), f"{kind} without running statistics"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        module.max_norm = None
+        return module, f"max_norm of {kind} by None"
+    return module, ""
+
+
+def _group_norm(module: _BatchNorm) -> nn.GroupNorm | None:
+    channels = module.num_features
+    groups = math.gcd(_MOST_GROUPS, channels)
+    if isinstance(module, nn.BatchNorm1d):
+        while groups > 1 and channels // groups < _LEAST_CHANNELS:
+            groups //= 2
+        if channels == groups:
+            return None  # One channel has no statistics of its own sample.
+    norm = nn.GroupNorm(groups, channels, module.eps, affine=module.affine)
+    _with_affine(norm, module)
+    return norm
+
+
+def _with_affine(norm: nn.Module, old: nn.Module) -> nn.Module:
+    """The norm with the parameters, and so the devices, of another one."""
+    if old.weight is not None:
+        norm.weight, norm.bias = old.weight, old.bias
+    return norm.train(old.training)
