@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from dpflash.accounting import Accountant, Interval
 from ._validate import finite, positive, positive_int, probability
 from .check import CheckReport, run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
+from .checked_arguments import CheckedArguments, agree_on_arguments, check_arguments
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
@@ -30,9 +30,9 @@ from .clipping.context_gate import ContextGate
 from .clipping.device_speed import ceilings_for
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
 from .clipping.gate import Gate
-from .clipping.groups import Bounds, Group
+from .clipping.groups import Bounds
 from .clipping.planner import Planner, default_memory_budget
-from .clipping.precision import narrow_parameters, refuse_coarse_mean, without_autocast
+from .clipping.precision import without_autocast
 from .config import (
     UNSET,
     PerformanceConfig,
@@ -43,14 +43,12 @@ from .config import (
 )
 from .distributed.mesh import Ranks
 from .distributed.validate import (
-    check_module,
-    digests_of,
     open_ledger,
     release_ranks,
     require_same_data,
     synchronize_ranks,
 )
-from .grad_rules.convert import attach, check_model, detach, make_groups
+from .grad_rules.convert import attach, detach
 from .integrations.opacus_calls import (
     Scheduler,
     keywords_alone,
@@ -59,21 +57,19 @@ from .integrations.opacus_calls import (
     restore_schedulers,
     with_schedulers,
 )
-from .optimize.levels import Asked, Optimization, choose
+from .optimize.levels import Optimization
 from .optimize.wrapper import ForwardWrapper
-from .optimizer import PrivateOptimizer, trained_parameters
+from .optimizer import PrivateOptimizer
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
-from .sampling.slots import check_slots
 from .step import PrivateStep
 from .verification.proof import Proof, allow_second_backwards
 from .verification.settable import OnlySettable
-from .verification.unchanged import Unchanged, check_allowed
+from .verification.unchanged import Unchanged
 
 _log = logging.getLogger(__name__)
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
@@ -103,17 +99,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class _Checked(NamedTuple):
-    """Results of checking make_private's arguments, before anything is changed."""
-
-    trained: list[nn.Parameter]
-    loader: PrivateDataLoader
-    groups: list[Group]
-    entries: list[str]  # digests of some entries of the dataset, where there are several ranks
-    planned_batch_size: int  # rows of a microbatch for the planner's costs
-    optimization: Optimization
 
 
 class PrivacyEngine(OnlySettable):
@@ -308,13 +293,18 @@ class PrivacyEngine(OnlySettable):
         ranks = self._ranks
         checked = ranks.run_on_all(
             "make_private",
-            lambda: self._checked(
-                module, optimizer, data_loader, privacy, performance, asked.clipping
+            lambda: check_arguments(
+                (module, optimizer, data_loader),
+                privacy,
+                performance,
+                clipping_asked=asked.clipping,
+                keys=self._keys,
+                ranks=ranks,
             ),
         )
         trained, loader = checked.trained, checked.loader
         names = {p: n for n, p in module.named_parameters()}
-        self._agree_on(checked, names, privacy, performance)
+        agree_on_arguments(checked, names, privacy, performance, ranks)
         require_same_data(checked.entries, ranks)
         self._spending.begin(loader.event(privacy.noise_multiplier), privacy.budget)
         synchronize_ranks(module, ranks)
@@ -365,84 +355,10 @@ class PrivacyEngine(OnlySettable):
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
 
-    def _checked(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: DataLoader,
-        privacy: PrivacyConfig,
-        performance: PerformanceConfig,
-        clipping_asked: str | None,
-    ) -> _Checked:
-        """Check the arguments of make_private together; nothing is changed yet."""
-        ranks, mode = self._ranks, performance.grad_sample_mode
-        check_module(module, ranks)
-        check_model(module)
-        self._check_joint(privacy.sampling, mode)
-        loader = PrivateDataLoader(
-            data_loader,
-            sampling=privacy.sampling,
-            key=self._keys.sampling,
-            physical_batch_size=performance.physical_batch_size,
-            max_batch_size=privacy.max_batch_size,
-            rank_part=(ranks.data_rank, ranks.data_size),
-            public_size=privacy.public_size,
-            public_length=privacy.public_length,
-        )
-        check_slots(loader.expected_batch_size, privacy.bound)
-        refuse_mixing(data_loader, may_sort=loader.slots is None)
-        trained = trained_parameters(module, optimizer)
-        entries = []
-        if ranks.everyone is not None:
-            entries = digests_of(loader.dataset, self._keys.master)
-        expected = math.ceil(loader.expected_batch_size / ranks.data_size)
-        planned = performance.physical_batch_size or expected
-        memory = performance.memory_budget or default_memory_budget(trained[0].device)
-        level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
-        optimization = choose(level, module, trained)
-        if privacy.loss_reduction == "mean":
-            narrow = narrow_parameters(module)
-            refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
-            level_name = f"optimize={performance.optimize!r}"
-            refuse_coarse_mean(level_name if optimization.autocast else None)
-        assert privacy.clipping is not None
-        groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
-        check_allowed(module, trained, privacy.allow_buffers)
-        return _Checked(trained, loader, groups, entries, planned, optimization)
-
-    def _agree_on(
-        self,
-        checked: _Checked,
-        names: Mapping[nn.Parameter, str],
-        privacy: PrivacyConfig,
-        performance: PerformanceConfig,
-    ) -> None:
-        """Raise where the ranks passed different arguments."""
-        self._ranks.agree(
-            "make_private",
-            {
-                "noise_multiplier": privacy.noise_multiplier,
-                "max_grad_norm": privacy.max_grad_norm,
-                "clipping": privacy.clipping,
-                "clip_function": privacy.clip_function,
-                "grad_sample_mode": performance.grad_sample_mode,
-                "optimize": performance.optimize,
-                "exact": privacy.exact,
-                "sampling": self._sampling_of(checked.loader),
-                "entries of the dataset": len(checked.loader.dataset),  # type: ignore[arg-type]
-                "physical_batch_size": performance.physical_batch_size,
-                "loss_reduction": privacy.loss_reduction,
-                "budget": privacy.budget,
-                "verify_first_batch": privacy.verify_first_batch,
-                "allow_buffers": sorted(privacy.allow_buffers),
-                "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
-            },
-        )
-
     def _new_backward(
         self,
         module: nn.Module,
-        checked: _Checked,
+        checked: CheckedArguments,
         step: PrivateStep,
         unchanged: Unchanged,
         privacy: PrivacyConfig,
@@ -1042,31 +958,8 @@ class PrivacyEngine(OnlySettable):
 
     def _sampling(self) -> dict[str, Any]:
         assert self._loader is not None
-        return self._sampling_of(self._loader)
-
-    @staticmethod
-    def _sampling_of(loader: PrivateDataLoader) -> dict[str, Any]:
-        return {
-            "sampler": loader.sampler_name,
-            "num_samples": loader.dataset_size,
-            "expected_batch_size": loader.expected_batch_size,
-            "max_batch_size": loader.max_batch_size,
-        }
+        return self._loader.sampling_scheme
 
     def _common(self, number: int) -> int:
         """The number of the first rank."""
         return int(self._ranks.broadcast_from_first(str(number).encode(), "the memory budget"))
-
-    def _check_joint(self, sampling: str, mode: str) -> None:
-        """Refuse options that do not work with several ranks."""
-        if self._ranks.everyone is not None and sampling == "shuffled":
-            raise ValueError(
-                "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
-                "rank shuffles independently; use sampling='poisson' or 'fixed_size'"
-            )
-        if self._ranks.context is not None and mode == "book_keeping":
-            raise ValueError(
-                "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
-                "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
-                "'ghost'"
-            )

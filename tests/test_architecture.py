@@ -19,7 +19,7 @@ LAW = [
     ["clipping", "optimizer"],
     ["config", "grad_rules", "recommender"],
     ["nn", "optimize"],
-    ["check"],
+    ["check", "checked_arguments"],
     ["engine"],
     ["train"],
     ["__init__"],

@@ -159,6 +159,6 @@ def _group_norm(module: _BatchNorm) -> nn.GroupNorm | None:
 
 def _with_affine(norm: nn.Module, old: nn.Module) -> nn.Module:
     """The norm with the parameters, and so the devices, of another one."""
-    if old.weight is not None:
-        norm.weight, norm.bias = old.weight, old.bias
+    for name, parameter in old.named_parameters(recurse=False):
+        norm.register_parameter(name, parameter)
     return norm.train(old.training)

@@ -203,6 +203,16 @@ class PrivateDataLoader(DataLoader):
         return self._source.event(noise_multiplier)
 
     @property
+    def sampling_scheme(self) -> dict[str, Any]:
+        """What a run that goes on must draw alike."""
+        return {
+            "sampler": self.sampler_name,
+            "num_samples": self.dataset_size,
+            "expected_batch_size": self.expected_batch_size,
+            "max_batch_size": self.max_batch_size,
+        }
+
+    @property
     def is_real(self) -> Tensor:
         """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 

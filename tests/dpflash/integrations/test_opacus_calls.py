@@ -85,9 +85,7 @@ def test_other_values_are_refused_with_the_reason(name, value, why, epsilon):
 
 
 def test_secure_mode_true_is_refused_with_what_holds_anyway():
-    with pytest.raises(
-        TypeError, match=r"'secure_mode' \(=True\): .*ChaCha20"
-    ):
+    with pytest.raises(TypeError, match=r"'secure_mode' \(=True\): .*ChaCha20"):
         dpflash.PrivacyEngine(secure_mode=True)
 
 

@@ -1,0 +1,149 @@
+"""Checks the arguments of make_private together, before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .clipping.groups import Group
+from .clipping.planner import default_memory_budget
+from .clipping.precision import narrow_parameters, refuse_coarse_mean
+from .config import PerformanceConfig, PrivacyConfig
+from .distributed.mesh import Ranks
+from .distributed.validate import check_module, digests_of
+from .grad_rules.convert import check_model, make_groups
+from .optimize.levels import Asked, Optimization, choose
+from .optimizer import trained_parameters
+from .privacy.keys import RunKeys
+from .sampling.collate import refuse_mixing
+from .sampling.loader import PrivateDataLoader
+from .sampling.slots import check_slots
+from .verification.unchanged import check_allowed
+
+
+class CheckedArguments(NamedTuple):
+    """What the checks found out.
+
+    Attributes:
+        trained: the parameters to train.
+        loader: the private one.
+        groups: the clipping groups.
+        entries: digests of some entries of the dataset, where there are several ranks.
+        planned_batch_size: rows of a microbatch for the planner's costs.
+        optimization: what the optimization level does.
+    """
+
+    trained: list[nn.Parameter]
+    loader: PrivateDataLoader
+    groups: list[Group]
+    entries: list[str]
+    planned_batch_size: int
+    optimization: Optimization
+
+
+def check_arguments(
+    given: tuple[nn.Module, torch.optim.Optimizer, DataLoader],
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    clipping_asked: str | None,
+    keys: RunKeys,
+    ranks: Ranks,
+) -> CheckedArguments:
+    """Check model, optimizer, data loader and both configurations together.
+
+    Args:
+        given: model, optimizer and data loader.
+        privacy, performance: after `config.resolved`.
+        clipping_asked: as it was passed.
+        keys: of sampling and of the digests of entries.
+        ranks: this process and its peers.
+
+    Raises:
+        ValueError: naming the argument; nothing is changed then.
+    """
+    module, optimizer, data_loader = given
+    mode = performance.grad_sample_mode
+    check_module(module, ranks)
+    check_model(module)
+    _check_joint(privacy.sampling, mode, ranks)
+    loader = PrivateDataLoader(
+        data_loader,
+        sampling=privacy.sampling,
+        key=keys.sampling,
+        physical_batch_size=performance.physical_batch_size,
+        max_batch_size=privacy.max_batch_size,
+        rank_part=(ranks.data_rank, ranks.data_size),
+        public_size=privacy.public_size,
+        public_length=privacy.public_length,
+    )
+    check_slots(loader.expected_batch_size, privacy.bound)
+    refuse_mixing(data_loader, may_sort=loader.slots is None)
+    trained = trained_parameters(module, optimizer)
+    entries = []
+    if ranks.everyone is not None:
+        entries = digests_of(loader.dataset, keys.master)
+    expected = math.ceil(loader.expected_batch_size / ranks.data_size)
+    planned = performance.physical_batch_size or expected
+    memory = performance.memory_budget or default_memory_budget(trained[0].device)
+    level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
+    optimization = choose(level, module, trained)
+    if privacy.loss_reduction == "mean":
+        narrow = narrow_parameters(module)
+        refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
+        level_name = f"optimize={performance.optimize!r}"
+        refuse_coarse_mean(level_name if optimization.autocast else None)
+    assert privacy.clipping is not None
+    groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
+    check_allowed(module, trained, privacy.allow_buffers)
+    return CheckedArguments(trained, loader, groups, entries, planned, optimization)
+
+
+def agree_on_arguments(
+    checked: CheckedArguments,
+    names: Mapping[nn.Parameter, str],
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    ranks: Ranks,
+) -> None:
+    """Raise where the ranks passed different arguments."""
+    ranks.agree(
+        "make_private",
+        {
+            "noise_multiplier": privacy.noise_multiplier,
+            "max_grad_norm": privacy.max_grad_norm,
+            "clipping": privacy.clipping,
+            "clip_function": privacy.clip_function,
+            "grad_sample_mode": performance.grad_sample_mode,
+            "optimize": performance.optimize,
+            "exact": privacy.exact,
+            "sampling": checked.loader.sampling_scheme,
+            "entries of the dataset": len(checked.loader.dataset),  # type: ignore[arg-type]
+            "physical_batch_size": performance.physical_batch_size,
+            "loss_reduction": privacy.loss_reduction,
+            "budget": privacy.budget,
+            "verify_first_batch": privacy.verify_first_batch,
+            "allow_buffers": sorted(privacy.allow_buffers),
+            "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
+        },
+    )
+
+
+def _check_joint(sampling: str, mode: str, ranks: Ranks) -> None:
+    """Refuse options that do not work with several ranks."""
+    if ranks.everyone is not None and sampling == "shuffled":
+        raise ValueError(
+            "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
+            "rank shuffles independently; use sampling='poisson' or 'fixed_size'"
+        )
+    if ranks.context is not None and mode == "book_keeping":
+        raise ValueError(
+            "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
+            "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
+            "'ghost'"
+        )
