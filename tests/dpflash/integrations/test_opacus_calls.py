@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,3 +236,20 @@ def test_every_problem_of_model_optimizer_and_loader_is_named_at_once():
     good = {n: v for n, v in parts().items() if n != "max_grad_norm"}
     assert dpflash.PrivacyEngine.validate(**good) is None
     assert dpflash.PrivacyEngine.is_compatible(module=good["module"], optimizer=None)
+
+
+def test_the_migration_page_names_every_public_name_of_opacus_engine_optimizer_and_tools():
+    opacus = pytest.importorskip("opacus")
+    from opacus import accountants, layers, optimizers, schedulers
+
+    page = (Path(__file__).parents[3] / "docs" / "opacus.md").read_text(encoding="utf-8")
+    names = {n for n in vars(opacus.PrivacyEngine) if not n.startswith("_")}
+    names |= {n for n in vars(optimizers.DPOptimizer) if not n.startswith("_")}
+    for method in ("__init__", "make_private", "save_checkpoint", "load_checkpoint"):
+        names |= set(inspect.signature(getattr(opacus.PrivacyEngine, method)).parameters)
+    for module in (layers, schedulers):
+        names |= {n.removeprefix("DP") for n in module.__all__ if not n.startswith("_")}
+    names -= {"self", "kwargs", "RenameParamsMixin", "SequenceBias", "module_load_dict_kwargs"}
+    names -= {"torch_load_kwargs"}
+    assert accountants.__name__.removeprefix("opacus.") in page
+    assert not {name for name in names if name not in page}
