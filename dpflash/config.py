@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ._validate import finite, noise_fits, one_of, positive, positive_int
+from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
 from .integrations.opacus_calls import without_defaults
@@ -24,6 +24,9 @@ CLIP_FUNCTIONS = ("hard", "automatic")
 
 # Default of a keyword that belongs to one of the two configurations.
 UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
+
+# Fields that only `make_private_with_epsilon` and trainers use, which know the number of steps.
+TARGETS = ("target_epsilon", "target_delta")
 
 # Opacus' names of grad_sample_mode, and earlier ones.
 _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
@@ -48,9 +51,10 @@ _REFUSED = {
     "torch_load_kwargs": "a checkpoint is read as plain values and tensors alone",
     "clip": "the bound of a sample's gradient is max_grad_norm=",
     "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
+    "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
     "accountant": "PrivacyEngine(accountant=...) takes it",
-    "steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
-    "total_steps": "training ends with your loop; make_private_with_epsilon takes epochs=",
+    "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
+    "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
     "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
 }
 
@@ -66,6 +70,9 @@ class PrivacyConfig:
             groups' names; then C = sqrt(sum C_k^2), which noise is scaled to.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
             epsilon). None if `make_private_with_epsilon` chooses it.
+        target_epsilon: epsilon at the end of training, which `make_private_with_epsilon` and the
+            trainers of `dpflash.integrations` choose the noise for; in place of noise_multiplier.
+        target_delta: delta of target_epsilon, and of the epsilon that trainers report.
         clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
             each with an equal part of C^2) or "per_block" (one for each 128 x 128 tile of a linear
             layer's weight and for each other parameter; C^2 is divided by number of elements).
@@ -126,6 +133,8 @@ class PrivacyConfig:
     exact: bool | str = "auto"
     verify_first_batch: bool = True
     allow_buffers: tuple[str, ...] = ()
+    target_epsilon: float | None = None
+    target_delta: float | None = None
 
     @property
     def bounds(self) -> Bounds | None:
@@ -163,6 +172,7 @@ class PrivacyConfig:
         noise_fits(max_grad_norm=self.bound, noise_multiplier=noise)
         if self.noise_multiplier is not None:
             object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+        self._check_target()
         names = self.allow_buffers
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"allow_buffers={names!r}: expected a list of names")
@@ -188,6 +198,24 @@ class PrivacyConfig:
                     "batches are never larger than batch_size; leave it out"
                 )
         self._check_public_size()
+
+    def _check_target(self) -> None:
+        if self.target_delta is not None:
+            probability(target_delta=self.target_delta)
+        if self.target_epsilon is None:
+            return
+        positive(target_epsilon=self.target_epsilon)
+        finite(target_epsilon=self.target_epsilon)
+        if self.noise_multiplier is not None:
+            raise ValueError(
+                f"noise_multiplier={self.noise_multiplier!r} conflicts with target_epsilon="
+                f"{self.target_epsilon!r}, which determines it; pass one of the two"
+            )
+        if self.target_delta is None:
+            raise ValueError(
+                f"target_epsilon={self.target_epsilon!r} without target_delta: pass it too, well "
+                "below 1 / size of the dataset"
+            )
 
     def _check_public_size(self) -> None:
         names = ("dataset_size", "sample_rate", "steps_per_epoch")
@@ -286,6 +314,12 @@ def resolved(
     """
     mode, clipping = performance.grad_sample_mode, privacy.clipping
     clipping = clipping_for(performance.optimize, clipping, mode)
+    for name in TARGETS:
+        if getattr(privacy, name) is not None:
+            raise ValueError(
+                f"privacy.{name}={getattr(privacy, name)!r} with make_private, which does not know "
+                "the number of steps; call make_private_with_epsilon(epochs=...)"
+            )
     if privacy.noise_multiplier is None:
         raise ValueError(
             "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "
@@ -325,6 +359,33 @@ def resolved(
             "smaller batch_size"
         )
     return replace(privacy, clipping=clipping), performance
+
+
+def take_targets(
+    privacy: PrivacyConfig, target_epsilon: float | None, target_delta: float | None
+) -> tuple[PrivacyConfig, float, float]:
+    """The configuration without its targets, and the targets, from keywords or from its fields.
+
+    Raises:
+        ValueError: a target is given twice, or is out of range.
+        TypeError: a target is missing.
+    """
+    given = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    for name, value in given.items():
+        held = getattr(privacy, name)
+        if value is not None and held is not None:
+            raise ValueError(
+                f"{name}={value!r} with privacy=, which has this field: pass it in one of the two"
+            )
+        if value is None and held is None:
+            raise TypeError(f"make_private_with_epsilon needs {name}=")
+        given[name] = held if value is None else value
+    epsilon, delta = given.values()
+    assert epsilon is not None and delta is not None
+    positive(target_epsilon=epsilon)
+    finite(target_epsilon=epsilon)
+    probability(target_delta=delta)
+    return replace(privacy, target_epsilon=None, target_delta=None), epsilon, delta
 
 
 def configs_of(

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Interval
 
-from ._validate import finite, positive, positive_int, probability
+from ._validate import positive_int, probability
 from .check import CheckReport, run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
 from .checked_arguments import CheckedArguments, agree_on_arguments, check_arguments
@@ -34,12 +35,14 @@ from .clipping.groups import Bounds
 from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import without_autocast
 from .config import (
+    TARGETS,
     UNSET,
     PerformanceConfig,
     PrivacyConfig,
     configs_of,
     refuse_keywords_of,
     resolved,
+    take_targets,
 )
 from .distributed.mesh import Ranks
 from .distributed.validate import (
@@ -83,7 +86,7 @@ _FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields
 
 def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call that belong to a configuration, of the call's local names."""
-    names = _FIELDS | {"poisson_sampling", "unknown"}
+    names = _FIELDS - set(TARGETS) | {"poisson_sampling", "unknown"}
     return {name: value for name, value in values.items() if name in names}
 
 
@@ -181,6 +184,11 @@ class PrivacyEngine(OnlySettable):
     def seed(self) -> int | None:
         """The number that all private randomness derives from; None for secret keys."""
         return self._keys.seed
+
+    @property
+    def ledger(self) -> Path | None:
+        """The file that gets a line for each release; None without one."""
+        return None if self._ledger is None else self._ledger.path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -402,9 +410,10 @@ class PrivacyEngine(OnlySettable):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         max_grad_norm: float | Bounds = UNSET,
@@ -428,12 +437,15 @@ class PrivacyEngine(OnlySettable):
         optimize: str = UNSET,
         **unknown: Any,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
-        """`make_private` with the noise that spends target_epsilon after `epochs` epochs.
+        """`make_private` with the noise that spends target_epsilon after `epochs` or `steps`.
 
         Args:
-            target_epsilon: epsilon > 0 at the end of training.
-            target_delta: delta in (0, 1), well below 1 / size of the dataset.
+            target_epsilon: epsilon > 0 at the end of training; or a field of `privacy`.
+            target_delta: delta in (0, 1), well below 1 / size of the dataset; or a field of
+                `privacy`.
             epochs: epochs of the loader, >= 1.
+            steps: in place of epochs, the number of logical batches, >= 1; of a shuffled loader
+                the epochs that they begin are counted.
             budget: a limit on the sum of what was spent before and is spent from now on, while
                 target_epsilon is for the coming epochs alone.
 
@@ -450,10 +462,9 @@ class PrivacyEngine(OnlySettable):
         asked, performance = configs_of(
             self.make_private_with_epsilon, privacy, performance, _keywords(locals())
         )
-        positive(target_epsilon=target_epsilon)
-        finite(target_epsilon=target_epsilon)
-        probability(target_delta=target_delta)
-        positive_int(epochs=epochs)
+        asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
+        if (epochs is None) == (steps is None):
+            raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
         drawn = PrivateDataLoader(
             data_loader,
             sampling=asked.sampling,
@@ -461,6 +472,11 @@ class PrivacyEngine(OnlySettable):
             max_batch_size=asked.max_batch_size,
             public_size=asked.public_size,
         )
+        if steps is None:
+            assert epochs is not None
+            positive_int(epochs=epochs)
+            steps = epochs * drawn.steps_per_epoch
+        positive_int(steps=steps)
         if target_delta >= 1 / drawn.dataset_size:
             warnings.warn(
                 f"target_delta={target_delta!r} is not below 1 / {drawn.dataset_size} entries of "
@@ -476,7 +492,7 @@ class PrivacyEngine(OnlySettable):
             )
         noise_multiplier = self._spending.noise_for(
             drawn.event,
-            epochs if asked.sampling == "shuffled" else epochs * drawn.steps_per_epoch,
+            -(-steps // drawn.steps_per_epoch) if drawn.event_covers_epoch else steps,
             epsilon=target_epsilon,
             delta=target_delta,
         )

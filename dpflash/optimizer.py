@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from dpflash.kernels import refuse_capture
 
 from .distributed.fsdp import is_sharded
+from .sampling.prepared import Prepared, wrapper_of
 from .step import CAPTURED, PrivateStep
 from .verification.settable import OnlySettable
 
 _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
-class PrivateOptimizer(OnlySettable, torch.optim.Optimizer):
+class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
     """Wraps any torch optimizer; its `step` releases one logical batch.
 
     Args:
@@ -175,6 +176,17 @@ class PrivateOptimizer(OnlySettable, torch.optim.Optimizer):
     def _is_last_step_skipped(self) -> bool:
         """Whether the last step ended a microbatch only; Opacus' name."""
         return self._step.tracker.skipped_last_step
+
+    # Accelerate's schedulers use these.
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step ended a microbatch only, so that a scheduler waits too."""
+        return self._is_last_step_skipped
+
+    @property
+    def optimizer(self) -> PrivateOptimizer:
+        return self
 
     @property
     def releases(self) -> int:
@@ -363,6 +375,12 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
             "(PrivateOptimizer.original_optimizer is one)"
+        )
+    library = wrapper_of(optimizer)
+    if library is not None:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
+            "optimizer that was prepared or set up, and prepare what make_private returns"
         )
     held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
     own = {id(p): n for n, p in module.named_parameters()}

@@ -6,6 +6,8 @@ Three lines::
     dpflash_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dpflash")
 
+`DPTrainer` is in `trainer`, and loaded when it is first used.
+
 Letters: B samples, H query heads, T query tokens, S key tokens, D head dim.
 """
 
@@ -15,13 +17,18 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..attn.functional import attention
 from ..patterns import Documents, Pattern, SlidingWindow
+
+if TYPE_CHECKING:
+    from .trainer import DPTrainer
+
+__all__ = ["DPTrainer", "NAME", "NEUTRAL_NAME", "register"]
 
 NAME = "dpflash"
 
@@ -67,6 +74,14 @@ _FOLLOWED = {
     "sliding_window_overlay.<locals>.inner_mask",
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
 }
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DPTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .trainer import DPTrainer
+
+    return DPTrainer
 
 
 def register() -> str:

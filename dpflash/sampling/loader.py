@@ -28,6 +28,7 @@ from .._validate import positive_int
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
+from .prepared import Prepared, wrapper_of
 from .row_order import RowOrder
 from .samplers import (
     DrawSampler,
@@ -71,7 +72,7 @@ def _blank(value: Any) -> Any:
     return np.zeros_like(value) if isinstance(value, np.ndarray) else type(value)()
 
 
-class PrivateDataLoader(DataLoader):
+class PrivateDataLoader(Prepared, DataLoader):
     """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
     The samples of a draw are in secret random rows of its microbatches. The other rows are padding
@@ -313,6 +314,12 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     Returns:
         (number of samples, batch size).
     """
+    library = wrapper_of(loader)
+    if library is not None:
+        raise ValueError(
+            f"data_loader={type(loader).__name__} of {library}, which draws in its own way: pass "
+            "the DataLoader that was prepared or set up, and prepare what make_private returns"
+        )
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"data_loader={type(loader).__name__}: expected a torch.utils.data.DataLoader"

@@ -1,0 +1,97 @@
+"""LogicalBatches: iterates over a private loader by logical batch, for loops that count steps.
+
+Trainers take one entry of a loader for one optimizer step, and stop after `len(loader)` entries. The
+number of microbatches of a logical batch is random and private, so here one entry is all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..sampling.loader import PrivateDataLoader
+
+
+class LogicalBatch:
+    """The microbatches of one logical batch, which are loaded while it is iterated over, once.
+
+    Args:
+        loader: the loader that yields them.
+        first: the first microbatch.
+        others: the loader's iterator behind it.
+        device: where to put tensors; None to leave them.
+    """
+
+    def __init__(
+        self,
+        loader: PrivateDataLoader,
+        first: Any,
+        others: Iterator[Any],
+        device: torch.device | str | None = None,
+    ):
+        self._loader = loader
+        self._first = first
+        self._others = others
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._moved(self._first)
+        while not self._loader.is_last:
+            yield self._moved(next(self._others))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LogicalBatch:
+        """The same microbatches, whose tensors are put on `device` when they are loaded."""
+        return LogicalBatch(self._loader, self._first, self._others, device)
+
+    def _moved(self, microbatch: Any) -> Any:
+        if self._device is None:
+            return microbatch
+        if hasattr(microbatch, "to"):
+            return microbatch.to(self._device)
+        return tree_map_only(torch.Tensor, lambda x: x.to(self._device), microbatch)
+
+
+class LogicalBatches:
+    """Yields a `LogicalBatch` for each release of an epoch.
+
+    The loop calls `engine.backward(losses)` for each microbatch of a logical batch, and
+    `optimizer.step()` once behind them. `len()` is the number of releases of an epoch, which is
+    public.
+
+    Args:
+        loader: returned by `make_private`.
+
+    Raises:
+        ValueError: for another loader.
+        RuntimeError: the loop asks for the next logical batch before it took all microbatches of
+            this one.
+    """
+
+    def __init__(self, loader: PrivateDataLoader):
+        if not isinstance(loader, PrivateDataLoader):
+            raise ValueError(
+                f"loader={type(loader).__name__}: expected the loader that make_private returned"
+            )
+        self.loader = loader
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader."""
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        return self.loader.steps_per_epoch
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        microbatches = iter(self.loader)
+        for first in microbatches:
+            yield LogicalBatch(self.loader, first, microbatches)
+            if not self.loader.is_last:
+                raise RuntimeError(
+                    "the next logical batch was asked for before the last microbatch of this one: "
+                    "iterate over the whole LogicalBatch, and call engine.backward(losses) for "
+                    "each of its microbatches, before optimizer.step()"
+                )

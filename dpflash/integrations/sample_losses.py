@@ -1,0 +1,143 @@
+"""Per-sample losses of transformers' models, from their logits and labels.
+
+The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here each
+sample's loss is the mean over its own valid labels, so for a batch of one sample both are equal, and
+`require_same_loss` compares them there.
+
+Letters: B samples, T tokens, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+
+SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
+
+_PASS_YOUR_OWN = (
+    "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns one loss for "
+    "each sample, [B], made of that sample alone"
+)
+
+
+def sample_loss(model: nn.Module) -> SampleLoss:
+    """The per-sample loss of a model with a head for a task, by the name of its class.
+
+    Raises:
+        ValueError: the model is of no known task.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    base = plain_model(model)
+    kinds: tuple[tuple[SampleLoss, tuple[str, ...]], ...] = (
+        (
+            lambda logits, labels: _classification(logits, labels, base.config),
+            ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
+        ),
+        (
+            losses.cross_entropy,
+            ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION"),
+        ),
+        (_next_token, ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")),
+    )
+    for loss, tasks in kinds:
+        for task in tasks:
+            classes = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
+            if any(type(base).__name__ in ((c,) if isinstance(c, str) else c) for c in classes):
+                return loss
+    raise ValueError(
+        f"model={type(base).__name__}: its loss is not known for single samples; {_PASS_YOUR_OWN}"
+    )
+
+
+def plain_model(model: nn.Module) -> Any:
+    """The model of transformers inside of a model with PEFT's adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> tuple[Tensor, Any]:
+    """Run a model on inputs with labels.
+
+    Returns:
+        (losses `[B]`, outputs).
+
+    Raises:
+        ValueError: there are no labels.
+    """
+    inputs = dict(inputs)
+    labels = inputs.pop("labels", None)
+    if labels is None:
+        raise ValueError(
+            f"the inputs have no 'labels', only {', '.join(map(repr, inputs))}: let the dataset or "
+            f"data_collator make them, or {_PASS_YOUR_OWN}"
+        )
+    base = plain_model(model)
+    if getattr(base.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        make = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        if make is not None:
+            inputs["decoder_input_ids"] = make(labels=labels)
+    outputs = model(**inputs)
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss(logits, labels), outputs
+
+
+def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> bool:
+    """Compare the per-sample loss with the model's own, on one sample in eval mode.
+
+    Args:
+        inputs: a batch of one sample, with labels.
+
+    Returns:
+        Whether they could be compared: the model's own loss is finite.
+
+    Raises:
+        ValueError: they differ, so the model's own loss has further terms or other labels.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(**inputs)
+            own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            ours = losses_of(model, inputs, loss)[0]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if own is None or not bool(own.isfinite().all()):
+        return False
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    tolerance = 3e-2 if narrow else 1e-3
+    if not torch.allclose(ours.float(), own.float().reshape(1), rtol=tolerance, atol=tolerance):
+        raise ValueError(
+            f"model={type(plain_model(model)).__name__}: for one sample its own loss is not the "
+            "mean over that sample's labels, so it has further terms (such as a router's) or other "
+            f"targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
+        )
+    return True
+
+
+def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits `[B, T, V]` against the labels `[B, T]` of the next positions."""
+    return losses.cross_entropy(logits[:, :-1], labels[:, 1:].contiguous())
+
+
+def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """Logits `[B, V]` of whole samples; the config names the kind of labels, or their dtype does."""
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        else:
+            is_class = not labels.is_floating_point()
+            problem = "single_label_classification" if is_class else "multi_label_classification"
+    if problem == "single_label_classification":
+        return losses.cross_entropy(logits, labels.long().view(-1))
+    targets = labels.to(logits.dtype).view_as(logits)
+    if problem == "regression":
+        return losses.mse(logits, targets)
+    return losses.binary_cross_entropy_with_logits(logits, targets)

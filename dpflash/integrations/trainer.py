@@ -1,0 +1,488 @@
+"""DPTrainer: the Trainer of transformers, which trains with differential privacy.
+
+`dpflash.integrations.transformers.DPTrainer` is the name that users import.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from ..config import PerformanceConfig, PrivacyConfig
+from ..engine import PrivacyEngine
+from ..optimizer import PrivateOptimizer
+from ..sampling.loader import PrivateDataLoader
+from .logical import LogicalBatch, LogicalBatches
+from .sample_losses import losses_of, require_same_loss, sample_loss
+
+_log = logging.getLogger(__name__)
+
+LEDGER = "ledger.jsonl"
+CHECKPOINT = "dpflash.pt"
+_SCHEDULER = "scheduler.pt"
+
+# What a log may hold beside the metrics of evaluations; everything else was computed from the data.
+_PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
+_EVALUATIONS = ("eval_", "test_")
+_KNOWN_PRIVATE = (
+    "loss",
+    "grad_norm",
+    "total_flos",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+)
+
+_TRIED_SAMPLES = 4
+
+_ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
+# Argument -> (the values that are allowed, what to do).
+_REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "auto_find_batch_size": ((False,), "pass PerformanceConfig(physical_batch_size=...)"),
+    "gradient_accumulation_steps": (
+        (1,),
+        "per_device_train_batch_size is the expected batch size of a step; pass "
+        "PerformanceConfig(physical_batch_size=...) to compute it in parts",
+    ),
+    "train_sampling_strategy": (
+        ("random",),
+        "privacy decides how batches are drawn; leave it out, and pad to one length "
+        "(dpflash.sampling.PadTo)",
+    ),
+    "group_by_length": ((False,), "privacy decides how batches are drawn; leave it out"),
+    "dataloader_drop_last": ((False,), "every sample must be drawn with its rate; leave it out"),
+    "label_smoothing_factor": (
+        (0, None),
+        "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns [B]",
+    ),
+    "max_grad_norm": (
+        (0, 1.0, None),  # 1.0 is the default of TrainingArguments
+        "the bound of a sample is PrivacyConfig(max_grad_norm=...), and the sum is not clipped "
+        "again; leave it out here",
+    ),
+    "fp16": ((False,), "clipped sums must not be scaled; use bf16=True"),
+    "torch_compile": ((False,), "pass PerformanceConfig(optimize='aggressive')"),
+    "use_liger_kernel": ((False,), "its layers have no per-sample gradients; leave it out"),
+    "neftune_noise_alpha": ((None,), "its noise is drawn outside of the private model"),
+    "include_num_input_tokens_seen": (
+        ("no", False),
+        "the number of tokens is private, as batch sizes are; leave it out",
+    ),
+    "torch_empty_cache_steps": ((None,), "leave it out"),
+    "deepspeed": ((None,), _ONE_DEVICE),
+    "fsdp": ((None, "", False, []), _ONE_DEVICE),
+    "parallelism_config": ((None,), _ONE_DEVICE),
+    "n_gpu": ((0, 1), f"{_ONE_DEVICE}; set CUDA_VISIBLE_DEVICES to one of them"),
+    "world_size": ((1,), _ONE_DEVICE),
+}
+
+
+class DPTrainer(Trainer):
+    """`transformers.Trainer` with differential privacy. Its step is a private, logical batch.
+
+    `args.per_device_train_batch_size` is the expected batch size of a step, and an epoch has a
+    public number of steps. Losses are per sample: the mean over a sample's own labels, for language
+    models (causal, masked, sequence to sequence) and classification; for other models pass
+    `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
+
+    The ledger is `<output_dir>/ledger.jsonl`, beside the checkpoints, so runs with one output_dir
+    add up, and steps that a resumed run repeats stay counted. A checkpoint holds `dpflash.pt`, with
+    the noise key: keep checkpoints secret, and release what `save_model` writes.
+
+    Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning rate,
+    epsilon and metrics of evaluations, and no loss, norm, time or count of the training data.
+
+    Args:
+        model, args, options: those of `transformers.Trainer`: train_dataset, data_collator, ...
+        privacy: with target_epsilon and target_delta, whose noise is chosen for the steps that
+            `args` asks for; or with noise_multiplier and target_delta, at which epsilon is
+            reported.
+        performance: None for the default one.
+        engine: an engine of your own, with a ledger; None for a new one.
+        log_private_metrics: log the loss and the other numbers of Trainer too, and keep the logs
+            secret: no epsilon covers them.
+
+    Attributes:
+        engine: the `PrivacyEngine`.
+
+    Raises:
+        ValueError: for an option that cannot be private, naming it and the way out.
+
+    Guarantees:
+        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit. Parameters and
+        epsilon are those of a plain loop with the same engine, arguments and losses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        privacy: PrivacyConfig,
+        performance: PerformanceConfig | None = None,
+        engine: PrivacyEngine | None = None,
+        log_private_metrics: bool = False,
+        **options: Any,
+    ):
+        _check_privacy(privacy)
+        if args is not None:
+            self._check_arguments(args)
+        _check_options(options, log_private_metrics)
+        super().__init__(model=model, args=args, **options)
+        self._check_config()
+        self._sample_loss = None if self.compute_loss_func else sample_loss(self._module())
+        self.engine = self._checked_engine(engine)
+        self._privacy = privacy
+        self._performance = performance or PerformanceConfig()
+        self._log_private_metrics = log_private_metrics
+        self._private_optimizer: PrivateOptimizer | None = None
+        self._private_loader: PrivateDataLoader | None = None
+        self._unknown_metrics: set[str] = set()
+
+    def get_epsilon(self) -> float:
+        """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
+        assert self._privacy.target_delta is not None
+        return self.engine.get_epsilon(self._privacy.target_delta)
+
+    def _in_output_dir(self, name: str) -> str:
+        assert self.args.output_dir is not None
+        return os.path.join(self.args.output_dir, name)
+
+    def _module(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    # Checks
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        for name, (allowed, remedy) in _REFUSED_ARGUMENTS.items():
+            value = getattr(args, name, allowed[0])
+            if value not in allowed:
+                raise ValueError(f"args.{name}={value!r} with {type(self).__name__}: {remedy}")
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        if "lomo" in optimizer or "layerwise" in optimizer:
+            raise ValueError(
+                f"args.optim={optimizer!r}: it steps inside of the backward, before the noise; use "
+                "'adamw_torch'"
+            )
+        strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+        if args.push_to_hub and "checkpoint" in strategy:
+            raise ValueError(
+                f"args.hub_strategy={strategy!r}: checkpoints hold the noise key and must stay "
+                "secret; use 'end' or 'every_save'"
+            )
+
+    def _check_config(self) -> None:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise ValueError(
+                "model.config.output_router_logits=True: the router's loss balances the experts "
+                "over the batch, so it is not a sum over samples; set it to False"
+            )
+
+    def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
+        if engine is None:
+            return PrivacyEngine(ledger=self._in_output_dir(LEDGER))
+        if not isinstance(engine, PrivacyEngine):
+            raise ValueError(f"engine={engine!r}: expected a dpflash.PrivacyEngine")
+        saves = getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no"
+        if saves and engine.ledger is None:
+            raise ValueError(
+                "engine without a ledger: a run that resumes an older checkpoint would forget what "
+                "was spent behind it. Pass PrivacyEngine(ledger=FILE), or args.save_strategy='no'"
+            )
+        return engine
+
+    # Model, optimizer and loader
+
+    def get_train_dataloader(self) -> Any:
+        """A `LogicalBatches`: one entry is all microbatches of a step."""
+        if self._private_loader is None:
+            self._make_private()
+        return LogicalBatches(self._private_loader)
+
+    def _make_private(self) -> None:
+        loader = self._plain_loader()
+        if self._sample_loss is not None:
+            self._try_loss(loader)
+        self.create_optimizer()
+        asked: dict[str, Any] = {
+            "module": self._module(),
+            "optimizer": self.optimizer,
+            "data_loader": loader,
+            "performance": self._performance,
+        }
+        if self._privacy.target_epsilon is None:
+            asked["privacy"] = replace(self._privacy, target_delta=None)
+            made = self.engine.make_private(**asked)
+        else:
+            asked |= {"privacy": self._privacy, "steps": self._steps(loader)}
+            made = self.engine.make_private_with_epsilon(**asked)
+        _, self._private_optimizer, self._private_loader = made
+        self.optimizer = self._private_optimizer
+
+    def _plain_loader(self) -> DataLoader:
+        if self.train_dataset is None:
+            raise ValueError("train_dataset=None: training needs one")
+        dataset: Any = self.train_dataset
+        collate = self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "select"):  # of `datasets`
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        args = self.args
+        return DataLoader(
+            dataset,
+            batch_size=args.per_device_train_batch_size,
+            shuffle=True,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def _steps(self, loader: DataLoader) -> int:
+        """The number of releases that `args` asks for."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        drawn = PrivateDataLoader(
+            loader,
+            sampling=self._privacy.sampling,
+            key=bytes(32),
+            public_size=self._privacy.public_size,
+        )
+        return math.ceil(self.args.num_train_epochs * drawn.steps_per_epoch)
+
+    def _try_loss(self, loader: DataLoader) -> None:
+        """Compare the per-sample loss with the model's own, on a sample that has labels."""
+        assert self._sample_loss is not None
+        dataset: Any = loader.dataset
+        first = Subset(dataset, range(min(_TRIED_SAMPLES, len(dataset))))
+        samples = DataLoader(
+            first,
+            collate_fn=loader.collate_fn,
+            # In the main process, files that the dataset opens lazily would be open before a fork.
+            num_workers=min(1, loader.num_workers),
+        )
+        for inputs in samples:
+            inputs = self._prepare_inputs(inputs)
+            if require_same_loss(self._module(), inputs, self._sample_loss):
+                return
+
+    def num_examples(self, dataloader: Any) -> int:
+        """The number of entries; of the training data, the public one."""
+        if isinstance(dataloader, LogicalBatches):
+            return dataloader.loader.dataset_size
+        return super().num_examples(dataloader)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        """No loss is divided by the number of tokens of the batch, which is private."""
+        return None
+
+    # Steps
+
+    def training_step(  # type: ignore[override]
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Add the clipped gradients of a logical batch.
+
+        Returns:
+            0, or the mean loss of its samples with log_private_metrics.
+        """
+        assert self._private_loader is not None
+        model.train()
+        set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule
+        if callable(set_mode):
+            set_mode()
+        total, count = torch.zeros((), device=self.args.device), 0
+        for microbatch in inputs:
+            microbatch = self._prepare_inputs(microbatch)
+            with self.compute_loss_context_manager():
+                losses = self.compute_loss(model, microbatch)
+            self.engine.backward(losses)
+            if self._log_private_metrics:
+                real = self._private_loader.is_real.to(losses.device)
+                total += losses.detach()[real].sum()
+                count += int(real.sum())
+        return total / max(count, 1)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """One loss for each sample, `[B]`, while the model trains."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+        if self._sample_loss is not None:
+            losses, outputs = losses_of(model, inputs, self._sample_loss)
+        else:
+            inputs = dict(inputs)
+            labels = inputs.pop("labels", None)
+            outputs = model(**inputs)
+            assert self.compute_loss_func is not None
+            losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        return (losses, outputs) if return_outputs else losses
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Samples are clipped already."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(model) if self._log_private_metrics else None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: the number of operations follows from the drawn batch."""
+        return 0
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what is public, and epsilon; the rest only with log_private_metrics."""
+        kept = self._public(logs)
+        if self._private_loader is not None and not any(k.startswith(_EVALUATIONS) for k in logs):
+            kept["epsilon"] = self.get_epsilon()
+        super().log(kept, start_time)
+
+    def _public(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        if self._log_private_metrics:
+            return dict(logs)
+        kept = {k: v for k, v in logs.items() if k in _PUBLIC or k.startswith(_EVALUATIONS)}
+        unknown = {
+            k
+            for k in logs.keys() - kept.keys() - self._unknown_metrics
+            if k not in _KNOWN_PRIVATE and not k.startswith("train_")
+        }
+        if unknown:
+            self._unknown_metrics |= unknown
+            _log.warning(
+                "not logged, because they may depend on the training data: %s. Pass "
+                "log_private_metrics=True and keep the logs secret to log them",
+                ", ".join(sorted(unknown)),
+            )
+        return kept
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        done = super()._finalize_training(trial, num_train_samples, start_time)
+        if self._log_private_metrics:
+            return done
+        metrics = {**self._public(done.metrics), "epsilon": self.get_epsilon()}
+        return TrainOutput(done.global_step, math.nan, metrics)
+
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        """Trainer's card, with a section on privacy."""
+        super().create_model_card(*arguments, **options)
+        path = self._in_output_dir("README.md")
+        if self._private_loader is None or not os.path.exists(path):
+            return
+        with open(path, "a", encoding="utf-8") as card:
+            card.write("\n## Differential privacy\n\n" + "\n".join(self._card_lines()) + "\n")
+
+    def _card_lines(self) -> Iterator[str]:
+        assert self._private_loader is not None and self._private_optimizer is not None
+        yield f"- epsilon = {self.get_epsilon():.4g} at delta = {self._privacy.target_delta:g}"
+        yield f"- neighboring relation: {self.engine.neighboring_relation}"
+        yield "- privacy unit: one entry of the training dataset"
+        yield f"- sampling: {self._private_loader.sampler_name}"
+        yield f"- noise multiplier: {self._private_optimizer.noise_multiplier:.6g}"
+        yield f"- L2 bound of one sample's gradient: {self._private_optimizer.max_grad_norm:g}"
+        yield "- not covered: checkpoints, training losses, the choice among several runs"
+
+    # Checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.lr_scheduler is not None
+        self.engine.save_checkpoint(os.path.join(output_dir, CHECKPOINT))
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Refuse a checkpoint without spent privacy; the engine loads the model with it."""
+        if not os.path.isfile(os.path.join(resume_from_checkpoint, CHECKPOINT)):
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} has no {CHECKPOINT}, which "
+                "holds the place in the data and the noise key (args.save_only_model leaves it "
+                "out, and Trainer does not write it); load the model and train it anew"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.lr_scheduler is not None
+        self.engine.load_checkpoint(os.path.join(checkpoint, CHECKPOINT))
+        state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _run_epoch(self, **loop: Any) -> None:  # type: ignore[override]
+        """Train on an epoch; of an interrupted one, the loader yields the rest by itself."""
+        skipped = loop["steps_trained_in_current_epoch"]
+        if loop["epoch"] == loop["epochs_trained"] and skipped:
+            part = loop["epoch"] + skipped / loop["steps_in_epoch"]
+            loop |= {
+                "epoch": part,
+                "epochs_trained": part,
+                "steps_trained_in_current_epoch": 0,
+                "num_update_steps_per_epoch": loop["num_update_steps_per_epoch"] - skipped,
+            }
+        super()._run_epoch(**loop)
+
+    def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refused: each trial releases a model, and the choice among them is not paid for."""
+        raise ValueError(
+            "hyperparameter_search with DPTrainer: each trial spends privacy, and so does the "
+            "choice of the best. Train each with one ledger, and decide by public data"
+        )
+
+
+def _check_privacy(privacy: PrivacyConfig) -> None:
+    if not isinstance(privacy, PrivacyConfig):
+        raise ValueError(f"privacy={privacy!r}: expected a dpflash.PrivacyConfig")
+    if privacy.target_delta is None:
+        raise ValueError(
+            "privacy.target_delta=None: pass the delta at which epsilon is reported, well below "
+            "1 / size of the dataset"
+        )
+    if privacy.target_epsilon is None and privacy.noise_multiplier is None:
+        raise ValueError("privacy has neither target_epsilon nor noise_multiplier; pass one")
+    if privacy.loss_reduction is not None:
+        raise ValueError(
+            f"privacy.loss_reduction={privacy.loss_reduction!r}: the trainer computes one loss for "
+            "each sample; leave it out"
+        )
+
+
+def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> None:
+    if options.get("model_init") is not None:
+        raise ValueError(
+            "model_init: a model that is built anew in train() would be trained by an engine that "
+            "has one already; pass model="
+        )
+    dataset = options.get("train_dataset")
+    if isinstance(dataset, IterableDataset) or (
+        dataset is not None and not hasattr(dataset, "__len__")
+    ):
+        raise ValueError(
+            f"train_dataset={type(dataset).__name__}: the samples of an IterableDataset cannot be "
+            "drawn independently; pass one with __len__ and __getitem__"
+        )
+    evaluated = options.get("eval_dataset")
+    sets = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+    if not log_private_metrics and any(x is dataset and x is not None for x in sets):
+        raise ValueError(
+            "eval_dataset is train_dataset: its metrics are private. Evaluate on other data, or "
+            "pass log_private_metrics=True and keep the logs secret"
+        )
