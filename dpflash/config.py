@@ -317,8 +317,8 @@ def resolved(
     for name in TARGETS:
         if getattr(privacy, name) is not None:
             raise ValueError(
-                f"privacy.{name}={getattr(privacy, name)!r} with make_private, which does not know "
-                "the number of steps; call make_private_with_epsilon(epochs=...)"
+                f"privacy.{name}={getattr(privacy, name)!r} with make_private, which does not "
+                "know the number of steps; call make_private_with_epsilon(epochs=...)"
             )
     if privacy.noise_multiplier is None:
         raise ValueError(

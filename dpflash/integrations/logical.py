@@ -1,7 +1,8 @@
 """LogicalBatches: iterates over a private loader by logical batch, for loops that count steps.
 
-Trainers take one entry of a loader for one optimizer step, and stop after `len(loader)` entries. The
-number of microbatches of a logical batch is random and private, so here one entry is all of them.
+Trainers take one entry of a loader for one optimizer step, and stop after `len(loader)` entries.
+The number of microbatches of a logical batch is random and private, so here one entry is all of
+them.
 """
 
 from __future__ import annotations

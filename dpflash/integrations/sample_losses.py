@@ -1,8 +1,8 @@
 """Per-sample losses of transformers' models, from their logits and labels.
 
-The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here each
-sample's loss is the mean over its own valid labels, so for a batch of one sample both are equal, and
-`require_same_loss` compares them there.
+The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
+each sample's loss is the mean over its own valid labels, so for a batch of one sample both are
+equal, and `require_same_loss` compares them there.
 
 Letters: B samples, T tokens, V classes.
 """
@@ -57,7 +57,8 @@ def sample_loss(model: nn.Module) -> SampleLoss:
 
 def plain_model(model: nn.Module) -> Any:
     """The model of transformers inside of a model with PEFT's adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", None)
+    return model if base is None else base()
 
 
 def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> tuple[Tensor, Any]:
@@ -73,8 +74,8 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
     labels = inputs.pop("labels", None)
     if labels is None:
         raise ValueError(
-            f"the inputs have no 'labels', only {', '.join(map(repr, inputs))}: let the dataset or "
-            f"data_collator make them, or {_PASS_YOUR_OWN}"
+            f"the inputs have no 'labels', only {', '.join(map(repr, inputs))}: let the dataset "
+            f"or data_collator make them, or {_PASS_YOUR_OWN}"
         )
     base = plain_model(model)
     if getattr(base.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
@@ -107,7 +108,7 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
             ours = losses_of(model, inputs, loss)[0]
     finally:
         for module, mode in modes.items():
-            module.training = mode
+            module.train(mode)  # parents come first
     if own is None or not bool(own.isfinite().all()):
         return False
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
@@ -115,8 +116,8 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
     if not torch.allclose(ours.float(), own.float().reshape(1), rtol=tolerance, atol=tolerance):
         raise ValueError(
             f"model={type(plain_model(model)).__name__}: for one sample its own loss is not the "
-            "mean over that sample's labels, so it has further terms (such as a router's) or other "
-            f"targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
+            "mean over that sample's labels, so it has further terms (such as a router's) or "
+            f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
         )
     return True
 
@@ -127,7 +128,7 @@ def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Logits `[B, V]` of whole samples; the config names the kind of labels, or their dtype does."""
+    """Logits `[B, V]` of samples; the config names the kind of labels, or their dtype does."""
     problem = config.problem_type
     if problem is None:
         if config.num_labels == 1:

@@ -31,7 +31,7 @@ LEDGER = "ledger.jsonl"
 CHECKPOINT = "dpflash.pt"
 _SCHEDULER = "scheduler.pt"
 
-# What a log may hold beside the metrics of evaluations; everything else was computed from the data.
+# What a log may hold beside metrics of evaluations; everything else was computed from the data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
 _EVALUATIONS = ("eval_", "test_")
 _KNOWN_PRIVATE = (
@@ -91,16 +91,17 @@ class DPTrainer(Trainer):
     """`transformers.Trainer` with differential privacy. Its step is a private, logical batch.
 
     `args.per_device_train_batch_size` is the expected batch size of a step, and an epoch has a
-    public number of steps. Losses are per sample: the mean over a sample's own labels, for language
-    models (causal, masked, sequence to sequence) and classification; for other models pass
-    `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
+    public number of steps. Losses are per sample: the mean over a sample's own labels, for
+    language models (causal, masked, sequence to sequence) and classification; for other models
+    pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
 
     The ledger is `<output_dir>/ledger.jsonl`, beside the checkpoints, so runs with one output_dir
-    add up, and steps that a resumed run repeats stay counted. A checkpoint holds `dpflash.pt`, with
-    the noise key: keep checkpoints secret, and release what `save_model` writes.
+    add up, and steps that a resumed run repeats stay counted. A checkpoint holds `dpflash.pt`,
+    with the noise key: keep checkpoints secret, and release what `save_model` writes.
 
-    Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning rate,
-    epsilon and metrics of evaluations, and no loss, norm, time or count of the training data.
+    Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning
+    rate, epsilon and metrics of evaluations, and no loss, norm, time or count of the training
+    data.
 
     Args:
         model, args, options: those of `transformers.Trainer`: train_dataset, data_collator, ...
@@ -119,8 +120,8 @@ class DPTrainer(Trainer):
         ValueError: for an option that cannot be private, naming it and the way out.
 
     Guarantees:
-        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit. Parameters and
-        epsilon are those of a plain loop with the same engine, arguments and losses.
+        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit. Parameters
+        and epsilon are those of a plain loop with the same engine, arguments and losses.
     """
 
     def __init__(
@@ -172,8 +173,8 @@ class DPTrainer(Trainer):
         optimizer = str(getattr(args.optim, "value", args.optim))
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(
-                f"args.optim={optimizer!r}: it steps inside of the backward, before the noise; use "
-                "'adamw_torch'"
+                f"args.optim={optimizer!r}: it steps inside of the backward, before the noise; "
+                "use 'adamw_torch'"
             )
         strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
         if args.push_to_hub and "checkpoint" in strategy:
@@ -198,8 +199,8 @@ class DPTrainer(Trainer):
         saves = getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no"
         if saves and engine.ledger is None:
             raise ValueError(
-                "engine without a ledger: a run that resumes an older checkpoint would forget what "
-                "was spent behind it. Pass PrivacyEngine(ledger=FILE), or args.save_strategy='no'"
+                "engine without a ledger: a run that resumes an older checkpoint would forget "
+                "what was spent behind it. Pass PrivacyEngine(ledger=FILE), or args.save_strategy='no'"
             )
         return engine
 
@@ -208,10 +209,10 @@ class DPTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """A `LogicalBatches`: one entry is all microbatches of a step."""
         if self._private_loader is None:
-            self._make_private()
+            self._private_loader = self._make_private()
         return LogicalBatches(self._private_loader)
 
-    def _make_private(self) -> None:
+    def _make_private(self) -> PrivateDataLoader:
         loader = self._plain_loader()
         if self._sample_loss is not None:
             self._try_loss(loader)
@@ -228,8 +229,9 @@ class DPTrainer(Trainer):
         else:
             asked |= {"privacy": self._privacy, "steps": self._steps(loader)}
             made = self.engine.make_private_with_epsilon(**asked)
-        _, self._private_optimizer, self._private_loader = made
+        _, self._private_optimizer, private_loader = made
         self.optimizer = self._private_optimizer
+        return private_loader
 
     def _plain_loader(self) -> DataLoader:
         if self.train_dataset is None:
@@ -460,8 +462,8 @@ def _check_privacy(privacy: PrivacyConfig) -> None:
         raise ValueError("privacy has neither target_epsilon nor noise_multiplier; pass one")
     if privacy.loss_reduction is not None:
         raise ValueError(
-            f"privacy.loss_reduction={privacy.loss_reduction!r}: the trainer computes one loss for "
-            "each sample; leave it out"
+            f"privacy.loss_reduction={privacy.loss_reduction!r}: the trainer computes one loss "
+            "for each sample; leave it out"
         )
 
 

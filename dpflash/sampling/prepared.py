@@ -24,8 +24,8 @@ class Prepared:
         if steps != 1:
             raise ValueError(
                 f"Accelerator(gradient_accumulation_steps={steps}) with a private loader, whose "
-                "microbatches are accumulated already; leave it out, and pass physical_batch_size= "
-                "to make_private"
+                "microbatches are accumulated already; leave it out, and pass "
+                "physical_batch_size= to make_private"
             )
         return True
 
