@@ -200,7 +200,8 @@ class DPTrainer(Trainer):
         if saves and engine.ledger is None:
             raise ValueError(
                 "engine without a ledger: a run that resumes an older checkpoint would forget "
-                "what was spent behind it. Pass PrivacyEngine(ledger=FILE), or args.save_strategy='no'"
+                "what was spent behind it. Pass PrivacyEngine(ledger=FILE), or set "
+                "args.save_strategy='no'"
             )
         return engine
 

@@ -1,0 +1,440 @@
+"""DPTrainer: parameters and epsilon of a plain loop, and nothing private in what it writes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import dpflash
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from dpflash.integrations.transformers import DPTrainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+TINY = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+DELTA = 1e-3
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY, intermediate_size=24, max_position_embeddings=16)
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=16)
+    )
+
+
+def bert_config(**changes):
+    return transformers.BertConfig(
+        **TINY, intermediate_size=24, max_position_embeddings=16, **changes
+    )
+
+
+def bert():
+    return transformers.BertForSequenceClassification(bert_config(num_labels=3))
+
+
+def masked_bert():
+    return transformers.BertForMaskedLM(bert_config())
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=23, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def with_lora(build, targets):
+    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+    return peft.get_peft_model(build(), config)
+
+
+MODELS = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "llama-lora": lambda: with_lora(llama, ["q_proj", "down_proj"]),
+    "gpt2-lora": lambda: with_lora(gpt2, ["c_attn"]),
+    "bert": bert,
+}
+
+
+def built(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def next_tokens(logits, labels):
+    return dpflash.losses.cross_entropy(logits[:, :-1], labels[:, 1:])
+
+
+def samples(name, count=32):
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(count):
+        tokens = torch.randint(1, 23, (8,), generator=generator)
+        labels = tokens.clone()
+        labels[: i % 4 + 1] = -100  # each sample has its own number of valid labels
+        found.append({"input_ids": tokens, "labels": i % 3 if name == "bert" else labels})
+    return found
+
+
+def engine(tmp_path):
+    return dpflash.PrivacyEngine(seed=0, ledger=tmp_path / "ledger")
+
+
+def arguments(tmp_path, **changes):
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 8,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "optim": "adamw_torch",
+            "logging_steps": 1,
+            "report_to": [],
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "use_cpu": True,
+            **changes,
+        }
+    )
+
+
+def trainer(tmp_path, name="llama", physical_batch_size=None, privacy=None, args=None, **options):
+    options.setdefault("engine", engine(tmp_path))
+    return DPTrainer(
+        model=options.pop("model", None) or built(name),
+        args=args or arguments(tmp_path),
+        train_dataset=options.pop("train_dataset", None) or samples(name),
+        privacy=privacy
+        or dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0),
+        performance=dpflash.PerformanceConfig(physical_batch_size=physical_batch_size),
+        **options,
+    )
+
+
+def plain_loop(name, physical_batch_size=None, autocast=False, steps=8):
+    """The model, optimizer and engine of a loop in plain PyTorch."""
+    plain, private = built(name), dpflash.PrivacyEngine(seed=0)
+    loader = DataLoader(samples(name), batch_size=8, collate_fn=transformers.default_data_collator)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    plain, optimizer, loader = private.make_private_with_epsilon(
+        module=plain,
+        optimizer=torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0),
+        data_loader=loader,
+        target_epsilon=3.0,
+        target_delta=DELTA,
+        max_grad_norm=1.0,
+        physical_batch_size=physical_batch_size,
+        steps=steps,
+    )
+    scheduler = transformers.get_scheduler("linear", optimizer, 0, steps)
+    loss = dpflash.losses.cross_entropy if name == "bert" else next_tokens
+    plain.train()
+    while optimizer.releases < steps:
+        for batch in loader:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = plain(input_ids=batch["input_ids"]).logits
+            private.backward(loss(logits.float(), batch["labels"]))
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.is_last:
+                scheduler.step()
+    return plain, optimizer, private
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("physical", [None, 3], ids=["whole", "microbatches"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_epsilon_are_those_of_a_plain_loop(
+    name, physical, checkpointing, bf16, tmp_path
+):
+    args = arguments(tmp_path, bf16=bf16, gradient_checkpointing=checkpointing)
+    trained = trainer(tmp_path, name, physical, args=args)
+    assert trained.train().global_step == 8
+    plain, optimizer, private = plain_loop(name, physical, autocast=bf16)
+    assert optimizer.releases == trained.optimizer.releases == 8
+    assert trained.get_epsilon() == private.get_epsilon(DELTA)
+    assert 2.9 < trained.get_epsilon() <= 3.0
+    assert largest_difference(plain, trained.model) <= 1e-6
+    assert largest_difference(built(name), trained.model) > 1e-3
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("build", [masked_bert, t5])
+def test_losses_of_other_heads_are_the_models_own_for_one_sample(build, tmp_path):
+    torch.manual_seed(0)
+    trained = trainer(tmp_path, model=build(), args=arguments(tmp_path, max_steps=2))
+    assert trained.train().global_step == 2
+
+
+def test_a_model_whose_own_loss_has_more_terms_is_refused(tmp_path):
+    def forward(self, input_ids, labels=None):
+        outputs = transformers.LlamaForCausalLM.forward(self, input_ids, labels=labels)
+        if labels is not None:
+            outputs["loss"] = outputs["loss"] + 0.1 * outputs["logits"].logsumexp(-1).mean()
+        return outputs
+
+    kind = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {"forward": forward})
+    with pytest.raises(ValueError, match="its own loss is not the mean"):
+        trainer(tmp_path, model=kind(llama().config)).train()
+
+
+def test_a_model_without_a_known_loss_needs_one(tmp_path):
+    class Other(transformers.LlamaForCausalLM):
+        pass
+
+    config = llama().config
+    with pytest.raises(ValueError, match="Other: its loss is not known.*compute_loss_func"):
+        trainer(tmp_path, model=Other(config))
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        assert num_items_in_batch is None
+        return next_tokens(outputs.logits, labels)
+
+    torch.manual_seed(0)
+    trained = trainer(tmp_path, model=Other(config), compute_loss_func=loss)
+    trained.train()
+    assert largest_difference(plain_loop("llama")[0], trained.model) <= 1e-6
+
+
+def test_a_loss_over_the_batch_is_refused(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return next_tokens(outputs.logits, labels).mean()
+
+    with pytest.raises(ValueError, match="expected one loss per sample"):
+        trainer(tmp_path, compute_loss_func=loss).train()
+
+
+class Stop(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **options):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def resumed(tmp_path, killed_at, saved_every, **options):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=saved_every, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, args=args, physical_batch_size=3, callbacks=[Stop(killed_at)]).train()
+    again = trainer(tmp_path, args=args, physical_batch_size=3)
+    assert again.train(resume_from_checkpoint=True).global_step == 8
+    return again
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    # Step 3 is written before the run is killed in the callbacks of step 4.
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+
+    class StopAfterSaving(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **options):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, args=args, callbacks=[StopAfterSaving()]).train()
+    again = trainer(tmp_path, args=args)
+    again.train(resume_from_checkpoint=True)
+    plain, _, private = plain_loop("llama")
+    assert again.get_epsilon() == private.get_epsilon(DELTA)
+    assert largest_difference(plain, again.model) <= 1e-6
+    epochs = [log["epoch"] for log in again.state.log_history if "learning_rate" in log]
+    assert epochs == pytest.approx([step / 4 for step in range(1, 9)])
+
+
+def test_lost_steps_stay_counted_when_an_older_checkpoint_is_resumed(tmp_path):
+    again = resumed(tmp_path, killed_at=5, saved_every=3, save_total_limit=1)
+    _, optimizer, private = plain_loop("llama")
+    # Steps 4 and 5 were made twice.
+    accountant = type(private.accountant)(neighboring_relation=private.neighboring_relation)
+    for _ in range(10):
+        accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=0.25)
+    assert again.get_epsilon() == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    assert len((tmp_path / "ledger").read_text().splitlines()) == 10
+    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
+
+
+@pytest.mark.cases(0)
+def test_a_checkpoint_without_spent_privacy_is_not_resumed(tmp_path):
+    args = arguments(tmp_path, save_strategy="epoch", save_only_model=True)
+    trainer(tmp_path, args=args).train()
+    with pytest.raises(ValueError, match=r"has no dpflash\.pt"):
+        trainer(tmp_path, args=args).train(resume_from_checkpoint=True)
+
+
+class Watch(transformers.TrainerCallback):
+    """Keeps what a tracker gets."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **options):
+        self.logs.append(dict(logs))
+
+
+def test_nothing_private_is_logged_or_written(tmp_path):
+    watch = Watch()
+    args = arguments(tmp_path, save_strategy="epoch", eval_strategy="epoch")
+    trained = trainer(tmp_path, args=args, callbacks=[watch], eval_dataset=samples("llama", 4))
+    result = trained.train()
+    trained.save_metrics("train", result.metrics)
+    trained.create_model_card()
+    state = json.loads((tmp_path / "out/checkpoint-8/trainer_state.json").read_text())
+    card = (tmp_path / "out/README.md").read_text()
+    of_training = [log for log in watch.logs if "eval_loss" not in log]
+    assert all(log.keys() <= {"learning_rate", "epoch", "epsilon"} for log in of_training)
+    kept = [log for log in state["log_history"] if "eval_loss" not in log]
+    assert all(log.keys() <= {"learning_rate", "epoch", "epsilon", "step"} for log in kept)
+    assert [log["epsilon"] for log in kept] == sorted(log["epsilon"] for log in kept)
+    assert len(kept) == 8 and kept[-1]["epsilon"] == trained.get_epsilon()
+    assert state["total_flos"] == 0 and state["num_input_tokens_seen"] == 0
+    assert math.isnan(result.training_loss) and result.metrics.keys() == {"epsilon"}
+    assert json.loads((tmp_path / "out/train_results.json").read_text()).keys() == {"epsilon"}
+    assert f"epsilon = {trained.get_epsilon():.4g}" in card and "0.001" in card
+    assert "Training Loss" not in card
+    assert any("eval_loss" in log for log in state["log_history"])
+
+
+@pytest.mark.cases(0)
+def test_private_metrics_are_logged_on_request(tmp_path):
+    trained = trainer(tmp_path, physical_batch_size=3, log_private_metrics=True)
+    result = trained.train()
+    losses = [log["loss"] for log in trained.state.log_history if "loss" in log]
+    assert len(losses) == 8 and all(1 < loss < 5 for loss in losses)
+    assert "grad_norm" in trained.state.log_history[0]
+    assert result.training_loss == pytest.approx(sum(losses) / 8)
+    assert largest_difference(plain_loop("llama", 3)[0], trained.model) <= 1e-6
+
+
+def test_the_saved_model_is_a_plain_one(tmp_path):
+    trained = trainer(tmp_path)
+    trained.train()
+    trained.save_model()
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in files and "dpflash.pt" not in files
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert largest_difference(plain, trained.model) == 0
+    assert type(plain) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.cases(0)
+def test_the_ledger_lies_beside_the_checkpoints(tmp_path):
+    args = arguments(tmp_path, save_strategy="epoch", max_steps=4)
+    first = trainer(tmp_path, args=args, engine=None)
+    first.train()
+    assert first.engine.ledger == Path(args.output_dir) / "ledger.jsonl"
+    assert not list((tmp_path / "out").glob("checkpoint-*/ledger*"))
+    second = trainer(tmp_path, args=args, engine=None)  # another run on the same data
+    assert second.get_epsilon() == first.get_epsilon()
+    second.train()
+    assert second.get_epsilon() > first.get_epsilon()
+
+
+REFUSED = {
+    "auto_find_batch_size": True,
+    "gradient_accumulation_steps": 2,
+    "train_sampling_strategy": "group_by_length",
+    "dataloader_drop_last": True,
+    "label_smoothing_factor": 0.1,
+    "max_grad_norm": 0.5,
+    "use_liger_kernel": True,
+    "neftune_noise_alpha": 1.0,
+    "include_num_input_tokens_seen": "all",
+    "torch_empty_cache_steps": 3,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_cannot_be_private_is_refused_by_name(name, tmp_path):
+    value = REFUSED[name]
+    with pytest.raises(ValueError, match=f"args.{name}={value!r}"):
+        trainer(tmp_path, args=arguments(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deepspeed", {}), ("n_gpu", 2), ("world_size", 2), ("fp16", True), ("torch_compile", True)],
+)
+def test_what_this_machine_cannot_ask_for_is_refused_too(name, value, tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setattr(type(args), name, value)
+    args.__dict__.pop(name, None)
+    with pytest.raises(ValueError, match=f"args.{name}={value!r}"):
+        trainer(tmp_path, args=args)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from samples("llama")
+
+
+def test_other_options_that_cannot_be_private_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset=Stream"):
+        trainer(tmp_path, train_dataset=Stream(), args=arguments(tmp_path, max_steps=2))
+    data = samples("llama")
+    with pytest.raises(ValueError, match="eval_dataset is train_dataset"):
+        trainer(tmp_path, train_dataset=data, eval_dataset={"same": data})
+    with pytest.raises(ValueError, match="model_init"):
+        trainer(tmp_path, model_init=llama)
+    with pytest.raises(ValueError, match="target_delta=None"):
+        noise = dpflash.PrivacyConfig(noise_multiplier=1.0, max_grad_norm=1.0)
+        trainer(tmp_path, privacy=noise)
+    with pytest.raises(ValueError, match="engine without a ledger"):
+        saving = arguments(tmp_path, save_strategy="epoch")
+        trainer(tmp_path, engine=dpflash.PrivacyEngine(), args=saving)
+    with pytest.raises(ValueError, match="hub_strategy='checkpoint'"):
+        pushing = arguments(tmp_path, push_to_hub=True, hub_strategy="checkpoint")
+        trainer(tmp_path, args=pushing)
+    with pytest.raises(ValueError, match="hyperparameter_search"):
+        trainer(tmp_path).hyperparameter_search()
+
+
+def test_targets_may_stand_in_the_configuration():
+    model = nn.Linear(4, 2)
+    made = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(torch.randn(32, 4), batch_size=8),
+    }
+    target = dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"privacy.target_epsilon=3\.0 with make_private"):
+        dpflash.PrivacyEngine().make_private(**made, privacy=target)
+    with pytest.raises(ValueError, match="target_epsilon=2.* in one of the two"):
+        dpflash.PrivacyEngine().make_private_with_epsilon(
+            **made, privacy=target, target_epsilon=2.0, epochs=1
+        )
+    with pytest.raises(ValueError, match="noise_multiplier=1.* conflicts with target_epsilon"):
+        dpflash.PrivacyConfig(
+            noise_multiplier=1.0, target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0
+        )
+    with pytest.raises(TypeError, match="epochs= or steps="):
+        dpflash.PrivacyEngine().make_private_with_epsilon(**made, privacy=target)
+    private = dpflash.PrivacyEngine()
+    _, by_steps, _ = private.make_private_with_epsilon(**made, privacy=target, steps=8)
+    private.detach(model)
+    by_keywords = dpflash.PrivacyEngine()
+    _, by_epochs, _ = by_keywords.make_private_with_epsilon(
+        **made, target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0, epochs=2
+    )
+    assert by_steps.noise_multiplier == by_epochs.noise_multiplier
