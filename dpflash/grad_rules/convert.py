@@ -43,8 +43,15 @@ def check_model(model: nn.Module) -> None:
     """Refuse, by dotted name, what cannot be trained privately.
 
     Raises:
-        ValueError: for modules that mix samples, and for trainable parameters that no rule covers.
+        ValueError: for modules that mix samples, for trainable parameters that no rule covers, and
+            for a forward that hides that of the model's class.
     """
+    if "forward" in vars(model):
+        raise ValueError(
+            "module.forward was assigned to the object (by Accelerator.prepare with "
+            "mixed_precision, or by a hook), so the private forward would not run: pass the model "
+            "as its class defines it, and prepare what make_private returns"
+        )
     inside = parts_of_layers(model)
     for name, module in model.named_modules():
         check_module(name or "(the model itself)", module, is_inside=module in inside)
