@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpflash.kernels import refuse_capture
 
 from .distributed.fsdp import is_sharded
-from .sampling.prepared import Prepared, wrapper_of
+from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep
 from .verification.settable import OnlySettable
 
@@ -260,6 +260,7 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
                 made; nothing is released.
         """
         refuse_capture(CAPTURED)
+        refuse_lightning(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():

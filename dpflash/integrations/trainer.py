@@ -22,7 +22,7 @@ from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..optimizer import PrivateOptimizer
 from ..sampling.loader import PrivateDataLoader
-from .logical import LogicalBatch, LogicalBatches
+from ..sampling.logical import LogicalBatch, LogicalBatches
 from .sample_losses import losses_of, require_same_loss, sample_loss
 
 _log = logging.getLogger(__name__)

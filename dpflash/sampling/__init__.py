@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .lengths import PadTo
     from .loader import SAMPLINGS, PrivateDataLoader, check_loader
+    from .logical import LogicalBatch, LogicalBatches
     from .samplers import FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
     from .tracker import BatchMark, BatchTracker
 
@@ -14,6 +15,8 @@ __all__ = [
     "BatchMark",
     "BatchTracker",
     "FixedSizeBatchSampler",
+    "LogicalBatch",
+    "LogicalBatches",
     "PadTo",
     "PoissonBatchSampler",
     "PrivateDataLoader",
@@ -28,6 +31,8 @@ _MODULES = {
     "BatchMark": "tracker",
     "BatchTracker": "tracker",
     "FixedSizeBatchSampler": "samplers",
+    "LogicalBatch": "logical",
+    "LogicalBatches": "logical",
     "PadTo": "lengths",
     "PoissonBatchSampler": "samplers",
     "PrivateDataLoader": "loader",

@@ -1,8 +1,13 @@
-"""Prepared: what Accelerate reads of an object that its `prepare` returns as it is."""
+"""What Accelerate and Lightning do with a private loader and optimizer: allowed, or refused."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 
 class Prepared:
@@ -32,6 +37,35 @@ class Prepared:
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
         """Assigned by `Accelerator.prepare`."""
+
+
+def refuse_lightning(closure: Callable[[], Any] | None) -> None:
+    """Refuse the closure of a Lightning Trainer whose steps are not those of logical batches.
+
+    Raises:
+        RuntimeError: naming what to change; nothing was computed for this step yet, or nothing is
+            released.
+    """
+    if not isinstance(closure, partial) or closure.func.__name__ != "_wrap_closure":
+        return
+    module = closure.args[0]
+    if module.automatic_optimization:
+        raise RuntimeError(
+            "automatic_optimization=True of Lightning, which calls loss.backward() for each "
+            "microbatch and counts each as a step. Use:\n"
+            "    self.automatic_optimization = False  # in __init__\n"
+            "    for microbatch in batch: engine.backward(losses)  # in training_step, [B] each\n"
+            "    optimizer.step(); optimizer.zero_grad()  # behind it; optimizer = "
+            "self.optimizers()"
+        )
+    loader = module.trainer.train_dataloader
+    if isinstance(loader, DataLoader):
+        raise RuntimeError(
+            f"Lightning trains on a {type(loader).__name__}: it would stop after len(loader) "
+            "microbatches, or train on batches that are not from make_private. Return "
+            "dpflash.sampling.LogicalBatches(loader) from train_dataloader(), with the loader of "
+            "make_private"
+        )
 
 
 def wrapper_of(value: object) -> str | None:

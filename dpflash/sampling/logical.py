@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..sampling.loader import PrivateDataLoader
+from .loader import PrivateDataLoader
 
 
 class LogicalBatch:
