@@ -47,7 +47,8 @@ _TRIED_SAMPLES = 4
 
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).
-_REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+_Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+_REFUSED_ARGUMENTS: _Refused = {
     "auto_find_batch_size": ((False,), "pass PerformanceConfig(physical_batch_size=...)"),
     "gradient_accumulation_steps": (
         (1,),
@@ -140,7 +141,7 @@ class DPTrainer(Trainer):
             self._check_arguments(args)
         _check_options(options, log_private_metrics)
         super().__init__(model=model, args=args, **options)
-        self._check_config()
+        self._check_model()
         self._sample_loss = None if self.compute_loss_func else sample_loss(self._module())
         self.engine = self._checked_engine(engine)
         self._privacy = privacy
@@ -166,10 +167,7 @@ class DPTrainer(Trainer):
     # Checks
 
     def _check_arguments(self, args: TrainingArguments) -> None:
-        for name, (allowed, remedy) in _REFUSED_ARGUMENTS.items():
-            value = getattr(args, name, allowed[0])
-            if value not in allowed:
-                raise ValueError(f"args.{name}={value!r} with {type(self).__name__}: {remedy}")
+        self._refuse(args, _REFUSED_ARGUMENTS)
         optimizer = str(getattr(args.optim, "value", args.optim))
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(
@@ -183,7 +181,13 @@ class DPTrainer(Trainer):
                 "secret; use 'end' or 'every_save'"
             )
 
-    def _check_config(self) -> None:
+    def _refuse(self, args: TrainingArguments, refused: _Refused) -> None:
+        for name, (allowed, remedy) in refused.items():
+            value = getattr(args, name, allowed[0])
+            if value not in allowed:
+                raise ValueError(f"args.{name}={value!r} with {type(self).__name__}: {remedy}")
+
+    def _check_model(self) -> None:
         config = getattr(self.model, "config", None)
         if getattr(config, "output_router_logits", False):
             raise ValueError(
@@ -331,15 +335,18 @@ class DPTrainer(Trainer):
         """One loss for each sample, `[B]`, while the model trains."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        if self._sample_loss is not None:
-            losses, outputs = losses_of(model, inputs, self._sample_loss)
-        else:
-            inputs = dict(inputs)
-            labels = inputs.pop("labels", None)
-            outputs = model(**inputs)
-            assert self.compute_loss_func is not None
-            losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        losses, outputs = self._losses_of(model, inputs)
         return (losses, outputs) if return_outputs else losses
+
+    def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """(losses `[B]`, outputs)."""
+        if self._sample_loss is not None:
+            return losses_of(model, inputs, self._sample_loss)
+        assert self.compute_loss_func is not None
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+        outputs = model(**inputs)
+        return self.compute_loss_func(outputs, labels, num_items_in_batch=None), outputs
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Samples are clipped already."""
