@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -215,6 +216,12 @@ class DPTrainer(Trainer):
         """A `LogicalBatches`: one entry is all microbatches of a step."""
         if self._private_loader is None:
             self._private_loader = self._make_private()
+        elif self._privacy.target_epsilon is not None:
+            warnings.warn(
+                f"another call of train(): target_epsilon={self._privacy.target_epsilon!r} was "
+                "for one, so get_epsilon() will be larger; a PrivacyBudget stops training",
+                stacklevel=2,
+            )
         return LogicalBatches(self._private_loader)
 
     def _make_private(self) -> PrivateDataLoader:

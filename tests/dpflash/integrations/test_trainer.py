@@ -438,3 +438,24 @@ def test_targets_may_stand_in_the_configuration():
         **made, target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0, epochs=2
     )
     assert by_steps.noise_multiplier == by_epochs.noise_multiplier
+
+
+def test_another_call_of_train_goes_on_and_says_that_it_spends_more(tmp_path):
+    trained = trainer(tmp_path, args=arguments(tmp_path, max_steps=2))
+    trained.train()
+    spent, model = trained.get_epsilon(), trained.model
+    with pytest.warns(UserWarning, match=r"target_epsilon=3\.0 was for one"):
+        trained.train()
+    assert trained.model is model and trained.optimizer.releases == 4
+    assert trained.get_epsilon() > spent
+
+
+@pytest.mark.cases(0)
+def test_a_budget_ends_training(tmp_path):
+    budget = dpflash.PrivacyBudget(epsilon=2.0, delta=DELTA, when_spent="stop")
+    privacy = dpflash.PrivacyConfig(
+        noise_multiplier=1.0, target_delta=DELTA, max_grad_norm=1.0, budget=budget
+    )
+    trained = trainer(tmp_path, privacy=privacy)
+    assert 1 <= trained.train().global_step < 8
+    assert 1.5 < trained.get_epsilon() <= 2.0
