@@ -1,1 +1,1 @@
-"""Integrations with Opacus and transformers. Each module imports its library when it is called."""
+"""Integrations with Opacus, transformers, TRL and Lightning, whose modules need these libraries."""
