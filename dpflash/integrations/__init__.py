@@ -1,1 +1,1 @@
-"""Integrations with Opacus, transformers, TRL and Lightning, whose modules need these libraries."""
+"""Integrations with Opacus, transformers, TRL and Lightning; each module needs its library."""
