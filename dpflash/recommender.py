@@ -90,6 +90,11 @@ class Candidate:
     expected_ms_ci95: tuple[float, float]
 
     @property
+    def is_worse(self) -> bool:
+        """Whether the measured loss is above that of dense attention."""
+        return self.quality is not None and self.quality.difference > 0
+
+    @property
     def _cells(self) -> tuple[str, ...]:
         """Time, memory, pairs and loss as text."""
         mib, share = self.expected_peak_mib, self.pair_share
@@ -110,7 +115,7 @@ def _digits(value: float) -> str:
 class Recommendation:
     """The recommended pattern."""
 
-    chosen: Candidate  # of those as fast as the fastest that fits, the one that sees most
+    chosen: Candidate  # see `recommend`
     alternatives: tuple[Candidate, ...]  # those that fit first, each by time
     measured_on: str  # device, threads, date and version
     reasons: tuple[str, ...]  # reasons of the choice, omissions and warnings
@@ -128,7 +133,8 @@ class Recommendation:
 
     def __str__(self) -> str:
         chosen, found = self.chosen, (self.chosen, *self.alternatives)
-        fastest = all(chosen.expected_ms <= one.expected_ms for one in found if one.fits)
+        rivals = [one for one in found if one.fits and one.is_worse <= chosen.is_worse]
+        fastest = all(chosen.expected_ms <= one.expected_ms for one in rivals)
         gist = "fastest that fits" if fastest else "as fast as the fastest that fits"
         if chosen.quality is not None:
             gist += f"; held-out loss {chosen._cells[-1]}"
@@ -202,7 +208,8 @@ def recommend(
     Patterns are different models: a sparse one is faster because it sees less. The answer shows
     the pairs that each sees and, where it was measured, the held-out loss of a small model. Of
     patterns as fast as the fastest within noise (overlapping 95% intervals, or 5%) the one that
-    sees most is chosen, and never one whose last position cannot depend on all earlier ones.
+    sees most is chosen, and never one whose last position cannot depend on all earlier ones. A
+    pattern whose loss was measured above that of dense attention is chosen only if no other fits.
 
     Time is interpolated over a pattern's pairs and memory over T, on straight lines in logarithms,
     and extrapolated up to 4 times T. Both are proportional to heads * head_dim. Only figures of
@@ -283,8 +290,16 @@ def recommend(
             f"fits; {least.variant} takes least, {least._cells[1]} MiB. Pass more bytes, fewer "
             "tokens or heads, or other patterns"
         )
-    chosen = _sees_most([one for one in found if one.fits])
-    reasons += _reasons(chosen, found)
+    fitting = [one for one in found if one.fits]
+    no_worse = [one for one in fitting if not one.is_worse] or fitting
+    chosen = _sees_most(no_worse)
+    passed_over = [one for one in fitting if one not in no_worse]
+    reasons += _reasons(chosen, [one for one in found if one not in passed_over])
+    if passed_over:
+        reasons.append(
+            f"{len(passed_over)} not chosen, since their measured loss is above that of dense "
+            f"attention: {_listed([one.variant for one in passed_over])}"
+        )
     if other_dtypes:
         reasons.append(
             f"{dtype} only; measured near this T too, and not ranked with it: "

@@ -89,7 +89,7 @@ _SCALED = _wide(16)
 _QUALITIES = (
     _quality("dense", DENSE, None),
     _quality("another seed", DENSE, -0.03),
-    _quality("window", _SCALED, 0.2),
+    _quality("window", _SCALED, -0.2),
 )
 
 
@@ -228,11 +228,11 @@ def test_the_loss_of_the_same_pattern_scaled_with_t_is_shown(tmp_path: Path) -> 
     _file(tmp_path, [*_rows(1024, 4096, 16384), near, *_QUALITIES])
     found = _recommend(tmp_path, 16384)
     assert found.variant == "SlidingWindow" and found.chosen.quality is not None
-    assert found.chosen.quality.difference == 0.2
-    text = "a small model was +10.00% (+0.2000 [+0.1000, +0.3000] nats a byte, lower is better)"
+    assert found.chosen.quality.difference == -0.2
+    text = "a small model was -10.00% (-0.2000 [-0.3000, -0.1000] nats a byte, lower is better)"
     assert text in str(found)
     assert "more than another seed changes it (0.0300 nats)" in str(found)
-    assert str(found).splitlines()[0].endswith("(fastest that fits; held-out loss +10.00%)")
+    assert str(found).splitlines()[0].endswith("(fastest that fits; held-out loss -10.00%)")
     # Of the same class, with another window.
     other = _recommend(tmp_path, 4096)
     assert other.alternatives[0].quality is None
@@ -255,14 +255,33 @@ def test_losses_of_private_models_and_of_quick_runs_are_not_used(
 
 
 def test_a_difference_that_a_seed_makes_too_is_marked(tmp_path: Path) -> None:
-    small = [*_QUALITIES[:2], _quality("window", _SCALED, 0.02)]
+    small = [*_QUALITIES[:2], _quality("window", _SCALED, -0.02)]
     _file(tmp_path, [*_rows(16384), *small])
     text = str(_recommend(tmp_path, 16384))
     assert "no more than another seed changes it (0.0300 nats)" in text
-    assert "+1.00% (as a seed)" in text
+    assert "-1.00% (as a seed)" in text
     _file(tmp_path, [*_rows(16384), small[0], small[2]])
     text = str(_recommend(tmp_path, 16384))
     assert "the effect of another seed was not measured" in text
+
+
+def test_a_pattern_with_a_greater_loss_than_dense_is_chosen_only_if_no_other_fits(
+    tmp_path: Path,
+) -> None:
+    # Even by no more than another seed changes it.
+    worse = [*_QUALITIES[:2], _quality("window", _SCALED, 0.02)]
+    rows = [_row(DENSE, 16384, 100.0, 512.0), _row(WINDOW, 16384, 1.0, 4.0)]
+    _file(tmp_path, [*rows, *worse])
+    found = _recommend(tmp_path, 16384)
+    assert found.pattern == DENSE and found.alternatives[0].is_worse
+    assert "1 not chosen, since their measured loss is above that of dense" in str(found)
+    assert _recommend(tmp_path, 16384, memory=8 * MIB * 2).pattern == WINDOW
+
+
+def test_no_shipped_figure_recommends_a_greater_loss_than_dense() -> None:
+    for tokens in (1024, 2048, 4096, 8192, 16384):
+        for heads in (1, 8):
+            assert not dpflash.recommend(tokens, heads=heads, device="cpu").chosen.is_worse
 
 
 def test_what_the_suite_trains_has_losses_for_what_the_suites_time(tmp_path: Path) -> None:
