@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,23 +106,11 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     Below 4,096 tokens its windows, segments, documents and blocks are a quarter as long; those of
     a long sequence would leave nothing out.
     """
-    part = 4 if tokens < 4096 else 1
     if name == "documents":
+        part = 4 if tokens < 4096 else 1
         borders = document_borders(tokens, shortest=128 // part, longest=4096 // part)
         return patterns.Documents(cu_seqlens=borders, causal=causal)
-    block, lengths = 64 // part, [length // part for length in (2048, 4096, 8192)]
-    levels = ((block, 8 * block), (8 * block, 64 * block), (64 * block, -1))
-    made: Mapping[str, Callable[..., patterns.Pattern]] = {
-        "dense": Dense,
-        "sliding_window": partial(patterns.SlidingWindow, window=1024 // part),
-        "block_sparse": partial(
-            BlockSparse, block_size=2 * block, local_blocks=1, global_blocks=1, random_blocks=3
-        ),
-        "hierarchical": partial(patterns.Hierarchical, levels=levels, block_size=block),
-        "adaptive": partial(patterns.Adaptive, block_size=block, keep=8),
-        "dilated": partial(Dilated, segment_lengths=lengths, dilation_rates=(1, 2, 4)),
-    }
-    return made[name](causal=causal)
+    return patterns.from_text(name, causal=causal, tokens=tokens)
 
 
 @functools.lru_cache(maxsize=256)

@@ -165,7 +165,7 @@ def _initial_model(pattern: Pattern, size: Size, seed: int) -> LongContextLM:
 @functools.cache
 def windows_of(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
     """Windows to train on and held-out ones, of documents that fill a window."""
-    documents = ByteDocuments.from_folder(default_data_dir(), suffixes=(".py",))
+    documents = ByteDocuments.read(default_data_dir(), suffixes=(".py",))
     key = int(seed).to_bytes(32, "little")
     train, held_out = (
         TrainWindows([text for text in part.contents if len(text) >= tokens], tokens, key=key)

@@ -127,5 +127,11 @@ def large_delta(delta: float, size: int, thing: str) -> str | None:
         return None
     return (
         f"delta={delta!r}: not below 1 / {counted(size, thing)}, so the guarantee would permit "
-        "publishing one of them; pass a smaller delta"
+        f"publishing one of them; pass a smaller delta, such as {_power_of_ten_below(1 / size):g}"
     )
+
+
+def _power_of_ten_below(value: float) -> float:
+    """The greatest power of ten below a positive number."""
+    power = float(f"1e{math.floor(math.log10(value))}")
+    return power if power < value else float(f"1e{math.floor(math.log10(value)) - 1}")

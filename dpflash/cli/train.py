@@ -1,4 +1,4 @@
-"""`dpflash train`: train a language model on a folder of text with differential privacy.
+"""`dpflash train`: train or fine-tune a language model with differential privacy.
 
 With torchrun every rank runs this command; only rank 0 prints, except for errors.
 """
@@ -29,10 +29,15 @@ _PATIENCE = 10.0  # seconds that other ranks wait for rank 0 to report an error
 
 # Name of the option's value, type, help. The defaults are those of TrainingConfig.
 _OPTIONS: dict[str, tuple[str, type, str]] = {
-    "seq_len": ("N", int, "tokens per window; a sampled document trains on one window"),
+    "seq_len": (
+        "N",
+        int,
+        "maximum number of tokens per window; a sampled document trains on one window",
+    ),
     "batch_size": ("N", int, "expected number of documents per step, over all ranks"),
     "physical_batch_size": ("N", int, "maximum number of documents in memory at once, per rank"),
     "steps": ("N", int, "number of noisy steps"),
+    "epochs": ("X", float, "expected number of times that each document is sampled"),
     "dataset_size": (
         "N",
         int,
@@ -53,6 +58,12 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "embed_dim": ("N", int, "width of the model"),
     "layers": ("N", int, "number of blocks"),
     "heads": ("N", int, "attention heads"),
+    "pattern": (
+        "NAME",
+        str,
+        "attention of a new model: a name such as sliding_window, or with sizes "
+        "'sliding_window(window=256)'",
+    ),
     "eval_windows": ("N", int, "held-out windows per evaluation"),
     "max_total_bytes": ("N", int, "maximum bytes of text to hold in memory"),
     "checkpoint_every": ("N", int, "steps between checkpoints"),
@@ -60,7 +71,17 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
 _OTHER_DEFAULTS = {
     "clipping": "flat, or per_layer with --optimize aggressive",
     "dataset_size": "the number of documents, which is then public",
+    "steps": "20, or by --epochs",
+    "epochs": "by --steps",
+    "learning_rate": "0.01; 1e-3 with --lora-rank, 1e-4 for all parameters of --model",
+    "embed_dim": "64",
+    "layers": "2",
+    "heads": "1",
+    "pattern": "dense",
 }
+
+# What the summary calls a held-out loss, and its key in the report.
+_MEASURED = (("before", "before"), ("private", "after"), ("non-private", "nonprivate"))
 
 # The same for Parallelism: how ranks share the job. A resumed run may use other values.
 _SHARED: dict[str, tuple[str, type, str]] = {
@@ -87,19 +108,58 @@ _SHARED: dict[str, tuple[str, type, str]] = {
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash train`."""
     parser.description = (
-        "Train a byte-level language model with differential privacy; one file is one unit of "
-        "privacy. Ctrl-C finishes the step and writes a checkpoint to resume from. Several "
-        "ranks train one model together: torchrun --nproc-per-node N -m dpflash train ..."
+        "Train a byte-level language model, or fine-tune a causal language model of transformers "
+        "(--model), with differential privacy. The unit of privacy is one file, or with --unit "
+        "record one line of a JSONL file. Ctrl-C finishes the step and writes a checkpoint to "
+        "resume from. Several ranks train one model together: torchrun --nproc-per-node N -m "
+        "dpflash train ..."
     )
     # Options that are not given are absent, because --resume compares only the given ones.
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--data",
-        metavar="DIR",
-        help="folder with text files (default: the *.py files of Python's standard library)",
+        metavar="PATH",
+        help="folder with text files, or a JSONL file or a folder of them with --unit record "
+        "(default: the *.py files of Python's standard library)",
+    )
+    parser.add_argument(
+        "--unit",
+        choices=("file", "record"),
+        help="what epsilon protects: each file, or each line of JSONL files. If several files or "
+        "records are of one person, put them into one file (default: file)",
+    )
+    parser.add_argument(
+        "--field", metavar="NAME", help="key of the text in a JSONL record (default: text)"
     )
     parser.add_argument(
         "--suffixes", nargs="+", metavar="S", help="file name suffixes to read, e.g. .txt .md"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="fine-tune the causal language model in this folder, as save_pretrained writes it; "
+        "nothing is downloaded (default: a new byte-level model)",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="folder of its tokenizer (default: that of --model)"
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="N",
+        help="train LoRA adapters of this rank on all linear layers instead of all parameters",
+    )
+    parser.add_argument(
+        "--eval-data",
+        metavar="PATH",
+        help="file or folder to evaluate on, instead of documents held out of --data",
+    )
+    parser.add_argument(
+        "--eval-fraction",
+        type=float,
+        metavar="F",
+        help="expected fraction of documents to hold out, which do not train; 0 for no evaluation "
+        "(default: 0.1)",
     )
     parser.add_argument(
         "--out",
@@ -139,6 +199,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         help="noise over clipping bound, instead of a target; 0 for a run without privacy",
     )
     parser.add_argument(
+        "--allow-large-delta",
+        action="store_true",
+        help="accept a delta that is not below 1 / number of documents",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         metavar="N",
@@ -148,10 +213,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="where to compute (default: cpu)"
     )
     parser.add_argument(
-        "--no-baseline",
-        action="store_false",
-        dest="baseline",
-        help="skip the non-private comparison run",
+        "--baseline",
+        action=argparse.BooleanOptionalAction,
+        help="train the same model without privacy afterwards, to compare (default: yes for a new "
+        "model, no with --model)",
     )
     shared = parser.add_argument_group("several ranks, started by torchrun")
     defaults = {f.name: f.default for f in fields(Parallelism)}
@@ -212,7 +277,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
             report = job.run(should_stop=should_stop, progress=True)
     except Interrupted:
         show(
-            f"Stopped after step {job.step} of {job.config.steps} (epsilon so far "
+            f"Stopped after step {job.step} of {job.total_steps} (epsilon so far "
             f"{job.epsilon:.3f}); resume with: {_resume_command(job, launch)}"
         )
         return _INTERRUPTED
@@ -282,13 +347,16 @@ def _target(config: TrainingConfig) -> str:
 
 def _announcement(job: Any) -> list[str]:
     config, state, ranks = job.config, job.state, job.ranks
-    left_out = f"; left out: {job.left_out}" if job.left_out else ""
     lines = [
-        f"data      {config.data}: {counted(job.num_documents, 'document')} to train on, "
-        f"{job.num_held_out} held out (which epsilon does not cover){left_out}",
-        f"privacy   {_target(config)}noise multiplier {state.noise_multiplier:.4g}, "
-        f"{config.clipping} clipping at {config.max_grad_norm:g}, delta {config.delta:g}",
+        f"data      {config.data}: {_documents(job)}",
+        f"privacy   one {config.unit} is one unit; {_target(config)}noise multiplier "
+        f"{state.noise_multiplier:.4g}, {config.clipping} clipping at {config.max_grad_norm:g}, "
+        f"delta {config.delta:g}",
     ]
+    if config.model is not None:
+        adapters = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
+        lines.append(f"model     {config.model}{adapters}")
+    lines.append(f"steps     {_schedule(job)}")
     if config.optimize != TrainingConfig.optimize:
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
@@ -300,9 +368,35 @@ def _announcement(job: Any) -> list[str]:
     return [*lines, f"results   {job.folder}{resumed}"]
 
 
+def _documents(job: Any) -> str:
+    """The numbers of documents for training and evaluation."""
+    config = job.config
+    text = f"{counted(job.num_documents, _noun(config))} to train on, "
+    if config.eval_data is not None:
+        text += f"{job.num_held_out} of {config.eval_data} to evaluate on"
+    else:
+        text += f"{job.num_held_out} held out (which epsilon does not cover)"
+    return text + (f"; left out: {job.left_out}" if job.left_out else "")
+
+
+def _noun(config: TrainingConfig) -> str:
+    return "document" if config.unit == "file" else config.unit
+
+
+def _schedule(job: Any) -> str:
+    """The number of steps, and the length of windows with the reason if it is shortened."""
+    config = job.config
+    text = f"{job.total_steps} of about {counted(config.batch_size, _noun(config))}, "
+    text += f"windows of {counted(job.window_len, job.token)}"
+    if job.window_len < config.seq_len:
+        text += f" (not {config.seq_len}: {job.shortened})"
+    return text
+
+
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
     """The lines of the table that is printed at the end."""
     from dpflash.train import run as training
+    from dpflash.train.metrics import METRICS
     from dpflash.train.report import PLOT, REPORT
 
     def shown(key: str, form: str = ".3f", missing: str = "not measured") -> str:
@@ -314,38 +408,49 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     folder = job.folder
     plot = folder / PLOT
     rows = [
-        ("bits per byte, before", shown("bits_per_byte_before")),
-        ("bits per byte, private", shown("bits_per_byte_after")),
-        ("bits per byte, non-private", shown("bits_per_byte_nonprivate")),
+        *_losses(report, job.token),
         (
             f"epsilon at delta {report['delta']:g}",
             f"{epsilon} after {counted(report['steps'], 'step')}",
         ),
         ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
-        ("dataset size", _dataset_size(report["public"])),
+        ("dataset size", _dataset_size(report["public"], _noun(job.config))),
         ("sampler", report["sampler"]),
         ("accountant", report["accountant"]),
         ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
-        ("model (for release)", str(folder / training.WEIGHTS)),
+        ("model (for release)", str(job.released)),
         ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
         ("ledger", str(folder / training.LEDGER)),
         ("report (not for release)", str(folder / REPORT)),
+        ("metrics (not for release)", str(folder / METRICS)),
         (
             "plot (not for release)",
             str(plot) if plot.exists() else "none; pip install 'dpflash[plot]' to get one",
         ),
     ]
     width = max(len(label) for label, _ in rows)
-    return [f"{label:<{width}}  {value}" for label, value in rows] + [
-        f"note: {note}" for note in report["notes"]
+    return [
+        *(f"{label:<{width}}  {value}" for label, value in rows),
+        *(f"note: {note}" for note in report["notes"]),
+        f"next: dpflash generate {folder} --prompt TEXT, or dpflash export {folder} --out DIR",
     ]
 
 
-def _dataset_size(public: dict[str, Any]) -> str:
+def _losses(report: dict[str, Any], token: str) -> list[tuple[str, str]]:
+    """The rows of the held-out losses that were measured."""
+    found = {name: report[f"bits_per_{token}_{key}"] for name, key in _MEASURED}
+    return [
+        (f"bits per {token}, {name}", f"{bits:.3f}")
+        for name, bits in found.items()
+        if bits is not None
+    ]
+
+
+def _dataset_size(public: dict[str, Any], noun: str) -> str:
     """The data set size from which the sample rate is computed."""
     declared = "declared" if public["dataset_size_declared"] else "treated as public"
-    return f"{counted(public['dataset_size'], 'document')}, {declared}"
+    return f"{counted(public['dataset_size'], noun)}, {declared}"
 
 
 @contextmanager

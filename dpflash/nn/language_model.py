@@ -1,7 +1,8 @@
 """A decoder-only language model for long contexts. Letters: B samples, T tokens, V vocabulary."""
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,17 @@ class LongContextLM(nn.Module):
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
             holds the logits; its parameters are those of `torch.nn.Linear`.
 
+    Attributes:
+        architecture: the arguments that determine what the model computes, as plain values
+            (the pattern by its key). ``state_dict()`` carries them in its metadata.
+
     Raises:
         ValueError: for a value outside of the ranges above; with context_parallel also for
             arguments that `dpflash.distributed.context_parallel` refuses.
+
+    Guarantees:
+        `load_state_dict` refuses weights of a model with another number of heads, which have the
+        same names and shapes, if their metadata was saved with them (`torch.save` does).
     """
 
     takes_context_parallel = True
@@ -86,6 +95,22 @@ class LongContextLM(nn.Module):
         )
         _validate.one_of(positions=(positions, ("rotary", "learned", "alibi")))
         require_dropout(dropout)
+        self.architecture = {
+            "vocab_size": vocab_size,
+            "embed_dim": embed_dim,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "max_seq_len": max_seq_len,
+            "tie_embeddings": tie_embeddings,
+            "mlp_ratio": mlp_ratio,
+            "dropout": dropout,
+            "norm": norm,
+            "bias": bias,
+            "pattern": None if pattern is None else pattern.key,
+            "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
+            "positions": positions,
+            "attention_sinks": attention_sinks,
+        }
         self.max_seq_len = max_seq_len
         self.activation_checkpointing = activation_checkpointing
         self.token_embedding = nn.Embedding(vocab_size, embed_dim)
@@ -121,6 +146,40 @@ class LongContextLM(nn.Module):
             if not isinstance(context_parallel, ContextParallel):
                 context_parallel = ContextParallel.of(context_parallel)
             context_parallel.apply(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata[prefix[:-1]]["architecture"] = dict(self.architecture)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        saved = local_metadata.get("architecture", {})
+        for name in ("num_heads", "num_kv_heads"):
+            own = self.architecture[name]
+            if saved.get(name, own) != own:
+                error_msgs.append(
+                    f"{name}={own}: the weights are of a model with {name}={saved[name]}, which "
+                    "computes something else; build the model like that, or use dpflash.load"
+                )
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def reset_parameters(self) -> None:
         """Draw all weights and set all biases to 0."""

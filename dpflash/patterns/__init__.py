@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import fields
 
 from .adaptive import Adaptive
 from .base import Pattern
@@ -11,6 +12,7 @@ from .dilated import Dilated
 from .documents import Documents
 from .hierarchical import Hierarchical
 from .sliding_window import SlidingWindow
+from .text import parse
 from .within_documents import WithinDocuments
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "SlidingWindow",
     "WithinDocuments",
     "from_key",
+    "from_text",
 ]
 
 _PATTERNS: dict[str, type[Pattern]] = {
@@ -59,3 +62,34 @@ def from_key(key: str) -> Pattern:
         raise ValueError(
             f"key={key!r}: expected the key of one of {known}; pass the value of Pattern.key"
         ) from error
+
+
+def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
+    """The pattern that a text describes.
+
+    Args:
+        text: a name such as ``"sliding_window"``, with the sizes that `dpflash bench attention`
+            gives it; a name with arguments such as ``"sliding_window(window=256)"``, which is also
+            how patterns print; or a `Pattern.key`.
+        causal: whether no query sees a later key; the text may say the same and nothing else.
+        tokens: T, for the sizes of a name without arguments.
+
+    Raises:
+        ValueError: for other text, unknown names or arguments, or sizes that the pattern refuses.
+    """
+    if text.lstrip().startswith("{"):
+        pattern = from_key(text)
+    else:
+        kind, arguments = parse(text, _PATTERNS, tokens)
+        try:
+            pattern = kind(**{"causal": causal, **arguments})
+        except TypeError as error:  # an argument without a default is missing
+            names = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
+            raise ValueError(
+                f"pattern={text!r}: an argument is missing; those of {kind.__name__} are {names}"
+            ) from error
+    if pattern.causal != causal:
+        raise ValueError(
+            f"pattern={text!r}: expected causal={causal}; pass it so, or leave it out"
+        )
+    return pattern

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dpflash.accounting import get_noise_multiplier
+from dpflash.accounting import epochs_to_steps, get_noise_multiplier
 
 from .. import _validate
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
+from ..patterns import from_text
 from ..privacy.spending import DEFAULT_ACCOUNTANT
-from .data import ByteDocuments, default_data_dir
+from .data import HELD_OUT, UNITS, ByteDocuments, default_data_dir
+
+# Sizes of a model that is built here; a pretrained one has its own.
+_SIZES = {"embed_dim": 64, "layers": 2, "heads": 1}
+_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -23,27 +27,44 @@ class TrainingConfig:
     """The configuration of a training job.
 
     Attributes:
-        data: folder of text files; None for the sources of Python's standard library.
+        data: file or folder with documents; None for the sources of Python's standard library.
+        unit: privacy unit: "file", or "record" for each line of a JSONL file.
+        field: key of a record's text.
         suffixes: file name suffixes to read; None for all (with data=None: ".py").
         max_total_bytes: maximum size of all documents, which are held in memory.
-        seq_len: tokens per window; each step trains on one window of a sampled document.
+        eval_data: file or folder with documents for evaluation; None to hold out documents of
+            `data`.
+        eval_fraction: expected fraction of documents that are held out, 0 for no evaluation; None
+            for a tenth, or 0 with eval_data.
+        model: folder of a causal language model of transformers to fine-tune; None for a new
+            byte-level `LongContextLM`.
+        tokenizer: folder of the model's tokenizer; None for the model's folder.
+        lora_rank: rank of LoRA adapters, the only parameters that are then trained; None to train
+            all parameters.
+        pattern: attention pattern of a new model, see `patterns.from_text`; None for dense.
+        seq_len: greatest number of tokens per window; each step trains on one window of a sampled
+            document.
         batch_size: expected documents per step, over all ranks.
         physical_batch_size: maximum number of documents in memory at once, per rank.
-        steps: noisy steps.
+        steps: noisy steps; None for epochs, or 20.
+        epochs: expected number of times that each document is sampled; None for steps.
         dataset_size: public number from which the sample rate is computed; None declares the
             number of documents public.
         target_epsilon: epsilon after all steps; None if noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
-        delta: delta of the guarantee.
+        delta: delta of the guarantee, below 1 / number of documents.
+        allow_large_delta: accept a greater delta.
         max_epsilon: training ends before the step that would exceed this; steps lost when a
             process was killed count. None for no limit.
         accountant: name of the accountant.
         clipping, grad_sample_mode, max_grad_norm, optimize: as in `PrivacyEngine.make_private`;
             clipping=None means the default of the optimize level.
-        learning_rate: Adam learning rate.
-        embed_dim, layers, heads: size of the model.
+        learning_rate: Adam learning rate; None for 0.01, or for a pretrained model 1e-3 with LoRA
+            and 1e-4 without.
+        embed_dim, layers, heads: size of a new model; None for 64, 2 and 1.
         eval_windows: held-out windows per evaluation.
-        baseline: whether to train the same model without privacy afterwards.
+        baseline: whether to train the same model without privacy afterwards; None to do so for a
+            new model only.
         checkpoint_every: steps between checkpoints.
         seed: makes the run repeatable, and therefore not fit for release; None for a fresh key.
         device: "cpu" or "cuda".
@@ -53,42 +74,60 @@ class TrainingConfig:
     """
 
     data: str | None = None
+    unit: str = "file"
+    field: str = "text"
     suffixes: Collection[str] | None = None
     max_total_bytes: int = 512 * 2**20
+    eval_data: str | None = None
+    eval_fraction: float | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    lora_rank: int | None = None
+    pattern: str | None = None
     seq_len: int = 2048
     batch_size: int = 64
     physical_batch_size: int = 16
-    steps: int = 20
+    steps: int | None = None
+    epochs: float | None = None
     dataset_size: int | None = None
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     delta: float = 1e-5
+    allow_large_delta: bool = False
     max_epsilon: float | None = None
     accountant: str = DEFAULT_ACCOUNTANT
     clipping: str | None = None
     grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
-    learning_rate: float = 0.01
-    embed_dim: int = 64
-    layers: int = 2
-    heads: int = 1
+    learning_rate: float | None = None
+    embed_dim: int | None = None
+    layers: int | None = None
+    heads: int | None = None
     eval_windows: int = 64
-    baseline: bool = True
+    baseline: bool | None = None
     checkpoint_every: int = 10
     seed: int | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        self._resolve_model()
+        self._resolve_data()
+        if self.epochs is None:
+            self._set(steps=_STEPS if self.steps is None else self.steps)
+            _validate.positive_int(steps=self.steps)
+        elif self.steps is not None:
+            raise ValueError(
+                f"epochs={self.epochs!r} conflicts with steps={self.steps!r}; pass one of them"
+            )
+        else:
+            _validate.positive(epochs=self.epochs)
+            _validate.finite(epochs=self.epochs)
         _validate.positive_int(
             max_total_bytes=self.max_total_bytes,
             seq_len=self.seq_len,
             batch_size=self.batch_size,
             physical_batch_size=self.physical_batch_size,
-            steps=self.steps,
-            embed_dim=self.embed_dim,
-            layers=self.layers,
-            heads=self.heads,
             eval_windows=self.eval_windows,
             checkpoint_every=self.checkpoint_every,
         )
@@ -125,17 +164,79 @@ class TrainingConfig:
                 )
         _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
         clipping = clipping_for(self.optimize, self.clipping, self.grad_sample_mode)
-        object.__setattr__(self, "clipping", clipping)
+        self._set(clipping=clipping)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(
                 f"seed={self.seed!r}: expected 0 <= seed < 2^63; pass such a number, or None"
             )
+
+    def _set(self, **values: Any) -> None:
+        """Replace fields while the configuration is created."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _resolve_data(self) -> None:
+        """Fill in the defaults of the data's fields, as absolute paths."""
+        _validate.one_of(unit=(self.unit, UNITS))
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
-        object.__setattr__(self, "data", os.fspath(data.absolute()))
         if suffixes is not None and not isinstance(suffixes, str):
             suffixes = sorted(set(suffixes))
-        object.__setattr__(self, "suffixes", suffixes)
+        self._set(data=os.fspath(data.absolute()), suffixes=suffixes)
+        fraction = self.eval_fraction
+        if self.eval_data is not None:
+            if fraction:
+                raise ValueError(
+                    f"eval_fraction={fraction!r} conflicts with eval_data={self.eval_data!r}; "
+                    "pass one of them"
+                )
+            self._set(eval_data=os.fspath(Path(self.eval_data).absolute()), eval_fraction=0.0)
+            if self.eval_data == self.data:
+                raise ValueError(
+                    f"eval_data={self.eval_data!r}: is the training data; pass other documents, "
+                    "or eval_fraction to hold out some of these"
+                )
+            return
+        fraction = HELD_OUT if fraction is None else fraction
+        _validate.non_negative(eval_fraction=fraction)
+        if fraction >= 1:
+            raise ValueError(
+                f"eval_fraction={fraction!r}: expected a number below 1; pass such as 0.1"
+            )
+        self._set(eval_fraction=fraction)
+
+    def _resolve_model(self) -> None:
+        """Check the model's fields, and fill in those that depend on the kind of model."""
+        if self.model is None:
+            for name in ("tokenizer", "lora_rank"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} without model: a new model reads bytes "
+                        "and trains all its parameters; pass model, or drop it"
+                    )
+            for name, size in _SIZES.items():
+                if getattr(self, name) is None:
+                    self._set(**{name: size})
+                _validate.positive_int(**{name: getattr(self, name)})
+            if self.pattern is not None:
+                self._set(pattern=from_text(self.pattern, causal=True, tokens=self.seq_len).key)
+        else:
+            for name in (*_SIZES, "pattern"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} with model={self.model!r}: a pretrained "
+                        "model has its own; drop one of them"
+                    )
+            if self.lora_rank is not None:
+                _validate.positive_int(lora_rank=self.lora_rank)
+            self._set(model=os.fspath(Path(self.model).absolute()))
+            if self.tokenizer is not None:
+                self._set(tokenizer=os.fspath(Path(self.tokenizer).absolute()))
+        if self.learning_rate is None:
+            pretrained = 1e-4 if self.lora_rank is None else 1e-3
+            self._set(learning_rate=0.01 if self.model is None else pretrained)
+        if self.baseline is None:
+            self._set(baseline=self.model is None)
 
     def sample_rate(self, num_documents: int) -> float:
         """The probability that a step samples a document.
@@ -143,6 +244,18 @@ class TrainingConfig:
         The number of documents is used only if dataset_size is None.
         """
         return self.batch_size / (self.dataset_size or num_documents)
+
+    def num_steps(self, num_documents: int) -> int:
+        """The number of noisy steps; of the number of documents see `sample_rate`."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return epochs_to_steps(epochs=self.epochs, sample_rate=self.sample_rate(num_documents))
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are documents for evaluation."""
+        return self.eval_data is not None or bool(self.eval_fraction)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -186,15 +299,23 @@ class Parallelism:
         """Check that a job can be shared in this way.
 
         Raises:
-            ValueError: there are more ranks than tokens of a window, or than heads for "ulysses".
+            ValueError: there are more ranks than tokens of a window, or than heads for "ulysses",
+                or a pretrained model is to be sharded.
         """
         context = self.context_parallel
+        sharded = {"context_parallel": context > 1, "shard_parameters": self.shard_parameters}
+        for name, is_asked in sharded.items():
+            if config.model is not None and is_asked:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with model={config.model!r}: pretrained "
+                    "models are shared by dividing the documents only; drop it"
+                )
         if context > config.seq_len:
             raise ValueError(
                 f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "
                 "no token; lower context_parallel or raise seq_len"
             )
-        if self.context_mode == "ulysses" and context > config.heads:
+        if self.context_mode == "ulysses" and context > (config.heads or 1):
             raise ValueError(
                 f"context_mode='ulysses' with context_parallel={context} and heads="
                 f"{config.heads}: a rank would have no head; pass context_mode='ring' or "
@@ -239,7 +360,7 @@ class Corpus:
     Attributes:
         train: training documents; each is one privacy unit.
         held_out: documents for evaluation, never trained on; epsilon does not cover them.
-        left_out: `ByteDocuments.left_out` of the whole folder.
+        left_out: `ByteDocuments.left_out` of the training data.
         digest: digest of all names and contents, compared when the job is resumed.
     """
 
@@ -256,30 +377,51 @@ class Corpus:
             FileNotFoundError, ValueError: the folder cannot be used, or has fewer training
                 documents than a batch.
         """
-        assert config.data is not None
-        documents = ByteDocuments.from_folder(
-            config.data, suffixes=config.suffixes, max_total_bytes=config.max_total_bytes
-        )
-        train, held_out = documents.split()
+        assert config.data is not None and config.eval_fraction is not None
+        if config.unit == "file" and Path(config.data).is_file():
+            raise ValueError(
+                f"unit='file' with data={config.data!r}: the file would be the only privacy unit; "
+                "pass unit='record' if each of its lines is one, or a folder of files"
+            )
+        documents = _read(config.data, config, config.suffixes)
+        train, held_out = documents.split(config.eval_fraction)
+        if config.eval_data is not None:
+            held_out = _read(config.eval_data, config, None)
         if config.dataset_size is None and config.batch_size > len(train):
             raise ValueError(
                 f"batch_size={config.batch_size}: {config.data} has "
-                f"{_validate.counted(len(train), 'document')} for training; lower it or add "
-                "documents"
+                f"{_validate.counted(len(train), config.unit)} for training; lower it or add more"
             )
         digest = blake2b(digest_size=16)
-        for path, content in zip(documents.paths, documents.contents, strict=True):
-            for data in (path.encode(errors="surrogateescape"), content):
-                digest.update(blake2b(data, digest_size=16).digest())
+        parts = [documents] if config.eval_data is None else [documents, held_out]
+        for part in parts:
+            for path, content in zip(part.paths, part.contents, strict=True):
+                for data in (path.encode(errors="surrogateescape"), content):
+                    digest.update(blake2b(data, digest_size=16).digest())
         return cls(train, held_out, documents.left_out, digest.hexdigest())
 
 
+def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -> ByteDocuments:
+    return ByteDocuments.read(
+        path,
+        unit=config.unit,
+        field=config.field,
+        suffixes=suffixes,
+        max_total_bytes=config.max_total_bytes,
+    )
+
+
 def noise_for(config: TrainingConfig, num_documents: int) -> float:
-    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
-    size = config.dataset_size or num_documents
-    problem = _validate.large_delta(config.delta, size, "document")
-    if problem is not None:
-        warnings.warn(problem, stacklevel=3)
+    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon.
+
+    Raises:
+        ValueError: delta is not below 1 / number of documents, or no noise meets the target.
+    """
+    problem = _validate.large_delta(
+        config.delta, config.dataset_size or num_documents, config.unit
+    )
+    if problem is not None and not config.allow_large_delta and config.noise_multiplier != 0:
+        raise ValueError(f"{problem}, or allow it with --allow-large-delta")
     if config.noise_multiplier is not None:
         return float(config.noise_multiplier)
     assert config.target_epsilon is not None
@@ -287,7 +429,7 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
         target_epsilon=config.target_epsilon,
         target_delta=config.delta,
         sample_rate=config.sample_rate(num_documents),
-        steps=config.steps,
+        steps=config.num_steps(num_documents),
         accountant=config.accountant,
     )
 

@@ -1,9 +1,10 @@
-"""Byte-level documents for language modelling; one document is one unit of privacy.
+"""Documents for language modelling; one document is one unit of privacy.
 
-Each file of a folder is a document. Models train on windows of a document's tokens, which are
-`DOCUMENT_START` followed by the document's bytes.
+A document is a file, or a record of a JSONL file. Models train on windows of a document's tokens:
+`DOCUMENT_START` followed by the document's bytes, or an array of token ids.
 """
 
+import json
 import os
 import sysconfig
 import warnings
@@ -14,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -23,11 +25,16 @@ from .. import _validate
 DOCUMENT_START = 256
 VOCAB_SIZE = 257
 IGNORE_INDEX = -100
+UNITS = ("file", "record")
+HELD_OUT = 0.1  # default fraction of held-out documents
+
+# A document's bytes, or `[1 + targets]` token ids, of which the first is never a target.
+Tokens = bytes | np.ndarray
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 # Binary files have a NUL byte among the first bytes, so they are not read to the end.
 _SNIFFED_BYTES = 65_536
-_HELD_OUT = 0.1  # expected fraction of held-out documents
+_JSONL = ".jsonl"
 
 
 def default_data_dir() -> Path:
@@ -37,15 +44,17 @@ def default_data_dir() -> Path:
 
 @dataclass(frozen=True)
 class ByteDocuments(Sequence[bytes]):
-    """The documents of a folder, each a privacy unit, in the order of their paths.
+    """Documents, each a privacy unit, in the order of their paths.
 
     Attributes:
-        paths: path of each document relative to the folder, with forward slashes.
+        paths: path of each document relative to the folder, with forward slashes; that of a record
+            ends in a colon and the number of its line.
         contents: its bytes, never empty and no two equal.
         num_binary: files left out because they hold a NUL byte.
         num_unreadable: files and folders left out because they could not be read.
         num_empty: files left out because they are empty.
-        num_duplicates: files left out because an earlier one has the same bytes.
+        num_duplicates: files or records left out because an earlier one has the same bytes.
+        unit: "file" or "record".
 
     Guarantees:
         No document occurs twice, so a unit of privacy is one document. Documents that differ in
@@ -58,36 +67,49 @@ class ByteDocuments(Sequence[bytes]):
     num_unreadable: int = 0
     num_empty: int = 0
     num_duplicates: int = 0
+    unit: str = "file"
 
     @classmethod
-    def from_folder(
+    def read(
         cls,
-        folder: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         *,
+        unit: str = "file",
+        field: str = "text",
         suffixes: Collection[str] | None = None,
         max_total_bytes: int = 512 * 2**20,
     ) -> "ByteDocuments":
-        """Read the files of a folder and its subfolders.
+        """Read a file, or the files of a folder and its subfolders.
 
-        Skips hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`, and
-        does not follow links to folders.
+        Of a folder, skips hidden files and folders, `__pycache__`, `site-packages` and
+        `dist-packages`, and does not follow links to folders.
 
         Args:
-            folder: the folder to read.
+            path: the file or folder.
+            unit: "file": each file is a document (of a .jsonl file, the texts of its records, one
+                a line). "record": each line of a JSONL file is a document; of a folder only files
+                that end in .jsonl are read, unless suffixes says otherwise.
+            field: the key of a record's text.
             suffixes: file name suffixes to read, such as ``(".py", ".md")``; None for all.
             max_total_bytes: maximum size of all documents, which are held in memory.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
-            ValueError: it is not a folder, cannot be listed or holds no usable file, or the
-                documents exceed max_total_bytes.
+            FileNotFoundError: the path does not exist.
+            ValueError: the folder cannot be listed, nothing in it is usable, a line is not a JSON
+                object with a string in that field, or the documents exceed max_total_bytes.
         """
-        root = Path(folder)
+        root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
+        _validate.one_of(unit=(unit, UNITS))
         if isinstance(suffixes, str):
             raise ValueError(f"suffixes={suffixes!r}: expected a collection; pass ({suffixes!r},)")
-        names, num_unreadable = _file_names(root, suffixes)
-        reader = _Reader(root, max_total_bytes, num_unreadable)
+        if unit == "record" and suffixes is None:
+            suffixes = (_JSONL,)
+        if root.is_file():
+            root, names, num_unreadable = root.parent, [root.name], 0
+        else:
+            names, num_unreadable = _file_names(root, suffixes)
+        reader = _Reader(root, max_total_bytes, num_unreadable, unit, field)
         for name in names:
             reader.read(name)
         documents = cls(
@@ -97,6 +119,7 @@ class ByteDocuments(Sequence[bytes]):
             reader.num_unreadable,
             reader.num_empty,
             reader.num_duplicates,
+            unit,
         )
         if documents.num_unreadable:
             warnings.warn(
@@ -107,8 +130,9 @@ class ByteDocuments(Sequence[bytes]):
         if not documents:
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
             raise ValueError(
-                f"{root}: no usable file of {wanted} (left out: {documents.left_out or 'none'}); "
-                "pass a folder with text files or other suffixes"
+                f"{path}: no usable {unit} of {wanted} (left out: "
+                f"{documents.left_out or 'none'}); pass a folder with "
+                f"{'JSONL' if unit == 'record' else 'text'} files or other suffixes"
             )
         return documents
 
@@ -124,7 +148,7 @@ class ByteDocuments(Sequence[bytes]):
 
     @property
     def left_out(self) -> str:
-        """Numbers of files or folders left out, by reason; empty if none, or after `split`."""
+        """Numbers of files, records or folders left out, by reason; empty after `split`."""
         counts = {
             "binary": self.num_binary,
             "unreadable": self.num_unreadable,
@@ -133,51 +157,55 @@ class ByteDocuments(Sequence[bytes]):
         }
         return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
 
-    def split(self) -> tuple["ByteDocuments", "ByteDocuments"]:
-        """Split into training documents and held-out documents, about a tenth of them.
+    def split(self, held_out: float = HELD_OUT) -> tuple["ByteDocuments", "ByteDocuments"]:
+        """Split into training documents and held-out documents.
+
+        Args:
+            held_out: expected fraction of held-out documents, from 0 to below 1; 0 for none.
 
         Returns:
             The pair (train, held_out), without the numbers of files left out.
 
         Raises:
-            ValueError: one of the two would be empty.
+            ValueError: the training documents would be empty, or the held-out ones though a
+                fraction is given.
 
         Guarantees:
-            The split of a document depends on its path alone: adding or removing another
-            document does not move it.
+            The split of a file depends on its path alone, that of a record on its text alone:
+            adding or removing another document does not move it.
         """
-        held_out: list[tuple[str, bytes]] = []
-        train: list[tuple[str, bytes]] = []
+        parts: tuple[list[tuple[str, bytes]], ...] = ([], [])
         for path, content in zip(self.paths, self.contents, strict=True):
-            split = held_out if _uniform(path) < _HELD_OUT else train
-            split.append((path, content))
-        if not held_out or not train:
+            key = content if self.unit == "record" else path.encode(errors="surrogateescape")
+            parts[_uniform(key) < held_out].append((path, content))
+        train, kept = (self._part(part) for part in parts)
+        if not train or (held_out and not kept):
             raise ValueError(
-                f"{_validate.counted(len(self), 'document')} gave {len(train)} for training and "
-                f"{len(held_out)} held out: expected at least one of both; add files to the data "
-                f"folder, {round(5 / _HELD_OUT)} or more make an empty split unlikely"
+                f"eval_fraction={held_out:g}: {_validate.counted(len(self), self.unit)} gave "
+                f"{len(train)} for training and {len(kept)} held out: expected at least one of "
+                "both; add files to the data folder, pass eval_data, or eval_fraction=0 for no "
+                "evaluation"
             )
-        return _documents(train), _documents(held_out)
+        return train, kept
+
+    def _part(self, pairs: list[tuple[str, bytes]]) -> "ByteDocuments":
+        """`ByteDocuments` of these (path, content) pairs."""
+        paths, contents = tuple(zip(*pairs, strict=True)) or ((), ())
+        return ByteDocuments(paths, contents, unit=self.unit)
 
 
-def _documents(pairs: list[tuple[str, bytes]]) -> ByteDocuments:
-    """`ByteDocuments` from (path, content) pairs."""
-    paths, contents = zip(*pairs, strict=True)
-    return ByteDocuments(paths, contents)
-
-
-def _uniform(path: str) -> float:
-    """A pseudorandom number in [0, 1) that depends on the path alone."""
-    digest = blake2b(path.encode(errors="surrogateescape"), digest_size=8).digest()
+def _uniform(key: bytes) -> float:
+    """A pseudorandom number in [0, 1) that depends on the key alone."""
+    digest = blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str], int]:
     """Sorted relative paths of the files, and the number of folders that could not be listed."""
     if not root.exists():
-        raise FileNotFoundError(f"{root}: no such folder; check the path")
+        raise FileNotFoundError(f"{root}: no such file or folder; check the path")
     if not root.is_dir():
-        raise ValueError(f"{root}: expected a folder of text files; pass the folder that holds it")
+        raise ValueError(f"{root}: neither a file nor a folder; pass one of them")
     unlisted: list[OSError] = []
     names = []
     for parent, folders, files in os.walk(root, onerror=unlisted.append):
@@ -193,8 +221,12 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 class _Reader:
     """Reads files one by one and keeps each distinct content under its first path."""
 
-    def __init__(self, root: Path, max_total_bytes: int, num_unreadable: int) -> None:
+    def __init__(
+        self, root: Path, max_total_bytes: int, num_unreadable: int, unit: str, field: str
+    ) -> None:
         self.root = root
+        self.unit = unit
+        self.field = field
         self.max_total_bytes = max_total_bytes
         self.documents: dict[bytes, str] = {}
         self.total_bytes = 0
@@ -204,8 +236,11 @@ class _Reader:
         self.num_duplicates = 0
 
     def read(self, name: str) -> None:
-        """Read one file; keep it, or count the reason why it is left out."""
+        """Read one file; keep its documents, or count the reasons why they are left out."""
         path = self.root / name
+        if self.unit == "record" or name.endswith(_JSONL):
+            self._read_records(name)
+            return
         try:
             # Opening a named pipe would block until something writes to it.
             if not path.is_file():
@@ -220,7 +255,49 @@ class _Reader:
             return
         if b"\0" in content:
             self.num_binary += 1
-        elif not content:
+        else:
+            self._add(name, content)
+
+    def _read_records(self, name: str) -> None:
+        """Read a JSONL file: each record is a document, or the file is one of all its texts."""
+        texts = []
+        try:
+            with (self.root / name).open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    text = self._text(line, f"{self.root / name}:{number}")
+                    if self.unit == "record":
+                        self._add(f"{name}:{number}", text)
+                    else:
+                        texts.append(text)
+        except OSError:
+            self.num_unreadable += 1
+            return
+        if self.unit == "file":
+            self._add(name, b"\n".join(texts))
+
+    def _text(self, line: bytes, place: str) -> bytes:
+        """The text of a record. Messages do not repeat the line, which is private."""
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{place}: not JSON; expected one object a line, such as "
+                f'{{"{self.field}": "..."}}; convert the file, or pass text files'
+            ) from error
+        text = record.get(self.field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "none"
+            raise ValueError(
+                f"{place}: field={self.field!r}: expected an object with a string in that field "
+                f"(its fields: {keys}); pass --field"
+            )
+        return text.encode(errors="replace")
+
+    def _add(self, name: str, content: bytes) -> None:
+        """Keep a document, or count why it is left out."""
+        if not content:
             self.num_empty += 1
         elif content in self.documents:
             self.num_duplicates += 1
@@ -241,15 +318,15 @@ class _Reader:
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
     """One window of each document, with a random start that changes with every step.
 
-    A document's tokens are `DOCUMENT_START` and its bytes. A window's start is a pure function of
-    (key, step, index), so a resumed run sees the same windows as an uninterrupted one. DataLoader
-    worker processes hold copies that `set_step` does not reach; load in the main process
-    (``num_workers=0``), or use `window`.
+    A window's start is a pure function of (key, step, index), so a resumed run sees the same
+    windows as an uninterrupted one. DataLoader worker processes hold copies that `set_step` does
+    not reach; load in the main process (``num_workers=0``), or use `window`.
 
     Args:
-        documents: each is one privacy unit.
+        documents: each is one privacy unit, bytes or token ids, see `Tokens`.
         seq_len: tokens per window, at least 1.
         key: 16 to 64 bytes, from `secrets.token_bytes`, or fixed for a repeatable run.
+        padding: the token that fills windows of shorter documents.
 
     Raises:
         ValueError: there are no documents, seq_len is below 1, or the key has another length.
@@ -258,7 +335,14 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         Item i comes from document i alone.
     """
 
-    def __init__(self, documents: Sequence[bytes], seq_len: int, *, key: bytes) -> None:
+    def __init__(
+        self,
+        documents: Sequence[Tokens],
+        seq_len: int,
+        *,
+        key: bytes,
+        padding: int = DOCUMENT_START,
+    ) -> None:
         _validate.positive_int(seq_len=seq_len)
         if len(documents) == 0:
             raise ValueError("documents are empty: expected at least one; check the folder")
@@ -268,6 +352,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
             )
         self.documents = documents
         self.seq_len = seq_len
+        self.padding = padding
         self.step = 0
         self._key = bytes(key)
 
@@ -294,7 +379,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
             step: step, on which the start depends.
 
         Returns:
-            inputs: `[seq_len]`, int64, 0..256, padded with 256.
+            inputs: `[seq_len]`, int64, padded with `padding`.
             targets: `[seq_len]`, int64, the token after each input, padded with -100.
 
         Raises:
@@ -303,14 +388,24 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
         document = self.documents[index]
-        num_starts = max(len(document) - self.seq_len, 0) + 1
+        num_starts = max(num_targets(document) - self.seq_len, 0) + 1
         label = int(step).to_bytes(8, "little") + int(index).to_bytes(8, "little")
         draw = int.from_bytes(blake2b(label, key=self._key, digest_size=16).digest(), "little")
-        return _window(document, draw % num_starts, self.seq_len)
+        return _window(document, draw % num_starts, self.seq_len, self.padding)
+
+
+def num_targets(document: Tokens) -> int:
+    """The number of tokens of a document that a model predicts."""
+    return len(document) - (not isinstance(document, bytes))
 
 
 def held_out_batches(
-    documents: Sequence[bytes], seq_len: int, max_windows: int, *, batch_size: int = 8
+    documents: Sequence[Tokens],
+    seq_len: int,
+    max_windows: int | None,
+    *,
+    batch_size: int = 8,
+    padding: int = DOCUMENT_START,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Fixed windows for evaluation, the same in every call.
 
@@ -321,8 +416,9 @@ def held_out_batches(
     Args:
         documents: the documents to evaluate on.
         seq_len: tokens per window.
-        max_windows: maximum number of windows.
+        max_windows: maximum number of windows; None for all.
         batch_size: windows per batch; the last batch may be smaller.
+        padding: the token that fills the last windows of documents.
 
     Yields:
         inputs and targets `[windows, seq_len]`, int64, padded as by `TrainWindows.window`.
@@ -330,8 +426,10 @@ def held_out_batches(
     Raises:
         ValueError: a number is below 1.
     """
-    _validate.positive_int(seq_len=seq_len, max_windows=max_windows, batch_size=batch_size)
-    windows = islice(_windows_in_rounds(documents, seq_len), max_windows)
+    _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
+    if max_windows is not None:
+        _validate.positive_int(max_windows=max_windows)
+    windows = islice(_windows_in_rounds(documents, seq_len, padding), max_windows)
     while batch := list(islice(windows, batch_size)):
         yield (
             torch.stack([inputs for inputs, _ in batch]),
@@ -340,26 +438,31 @@ def held_out_batches(
 
 
 def _windows_in_rounds(
-    documents: Sequence[bytes], seq_len: int
+    documents: Sequence[Tokens], seq_len: int, padding: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The first window of every document, then the second windows, and so on."""
     start = 0
-    while documents := [document for document in documents if start < len(document)]:
+    while documents := [document for document in documents if start < num_targets(document)]:
         for document in documents:
-            yield _window(document, start, seq_len)
+            yield _window(document, start, seq_len, padding)
         start += seq_len
 
 
-def _window(document: bytes, start: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the tokens from `start` on; token 0 is `DOCUMENT_START`."""
-    # Token t > 0 is byte t - 1, so the targets are the bytes from `start` on.
-    following = document[start : start + seq_len]
+def _window(document: Tokens, start: int, seq_len: int, padding: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a document's tokens from `start` on."""
+    tokens = _tokens(document, start, start + seq_len + 1)
     targets = torch.full((seq_len,), IGNORE_INDEX)
-    inputs = torch.full((seq_len,), DOCUMENT_START)
-    if following:
-        values = torch.frombuffer(bytearray(following), dtype=torch.uint8).to(torch.int64)
-        targets[: len(values)] = values
-        inputs[1 : len(values)] = values[:-1]
-        if start > 0:
-            inputs[0] = document[start - 1]
+    inputs = torch.full((seq_len,), padding)
+    count = max(len(tokens) - 1, 0)
+    targets[:count] = tokens[1:]
+    inputs[:count] = tokens[:-1]
     return inputs, targets
+
+
+def _tokens(document: Tokens, start: int, stop: int) -> Tensor:
+    """The tokens start..stop-1; those of bytes are `DOCUMENT_START` and then each byte."""
+    if not isinstance(document, bytes):
+        return torch.from_numpy(document[start:stop].astype(np.int64))
+    values = np.frombuffer(document[max(start - 1, 0) : stop - 1], dtype=np.uint8)
+    tokens = torch.from_numpy(values.astype(np.int64))
+    return tokens if start else torch.cat([torch.tensor([DOCUMENT_START]), tokens])

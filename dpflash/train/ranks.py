@@ -59,9 +59,10 @@ class Team:
             model, self.mesh, mode=parallel.context_mode, sharding=parallel.sharding
         )
 
-    def shard_parameters(self, model: LongContextLM) -> LongContextLM:
-        """Shard the model's parameters, if the job is configured so."""
+    def shard_parameters(self, model: nn.Module) -> nn.Module:
+        """Shard the parameters of a `LongContextLM`, if the job is configured so."""
         if self.mesh is not None and self.parallel.shard_parameters:
+            assert isinstance(model, LongContextLM)
             from torch.distributed.fsdp import fully_shard  # slow to load
 
             for block in model.blocks:

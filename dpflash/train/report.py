@@ -31,9 +31,14 @@ _NOT_COVERED = {
     "verified": "depends on how many documents were sampled together",
     "num_documents": "treated as public, with sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
+    "window_len": "treated as public, as num_documents is: no longer than the longest document",
     "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",
     "bits_per_byte_after": "measured on the held-out documents, which epsilon does not cover; it "
     "covers the training documents",
+}
+_UNITS = {
+    "file": "one document (a file); each step trains on one window of it",
+    "record": "one record (a line of a JSONL file); each step trains on one window of it",
 }
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
@@ -56,6 +61,9 @@ def make_report(
     neighboring_relation: str,
     public: PublicFacts,
     num_documents: int,
+    window_len: int,
+    total_steps: int,
+    token: str,
     num_parameters: int,
     ranks: dict[str, Any],
 ) -> dict[str, Any]:
@@ -68,6 +76,11 @@ def make_report(
     notes = [_SEEDED] if config.seed is not None else []
     if state.stopped is not None:
         notes.append(state.stopped)
+    elif len(state.history) < total_steps:
+        notes.append(
+            f"interrupted after step {len(state.history)} of {total_steps}; dpflash train "
+            "--resume continues"
+        )
     if lost_steps:
         notes.append(
             f"{lost_steps} step(s) were released by a process that died before its next "
@@ -90,7 +103,7 @@ def make_report(
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
-        "privacy_unit": "one document (a file); each step trains on one window of it",
+        "privacy_unit": _UNITS[config.unit],
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": sampler,
@@ -102,13 +115,16 @@ def make_report(
         "expected_batch_size": config.batch_size,
         "num_documents": num_documents,
         "public": public.as_dict(),
+        "window_len": window_len,
         "steps": len(state.history),
+        "planned_steps": total_steps,
         "lost_steps": lost_steps,
         "stopped": state.stopped,
         "seeded": config.seed is not None,
-        "bits_per_byte_before": state.bits_before,
-        "bits_per_byte_after": state.bits_after,
-        "bits_per_byte_nonprivate": state.bits_nonprivate,
+        "loss_per": token,
+        f"bits_per_{token}_before": state.bits_before,
+        f"bits_per_{token}_after": state.bits_after,
+        f"bits_per_{token}_nonprivate": state.bits_nonprivate,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         "tokens_counted": "targets of the sampled documents, without padding",
         "peak_memory_mb": state.peak_memory_mb,
@@ -117,7 +133,9 @@ def make_report(
         "ranks": ranks,
         "num_parameters": num_parameters,
         "notes": notes,
-        "not_covered_by_epsilon": _NOT_COVERED,
+        "not_covered_by_epsilon": {
+            key.replace("byte", token): why for key, why in _NOT_COVERED.items()
+        },
         "config": config.as_dict(),
         "versions": _versions(),
         "history": state.history,
@@ -155,10 +173,11 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
             range(1, len(baseline) + 1), baseline, color=orange, label="non-private, training"
         )
     last = report["steps"]
+    bits = f"bits_per_{report['loss_per']}"
     held_out = (
-        ("held out, before", 0, "bits_per_byte_before", grey),
-        ("held out, private", last, "bits_per_byte_after", blue),
-        ("held out, non-private", last, "bits_per_byte_nonprivate", orange),
+        ("held out, before", 0, f"{bits}_before", grey),
+        ("held out, private", last, f"{bits}_after", blue),
+        ("held out, non-private", last, f"{bits}_nonprivate", orange),
     )
     for label, step, key, color in held_out:
         if report[key] is not None:
@@ -166,8 +185,9 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
                 [step], [report[key]], "o", color=color, clip_on=False, zorder=3,
                 label=f"{label}: {report[key]:.2f}",
             )  # fmt: skip
-    loss_axes.set_ylabel("loss (bits per byte)")
-    loss_axes.legend(frameon=False)
+    loss_axes.set_ylabel(f"loss ({bits.replace('_', ' ')})")
+    if loss_axes.get_legend_handles_labels()[0]:
+        loss_axes.legend(frameon=False)
     points = [(e["step"], e["epsilon"]) for e in report["history"] if e["epsilon"] is not None]
     if points:
         epsilon_axes.plot(*zip(*points, strict=True), color=blue, marker="." * (len(points) == 1))
@@ -195,7 +215,7 @@ def _title(report: dict[str, Any]) -> str:
     return (
         f"epsilon {epsilon:.2f} at delta {report['delta']:g} after "
         f"{counted(report['steps'], 'step')} of about "
-        f"{counted(report['expected_batch_size'], 'document')}"
+        f"{counted(report['expected_batch_size'], report['config']['unit'])}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Runs a training job: a private language model on a folder of text, resumable.
+"""Runs a training job: a private language model on documents, resumable.
 
-The engine handles privacy; this file adds the corpus, the model, evaluations, checkpoints and a
-non-private run for comparison. If several ranks share a job, all of them make the same calls.
+The engine handles privacy; this file adds evaluations, checkpoints, metrics and a non-private run
+for comparison. If several ranks share a job, all of them make the same calls.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import math
 import os
 import secrets
 import shutil
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,10 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
 from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
-from .data import IGNORE_INDEX, VOCAB_SIZE, TrainWindows, held_out_batches
+from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
+from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
+from .metrics import Metrics
 from .ranks import Team
 from .report import make_report, peak_memory_mb, write_report
 
@@ -47,11 +48,13 @@ CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
 _REPLACED = ".replaced"
 LEDGER = "ledger.jsonl"
-WEIGHTS = "model.pt"
 
 # 0.95 instead of 0.999, so that the second moment adapts within a short run.
 _BETAS = (0.9, 0.95)
 _MAX_EPSILON_POINTS = 200
+# These compute epsilon within milliseconds, so that metrics have it at each step.
+_FAST_ACCOUNTANTS = ("contour", "rdp")
+_EVALUATION_BATCH = 8
 
 
 class Interrupted(Exception):
@@ -68,6 +71,9 @@ class TrainingRun:
         lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
             them, but they are not in the model.
         left_out: numbers of data files left out, by reason; empty if none.
+        window_len: tokens of each window.
+        shortened: why that is less than seq_len, if it is.
+        token: "byte" or "token": what losses are per.
         is_first: whether this is rank 0, which writes files and shows progress bars.
     """
 
@@ -95,8 +101,16 @@ class TrainingRun:
                 "parallelism": team.parallel,
             },
         )
-        self._held_out = corpus.held_out
-        self._windows = TrainWindows(corpus.train.contents, config.seq_len, key=state.window_key)
+        self._lm = language_model(config)
+        self.token = self._lm.token
+        self._held_out = self._lm.encode(corpus.held_out.contents)
+        documents = self._lm.encode(corpus.train.contents)
+        self.window_len = self._fitting_length(documents)
+        team.parallel.check(replace(config, seq_len=self.window_len))
+        self._windows = TrainWindows(
+            documents, self.window_len, key=state.window_key, padding=self._lm.padding
+        )
+        self._metrics = Metrics(folder)
         model = team.shard_parameters(self._initial_model())
         self._engine = PrivacyEngine(
             accountant=config.accountant,
@@ -122,7 +136,7 @@ class TrainingRun:
             optimize=config.optimize,
             physical_batch_size=config.physical_batch_size,
             dataset_size=config.dataset_size,
-            public_length=config.seq_len,
+            public_length=self.window_len,
         )
 
     @classmethod
@@ -238,6 +252,38 @@ class TrainingRun:
             )
         return job
 
+    def _fitting_length(self, documents: Sequence[Tokens]) -> int:
+        """The length of windows: at most seq_len, the model's positions and the longest document.
+
+        With a declared dataset_size the documents' lengths are private, so it does not depend on
+        them.
+        """
+        config = self.config
+        self.shortened = "the model takes no more"
+        fitting = min(config.seq_len, self._lm.max_tokens or config.seq_len)
+        longest = max(max(map(num_targets, documents)), 1)
+        if config.dataset_size is None and longest < fitting:
+            self.shortened = f"no {config.unit} has more"
+            return longest
+        if longest < fitting:
+            warnings.warn(
+                f"seq_len={config.seq_len}: the longest {config.unit} has {longest} tokens, and "
+                "the rest of each window is padding, which takes as long; lower it if that length "
+                "may be public",
+                stacklevel=3,
+            )
+        return fitting
+
+    @property
+    def total_steps(self) -> int:
+        """Number of noisy steps that the job is to have."""
+        return self.config.num_steps(len(self._windows))
+
+    @property
+    def released(self) -> Path:
+        """Path of the trained model, a file or a folder."""
+        return self.folder / self._lm.released
+
     @property
     def step(self) -> int:
         """Number of noisy steps in the model."""
@@ -251,7 +297,7 @@ class TrainingRun:
     @property
     def num_held_out(self) -> int:
         """Number of held-out documents, which epsilon does not cover."""
-        return len(self._held_out.contents)
+        return len(self._held_out)
 
     @property
     def ranks(self) -> dict[str, Any]:
@@ -338,9 +384,7 @@ class TrainingRun:
             peak = self._team.greatest(peak_memory_mb(self.config.device), "peak memory")
             state.peak_memory_mb = max(state.peak_memory_mb, peak)
             state.bits_after = self._evaluate(self.model)
-            weights = self._team.whole_state(self.model)
-            if self.is_first:
-                _save_weights(weights, self.folder / WEIGHTS)
+            self._release()
         if self._has_baseline and state.bits_nonprivate is None:
             self._stop_if(should_stop)
             self._train_baseline(should_stop, progress)
@@ -352,7 +396,7 @@ class TrainingRun:
 
     def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
         """Run the remaining private steps; they may span several epochs of the loader."""
-        state, total = self.state, self.config.steps
+        state, total = self.state, self.total_steps
         with _bar("private", self.step, total, progress) as bar:
             while self.step < total:
                 if self.is_spent:
@@ -387,7 +431,7 @@ class TrainingRun:
         """Record why the job stopped before its planned number of steps."""
         config, state = self.config, self.state
         state.stopped = (
-            f"stopped after step {self.step} of {config.steps}: one more would exceed "
+            f"stopped after step {self.step} of {self.total_steps}: one more would exceed "
             f"max_epsilon={config.max_epsilon:g} at delta={config.delta:g}"
         )
         if state.history:
@@ -400,7 +444,7 @@ class TrainingRun:
         """
         real = self._loader.is_real
         inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
-        sample_losses = self.model(inputs, targets)
+        sample_losses = self._lm.losses(self.model, inputs, targets)
         self._engine.backward(sample_losses)
         # Only one of the ranks that share a window counts its document.
         documents = int(real.sum()) if self._team.counts_documents else 0
@@ -433,12 +477,23 @@ class TrainingRun:
         state.clipped_samples += int(clipped)
         state.seen_samples += int(seen)
         state.seconds += seconds
-        every = -(-self.config.steps // _MAX_EPSILON_POINTS)
-        is_point = self.step % every == 0 or self.step == self.config.steps
+        every = -(-self.total_steps // _MAX_EPSILON_POINTS)
+        is_point = self.step % every == 0 or self.step == self.total_steps
+        is_fast = self.config.accountant in _FAST_ACCOUNTANTS
+        epsilon = self.epsilon if is_point or is_fast else None
+        loss = bits / documents if documents else None
+        if self.is_first:
+            self._metrics.append(
+                step=self.step,
+                epsilon=epsilon,
+                delta=self.config.delta,
+                loss=loss,
+                tokens_per_second=tokens / seconds if seconds else None,
+            )
         return {
             "step": self.step,
-            "loss": bits / documents if documents else None,
-            "epsilon": self.epsilon if is_point else None,
+            "loss": loss,
+            "epsilon": epsilon if is_point else None,
         }
 
     def _own_tokens(self, x: Tensor) -> Tensor:
@@ -447,7 +502,7 @@ class TrainingRun:
     @property
     def _has_baseline(self) -> bool:
         """Whether a non-private run follows; it does not support sharded parameters."""
-        return self.config.baseline and not self._team.parallel.shard_parameters
+        return bool(self.config.baseline) and not self._team.parallel.shard_parameters
 
     def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
         """Train without privacy: same initial weights, number of steps and batch size."""
@@ -486,7 +541,7 @@ class TrainingRun:
             pairs = [self._windows.window(int(row), step) for row in microbatch]
             inputs = self._own_tokens(torch.stack([pair[0] for pair in pairs]))
             targets = self._own_tokens(torch.stack([pair[1] for pair in pairs]))
-            loss = model(inputs, targets).sum() / len(rows)
+            loss = self._lm.losses(model, inputs, targets).sum() / len(rows)
             loss.backward()
             bits += loss.item() / math.log(2)
         self._team.add_gradients(model)
@@ -494,45 +549,42 @@ class TrainingRun:
         optimizer.zero_grad()
         return self._team.total([bits], "the loss of the non-private run")[0]
 
-    def _evaluate(self, model: nn.Module) -> float:
-        """Bits per byte on fixed windows of the held-out documents."""
+    def _evaluate(self, model: nn.Module) -> float | None:
+        """Bits per token on fixed windows of the held-out documents; None without documents."""
         config, team = self.config, self._team
+        if not self._held_out:
+            return None
         nats, count = 0.0, 0
         model.eval()
         with torch.no_grad():
             for inputs, targets in held_out_batches(
-                self._held_out.contents, config.seq_len, config.eval_windows
+                self._held_out,
+                self.window_len,
+                config.eval_windows,
+                batch_size=_EVALUATION_BATCH,
+                padding=self._lm.padding,
             ):
                 # A rank without documents calls the model too, because it may hold a shard of it.
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
-                nats += nn.functional.cross_entropy(
-                    model(inputs).flatten(0, 1),
-                    targets.flatten(),
-                    ignore_index=IGNORE_INDEX,
-                    reduction="sum",
-                ).item()
+                nats += summed_loss(self._lm.logits(model, inputs), targets)
                 count += int((targets != IGNORE_INDEX).sum())
         model.train()
         nats, total = team.total([nats, count], "an evaluation")
-        return nats / total / math.log(2)
+        return nats / total / math.log(2) if total else None
 
-    def _initial_model(self) -> LongContextLM:
+    def _initial_model(self) -> nn.Module:
         """The model before its first step, context parallel if the job is."""
-        config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
-            model = LongContextLM(
-                VOCAB_SIZE,
-                config.embed_dim,
-                config.layers,
-                config.heads,
-                max_seq_len=config.seq_len,
-            )
-        return self._team.split_context(model.to(config.device))
+            model = self._lm.build()
+        model = model.to(self.config.device)
+        return self._team.split_context(model) if isinstance(model, LongContextLM) else model
 
     def _adam(self, model: nn.Module) -> torch.optim.Adam:
-        return torch.optim.Adam(model.parameters(), lr=self.config.learning_rate, betas=_BETAS)
+        assert self.config.learning_rate is not None
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.Adam(trained, lr=self.config.learning_rate, betas=_BETAS)
 
     def _next_draw(self) -> int:
         return self._loader.state_dict()["next_draw"]
@@ -540,7 +592,16 @@ class TrainingRun:
     def _stop_if(self, should_stop: Callable[[], bool]) -> None:
         if self._team.greatest(bool(should_stop()), "whether to stop"):
             self._save()
+            if self.step:
+                self._release()
+                self._written_report()
             raise Interrupted(f"stopped at step {self.step}")
+
+    def _release(self) -> None:
+        """Write the model after the steps so far, without keys or diagnostics."""
+        weights = self._team.whole_state(self.model)
+        if self.is_first:
+            self._lm.save(self.model, weights, self.folder)
 
     def _save(self) -> None:
         self._engine.save_checkpoint(self.checkpoint, extra=self.state.as_dict())
@@ -557,6 +618,9 @@ class TrainingRun:
             neighboring_relation=self._engine.neighboring_relation,
             public=self._engine.public,
             num_documents=self.num_documents,
+            window_len=self.window_len,
+            total_steps=self.total_steps,
+            token=self.token,
             num_parameters=sum(p.numel() for p in self.model.parameters()),
             ranks=self.ranks,
         )
@@ -579,7 +643,7 @@ class _Figures:
 
 def holds_a_run(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder contains files of a job."""
-    names = (LEDGER, CHECKPOINT, CHECKPOINT_FOLDER, WEIGHTS)
+    names = (LEDGER, CHECKPOINT, CHECKPOINT_FOLDER, WEIGHTS, PRETRAINED)
     return any((Path(folder) / name).exists() for name in names)
 
 
@@ -616,16 +680,14 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write the weights alone, without keys or diagnostics, atomically."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(weights, file)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def summed_loss(logits: Tensor, targets: Tensor) -> float:
+    """The cross-entropy over all targets of a batch together, in nats."""
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    ).item()
 
 
 def _bar(name: str, done: int, total: int, progress: bool) -> Any:

@@ -3,6 +3,7 @@ import pickle
 import warnings
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ def write(tmp_path):
 
 
 def test_files_are_found_below_the_folder_in_the_order_of_their_paths(write):
-    documents = ByteDocuments.from_folder(write(b=b"2", c__x__y=b"3", a__z=b"1", a_DOT_md=b"0"))
+    documents = ByteDocuments.read(write(b=b"2", c__x__y=b"3", a__z=b"1", a_DOT_md=b"0"))
     assert documents.paths == ("a.md", "a/z", "b", "c/x/y")
     assert list(documents) == [b"0", b"1", b"2", b"3"]
     assert documents[2] == b"2" and documents[:1] == (b"0",)
@@ -44,29 +45,29 @@ def test_hidden_cached_and_installed_files_are_passed_over(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "kept.txt").write_text("kept")
-    assert ByteDocuments.from_folder(tmp_path).paths == ("kept.txt",)
+    assert ByteDocuments.read(tmp_path).paths == ("kept.txt",)
 
 
 def test_suffixes_choose_the_files(write):
     root = write(a_DOT_py=b"1", b_DOT_txt=b"2", c_DOT_md=b"3")
-    assert ByteDocuments.from_folder(root, suffixes=(".py", ".md")).paths == ("a.py", "c.md")
+    assert ByteDocuments.read(root, suffixes=(".py", ".md")).paths == ("a.py", "c.md")
     with pytest.raises(ValueError, match=r"pass \('\.py',\)"):
-        ByteDocuments.from_folder(root, suffixes=".py")
+        ByteDocuments.read(root, suffixes=".py")
     with pytest.raises(ValueError, match=r"no usable file of suffixes \['\.rs'\]"):
-        ByteDocuments.from_folder(root, suffixes=(".rs",))
+        ByteDocuments.read(root, suffixes=(".rs",))
 
 
 def test_binary_empty_and_repeated_files_are_left_out_and_counted(write):
     late_nul = b"x" * 70_000 + b"\0"
     root = write(a=b"text", b=b"text", c=b"", d=b"\0", e=late_nul, f=b"\xff\xfe", g=b"text")
-    documents = ByteDocuments.from_folder(root)
+    documents = ByteDocuments.read(root)
     assert documents.paths == ("a", "f")
     assert documents.left_out == "2 binary, 1 empty, 2 duplicate"
 
 
 def test_a_long_file_is_read_to_its_end(write):
     content = bytes(range(1, 256)) * 1000
-    assert ByteDocuments.from_folder(write(a=content))[0] == content
+    assert ByteDocuments.read(write(a=content))[0] == content
 
 
 def test_unreadable_files_are_left_out_with_a_warning(write, monkeypatch):
@@ -82,7 +83,7 @@ def test_unreadable_files_are_left_out_with_a_warning(write, monkeypatch):
 
     monkeypatch.setattr(corpus.Path, "open", refuse_b)
     with pytest.warns(UserWarning, match="3 files or folders could not be read"):
-        documents = ByteDocuments.from_folder(root)
+        documents = ByteDocuments.read(root)
     assert documents.paths == ("a",) and documents.num_unreadable == 3
 
 
@@ -101,31 +102,33 @@ def test_a_subfolder_that_cannot_be_listed_is_counted_and_such_a_root_refused(
     monkeypatch.setattr(os, "scandir", refuse)
     if closed:
         with pytest.warns(UserWarning, match="1 files or folders"):
-            assert ByteDocuments.from_folder(root).paths == ("a",)
+            assert ByteDocuments.read(root).paths == ("a",)
     else:
         with pytest.raises(ValueError, match="cannot be listed"):
-            ByteDocuments.from_folder(root)
+            ByteDocuments.read(root)
 
 
 def test_folders_without_documents_are_refused_by_path(write):
     root = write(file=b"1")
-    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
-        ByteDocuments.from_folder(root / "nowhere")
-    with pytest.raises(ValueError, match="file: expected a folder"):
-        ByteDocuments.from_folder(root / "file")
+    with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
+        ByteDocuments.read(root / "nowhere")
+    os.mkfifo(root / "pipe")
+    with pytest.raises(ValueError, match="pipe: neither a file nor a folder"):
+        ByteDocuments.read(root / "pipe")
+    (root / "pipe").unlink()
     (root / "file").write_bytes(b"")
     with pytest.raises(ValueError, match="no usable file of any suffix.*1 empty"):
-        ByteDocuments.from_folder(root)
+        ByteDocuments.read(root)
 
 
 @pytest.mark.parametrize("size", [5, 200_000])
 def test_the_total_of_distinct_documents_may_reach_the_cap_but_not_exceed_it(write, size):
     root = write(a=b"x" * size, b=b"x" * size, c=b"y" * size)
-    assert len(ByteDocuments.from_folder(root, max_total_bytes=2 * size)) == 2
+    assert len(ByteDocuments.read(root, max_total_bytes=2 * size)) == 2
     with pytest.raises(ValueError, match=rf"max_total_bytes={2 * size - 1}: .* at c"):
-        ByteDocuments.from_folder(root, max_total_bytes=2 * size - 1)
+        ByteDocuments.read(root, max_total_bytes=2 * size - 1)
     with pytest.raises(ValueError, match="max_total_bytes=0"):
-        ByteDocuments.from_folder(root, max_total_bytes=0)
+        ByteDocuments.read(root, max_total_bytes=0)
 
 
 def numbered_documents(count):
@@ -149,13 +152,13 @@ def test_a_new_document_moves_no_other_one_between_the_parts():
 
 
 def test_split_refuses_an_empty_part():
-    with pytest.raises(ValueError, match="^1 document gave .* add files .* 50 or more"):
+    with pytest.raises(ValueError, match="^eval_fraction=0.1: 1 file gave .* add files"):
         numbered_documents(1).split()
 
 
 def test_the_standard_library_is_a_usable_default():
     folder = default_data_dir() / "json"
-    documents = ByteDocuments.from_folder(folder, suffixes=(".py",))
+    documents = ByteDocuments.read(folder, suffixes=(".py",))
     assert "decoder.py" in documents.paths
     assert (default_data_dir() / "os.py").is_file()
 
@@ -256,3 +259,54 @@ def test_making_windows_warns_of_nothing():
         warnings.simplefilter("error")
         TrainWindows([b"abc"], 2, key=KEY)[0]
         list(held_out_batches([b"abc"], 2, 5))
+
+
+def test_each_record_of_a_jsonl_file_is_a_document(write):
+    lines = b'{"text": "one"}\n\n{"text": "two", "id": 3}\n{"text": ""}\n{"text": "one"}\n'
+    root = write(a_DOT_jsonl=lines, b_DOT_txt=b"no record")
+    for path in (root, root / "a.jsonl"):
+        documents = ByteDocuments.read(path, unit="record")
+        assert list(documents) == [b"one", b"two"] and documents.paths == (
+            "a.jsonl:1",
+            "a.jsonl:3",
+        )
+        assert documents.left_out == "1 empty, 1 duplicate"
+    # With files as units the texts of a JSONL file are one document.
+    assert list(ByteDocuments.read(root)) == [b"one\ntwo\n\none", b"no record"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"plain text", r"a\.jsonl:2: not JSON"),
+        (b'{"body": "x"}', r"a\.jsonl:2: field='text': .*its fields: 'body'"),
+        (b'{"text": 3}', r"a\.jsonl:2: field='text'"),
+        (b'["text"]', r"a\.jsonl:2: field='text'"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named_and_not_shown(write, line, message):
+    root = write(a_DOT_jsonl=b'{"text": "one"}\n' + line)
+    with pytest.raises(ValueError, match=message) as raised:
+        ByteDocuments.read(root, unit="record")
+    assert "plain text" not in str(raised.value)
+
+
+def test_the_split_of_a_record_depends_on_its_text_alone(write):
+    texts = [f'{{"text": "note {i}"}}\n'.encode() for i in range(200)]
+    whole = ByteDocuments.read(write(a_DOT_jsonl=b"".join(texts)), unit="record").split(0.3)
+    fewer = ByteDocuments.read(write(a_DOT_jsonl=b"".join(texts[3:])), unit="record").split(0.3)
+    for part, smaller in zip(whole, fewer, strict=True):
+        assert set(smaller.contents) <= set(part.contents)
+    assert 40 < len(whole[1]) < 80
+    everything, nothing = ByteDocuments.read(write(), unit="record").split(0)
+    assert len(everything) == 197 and len(nothing) == 0
+
+
+def test_windows_of_token_ids_are_those_of_the_same_bytes():
+    document = b"some words"
+    ids = np.array([DOCUMENT_START, *document], dtype=np.int32)
+    for length in (3, 10, 16):
+        by_bytes, by_ids = (TrainWindows([one], length, key=KEY) for one in (document, ids))
+        for step in range(8):
+            for a, b in zip(by_bytes.window(0, step), by_ids.window(0, step), strict=True):
+                assert torch.equal(a, b)

@@ -1,0 +1,230 @@
+"""The two kinds of language models that `dpflash train` trains, behind one interface.
+
+Letters: B documents, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import losses
+from ..nn import LongContextLM
+from ..patterns import from_key
+from .config import TrainingConfig
+from .data import DOCUMENT_START, VOCAB_SIZE, Tokens
+from .pretrained import (
+    load_model,
+    load_tokenizer,
+    quiet,
+    require_peft,
+    require_transformers,
+    start_token,
+)
+
+# What a job's folder holds for release: a file of a new model, a folder of a pretrained one.
+WEIGHTS = "model.pt"
+PRETRAINED = "model"
+ARCHITECTURE = "config.json"
+FORMAT = "dpflash-model-1"
+
+
+class LanguageModel(Protocol):
+    """How a job reads documents, and builds, calls and writes its model.
+
+    Attributes:
+        token: "byte" or "token": what losses are per.
+        padding: the token that fills windows.
+        max_tokens: the greatest T; None for any.
+        released: name of what `save` writes, in the job's folder.
+    """
+
+    token: str
+    padding: int
+    max_tokens: int | None
+    released: str
+
+    def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
+        """The tokens of each document."""
+
+    def build(self) -> nn.Module:
+        """The model before its first step; random weights come from torch's generator."""
+
+    def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of each document's window, `[B]`, in nats."""
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Of inputs `[B, T]` the logits `[B, T, V]`."""
+
+    def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write what may be released into the job's folder."""
+
+
+def language_model(config: TrainingConfig) -> LanguageModel:
+    """The kind of language model that a configuration names."""
+    return ByteModel(config) if config.model is None else PretrainedModel(config)
+
+
+class ByteModel:
+    """A new `LongContextLM` on bytes."""
+
+    token = "byte"
+    padding = DOCUMENT_START
+    max_tokens: int | None = None
+    released = WEIGHTS
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+
+    def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
+        """The documents as they are."""
+        return contents
+
+    def build(self) -> LongContextLM:
+        """A model of the configured size."""
+        config = self._config
+        assert config.embed_dim and config.layers and config.heads
+        return LongContextLM(
+            VOCAB_SIZE,
+            config.embed_dim,
+            config.layers,
+            config.heads,
+            max_seq_len=config.seq_len,
+            pattern=None if config.pattern is None else from_key(config.pattern),
+        )
+
+    def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `LanguageModel`."""
+        sample_losses: Tensor = model(inputs, targets)
+        return sample_losses
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """See `LanguageModel`."""
+        logits: Tensor = model(inputs)
+        return logits
+
+    def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the weights, and beside them the architecture that they belong to."""
+        assert isinstance(model, LongContextLM)
+        write_architecture(model, folder)
+        write_atomically(folder / WEIGHTS, lambda path: torch.save(weights, path))
+
+
+class PretrainedModel:
+    """A causal language model of transformers, all of it or LoRA adapters.
+
+    Raises:
+        ValueError: a folder or a library is missing.
+    """
+
+    token = "token"
+    released = PRETRAINED
+
+    def __init__(self, config: TrainingConfig) -> None:
+        assert config.model is not None
+        self._config = config
+        self._folder = config.model
+        self._transformers = require_transformers(config.model)
+        if config.lora_rank is not None:
+            require_peft(f"lora_rank={config.lora_rank}")
+        self._initial: nn.Module | None = load_model(config.model)
+        self._tokenizer = load_tokenizer(config.tokenizer or config.model)
+        own: Any = self._initial.config
+        self.max_tokens: int | None = getattr(own, "max_position_embeddings", None)
+        self._vocabulary = _vocabulary_of(self._initial)
+        start = start_token(self._tokenizer)
+        self.padding = 0 if start is None else start
+
+    def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
+        """Of each document its tokens, between a start and an end token if there are such.
+
+        Raises:
+            ValueError: the tokenizer does not belong to the model.
+        """
+        start, end = start_token(self._tokenizer), self._tokenizer.eos_token_id
+        texts = [content.decode(errors="replace") for content in contents]
+        # `verbose` warns of texts longer than the model's positions, which windows cut.
+        rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        documents = []
+        for row in rows:
+            first = [] if start is None else [start]
+            ids = np.array([*first, *row, *([] if end is None else [end])], dtype=np.int32)
+            if len(ids) and ids.max() >= self._vocabulary:
+                raise ValueError(
+                    f"tokenizer={self._config.tokenizer or self._folder!r}: token {ids.max()} is "
+                    f"not among the {self._vocabulary} of the model; pass the model's tokenizer"
+                )
+            documents.append(ids)
+        return documents
+
+    def build(self) -> nn.Module:
+        """The model as it is in its folder, with fresh adapters if there are to be some."""
+        model = self._initial if self._initial is not None else load_model(self._folder)
+        self._initial = None  # the next call builds another one
+        if self._config.lora_rank is not None:
+            model = self._with_adapters(model)
+        return model.train()
+
+    def _with_adapters(self, model: nn.Module) -> nn.Module:
+        rank = self._config.lora_rank
+        assert rank is not None
+        peft = require_peft(f"lora_rank={rank}")
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted
+
+    def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `LanguageModel`."""
+        return losses.cross_entropy(self.logits(model, inputs), targets)
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """See `LanguageModel`. Padding follows the tokens, so that no token attends to it."""
+        logits: Tensor = model(input_ids=inputs, use_cache=False).logits
+        return logits
+
+    def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the model or its adapters, and the tokenizer, as transformers reads them."""
+        target = folder / PRETRAINED
+        target.mkdir(parents=True, exist_ok=True)
+        with quiet(self._transformers):
+            # Not the weights by name: those of adapters have other names in files.
+            save: Any = model.save_pretrained
+            options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
+            save(target, **options)
+        self._tokenizer.save_pretrained(target)
+
+
+def _vocabulary_of(model: Any) -> int:
+    """The number of tokens that a model of transformers embeds."""
+    count: int = model.get_input_embeddings().num_embeddings
+    return count
+
+
+def write_architecture(model: LongContextLM, folder: Path) -> None:
+    """Write config.json, from which `dpflash.load` builds the model."""
+    content = {"format": FORMAT, "model": "LongContextLM", "tokens": "bytes"}
+    text = json.dumps({**content, "architecture": model.architecture}, indent=2)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / ARCHITECTURE, lambda path: path.write_text(text + "\n"))
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Write a file so that it is always the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,47 @@
+"""metrics.jsonl: one line for each step, written as soon as the step is released."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends the figures of steps to a file.
+
+    A line is a JSON object: ``step`` and ``epsilon`` (upper end, lost steps included; null without
+    noise, and between some steps for accountants that take long) at ``delta`` are covered by the
+    guarantee. Everything under ``private`` is computed from the sampled documents and is not:
+    ``loss`` (bits per token or byte; null if none was sampled) and ``tokens_per_second`` (without
+    padding).
+
+    A resumed run appends: where steps were lost in a crash, a step has several lines, of which the
+    last one counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / METRICS
+
+    def append(
+        self,
+        *,
+        step: int,
+        epsilon: float | None,
+        delta: float,
+        loss: float | None,
+        tokens_per_second: float | None,
+    ) -> None:
+        """Write the line of a step."""
+        public = {"step": step, "epsilon": _finite(epsilon), "delta": delta}
+        private = {"loss": _finite(loss), "tokens_per_second": _finite(tokens_per_second)}
+        line = json.dumps({**public, "private": private}, allow_nan=False)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _finite(value: float | None) -> Any:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,147 @@
+"""Causal language models of transformers: read from and written to folders, never downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ADAPTER = "adapter_config.json"
+CONFIG = "config.json"
+_BASE = "base_model_name_or_path"
+
+
+def require_transformers(folder: str | Path) -> Any:
+    """The library transformers.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"model={str(folder)!r} needs transformers; pip install 'dpflash[transformers]'"
+        ) from error
+    return transformers
+
+
+def require_peft(cause: str) -> Any:
+    """The library peft.
+
+    Raises:
+        ValueError: it is missing; the message begins with the cause.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(f"{cause}: needs peft; pip install 'dpflash[transformers]'") from error
+    return peft
+
+
+def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
+    """The causal language model of a folder, in float32 and eval mode.
+
+    Args:
+        folder: a model as `save_pretrained` writes it, or LoRA adapters, whose base model is where
+            it was when they were trained.
+        merge: whether adapters are added to the weights of the base model.
+
+    Raises:
+        ValueError: the folder has no such model, or a library is missing.
+    """
+    folder = _require_folder(folder, "model")
+    is_adapter = (folder / ADAPTER).is_file()
+    transformers = require_transformers(folder)
+    if not is_adapter:
+        _require_file(folder)
+        with quiet(transformers):
+            model = _from_pretrained(
+                transformers.AutoModelForCausalLM, folder, "model", dtype=torch.float32
+            )
+        return model
+    peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
+    base = load_model(adapted_folder(folder))
+    model = peft.PeftModel.from_pretrained(base, folder)
+    return (model.merge_and_unload() if merge else model).eval()
+
+
+def adapted_folder(folder: Path) -> Path:
+    """The folder of the model that the adapters in a folder belong to.
+
+    Raises:
+        ValueError: it is not there any more.
+    """
+    peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
+    base = Path(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    if not base.is_dir():
+        raise ValueError(
+            f"model={str(folder)!r}: the adapters belong to the model in {str(base)!r}, which is "
+            f"not there; put it back, or set {_BASE!r} in {folder / ADAPTER}"
+        )
+    return base
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        ValueError: the folder has none.
+    """
+    folder = _require_folder(folder, "tokenizer")
+    return _from_pretrained(require_transformers(folder).AutoTokenizer, folder, "tokenizer")
+
+
+def start_token(tokenizer: Any) -> int | None:
+    """The token that texts start with; None if the tokenizer has no token for that."""
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id"):
+        found: int | None = getattr(tokenizer, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """No progress bars of transformers, which would stand between those of a command."""
+    logging = transformers.utils.logging
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
+
+
+def _require_folder(folder: str | Path, name: str) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(
+            f"{name}={str(folder)!r}: no such folder; nothing is downloaded, so pass the folder "
+            f"of a {name} that save_pretrained wrote"
+        )
+    return path
+
+
+def _require_file(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"model={str(folder)!r}: the folder has no {CONFIG}; pass the folder of a causal "
+            "language model of transformers"
+        )
+
+
+def _from_pretrained(kind: Any, folder: Path, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(str(folder), local_files_only=True, **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{name}={str(folder)!r}: transformers cannot read it ({first}); pass the folder of a "
+            f"{name} that save_pretrained wrote"
+        ) from error
