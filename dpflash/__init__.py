@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .optimizer import PrivateOptimizer
     from .privacy.budget import BudgetSpent, PrivacyBudget
     from .recommender import recommend
+    from .release.load import load
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "accounting",
     "attention",
     "distributed",
+    "load",
     "losses",
     "nn",
     "patterns",
@@ -48,6 +50,7 @@ _MODULES = {
     "PrivacyEngine": "engine",
     "PrivateOptimizer": "optimizer",
     "attention": "attn.functional",
+    "load": "release.load",
     "private_boundary": "attn.boundary",
     "recommend": "recommender",
 }

@@ -22,6 +22,7 @@ LAW = [
     ["check", "checked_arguments"],
     ["engine"],
     ["integrations", "train"],
+    ["release"],
     ["__init__"],
     ["bench"],
     ["cli"],

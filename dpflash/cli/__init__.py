@@ -16,6 +16,9 @@ _BROKEN_PIPE = 141  # and for one that writes to a program that has ended
 # Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
     "train": ("train", "train a language model on your files, privately"),
+    "evaluate": ("evaluate", "compute the loss of a trained model on documents"),
+    "generate": ("generate", "continue a text with a trained model"),
+    "export": ("export", "write a trained model and its model card for release"),
     "epsilon": ("epsilon", "compute the epsilon of a run from its noise"),
     "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),

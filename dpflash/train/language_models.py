@@ -24,6 +24,7 @@ from .pretrained import (
     load_model,
     load_tokenizer,
     quiet,
+    quiet_peft,
     require_peft,
     require_transformers,
     start_token,
@@ -138,31 +139,13 @@ class PretrainedModel:
         self._tokenizer = load_tokenizer(config.tokenizer or config.model)
         own: Any = self._initial.config
         self.max_tokens: int | None = getattr(own, "max_position_embeddings", None)
-        self._vocabulary = _vocabulary_of(self._initial)
         start = start_token(self._tokenizer)
         self.padding = 0 if start is None else start
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """Of each document its tokens, between a start and an end token if there are such.
-
-        Raises:
-            ValueError: the tokenizer does not belong to the model.
-        """
-        start, end = start_token(self._tokenizer), self._tokenizer.eos_token_id
-        texts = [content.decode(errors="replace") for content in contents]
-        # `verbose` warns of texts longer than the model's positions, which windows cut.
-        rows = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        documents = []
-        for row in rows:
-            first = [] if start is None else [start]
-            ids = np.array([*first, *row, *([] if end is None else [end])], dtype=np.int32)
-            if len(ids) and ids.max() >= self._vocabulary:
-                raise ValueError(
-                    f"tokenizer={self._config.tokenizer or self._folder!r}: token {ids.max()} is "
-                    f"not among the {self._vocabulary} of the model; pass the model's tokenizer"
-                )
-            documents.append(ids)
-        return documents
+        """See `encode_texts`."""
+        assert self._initial is not None
+        return encode_texts(self._tokenizer, contents, self._initial)
 
     def build(self) -> nn.Module:
         """The model as it is in its folder, with fresh adapters if there are to be some."""
@@ -182,7 +165,8 @@ class PretrainedModel:
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        with quiet_peft():
+            adapted: nn.Module = peft.get_peft_model(model, config)
         return adapted
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -206,10 +190,28 @@ class PretrainedModel:
         self._tokenizer.save_pretrained(target)
 
 
-def _vocabulary_of(model: Any) -> int:
-    """The number of tokens that a model of transformers embeds."""
-    count: int = model.get_input_embeddings().num_embeddings
-    return count
+def encode_texts(tokenizer: Any, contents: Sequence[bytes], model: Any) -> list[Tokens]:
+    """The tokens of each text, between a start and an end token if the tokenizer has such.
+
+    Raises:
+        ValueError: the tokenizer has tokens that the model does not know.
+    """
+    start, end = start_token(tokenizer), tokenizer.eos_token_id
+    texts = [content.decode(errors="replace") for content in contents]
+    # `verbose` would warn of texts that are longer than the model takes, which windows cut.
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    known = model.get_input_embeddings().num_embeddings
+    documents: list[Tokens] = []
+    for row in rows:
+        first = [] if start is None else [start]
+        ids = np.array([*first, *row, *([] if end is None else [end])], dtype=np.int32)
+        if len(ids) and ids.max() >= known:
+            raise ValueError(
+                f"tokenizer={tokenizer.name_or_path!r}: makes token {ids.max()}, and the model "
+                f"knows {known}; pass the folder of the model's own tokenizer"
+            )
+        documents.append(ids)
+    return documents
 
 
 def write_architecture(model: LongContextLM, folder: Path) -> None:

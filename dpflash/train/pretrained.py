@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,8 @@ def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
         return model
     peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
     base = load_model(adapted_folder(folder))
-    model = peft.PeftModel.from_pretrained(base, folder)
+    with quiet_peft():
+        model = peft.PeftModel.from_pretrained(base, folder)
     return (model.merge_and_unload() if merge else model).eval()
 
 
@@ -116,6 +118,14 @@ def quiet(transformers: Any) -> Iterator[None]:
     finally:
         if was_shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """No warning of an attribute that peft asks for and transformers will rename."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _require_folder(folder: str | Path, name: str) -> Path:

@@ -1,0 +1,34 @@
+"""`dpflash export`: write the model of a run for release."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of `dpflash export`."""
+    parser.description = (
+        "Write the model of a run into a new folder: model.safetensors, config.json and a model "
+        "card (README.md) that states epsilon, and what it does not cover. Models of transformers "
+        "load with transformers alone, others with dpflash.load."
+    )
+    parser.add_argument("folder", metavar="RUN", help="folder of a dpflash train run")
+    parser.add_argument("--out", metavar="DIR", required=True, help="new folder")
+    parser.add_argument(
+        "--keep-adapters",
+        action="store_true",
+        help="write LoRA adapters as they are, instead of adding them to the model's weights",
+    )
+    parser.set_defaults(run=_run_export)
+
+
+def _run_export(args: argparse.Namespace) -> int:
+    from dpflash.release.export import CARD, export
+
+    out = export(args.folder, args.out, keep_adapters=args.keep_adapters)
+    card = (out / CARD).read_text(encoding="utf-8")
+    statement = card.partition("## Privacy\n\n")[2].partition("\n")[0]
+    for path in sorted(out.iterdir()):
+        print(path)
+    print(statement)
+    return 0

@@ -1,0 +1,1 @@
+"""Trained models outside of their runs: loading, evaluation, generation, export."""

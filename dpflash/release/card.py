@@ -1,0 +1,109 @@
+"""The model card of an export: what is private, how, and what is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_RELATIONS = {
+    "zero_out": "of which one has nothing in place of a {unit} of the other (the number of {unit}s "
+    "is public)",
+    "add_remove": "of which one has one {unit} more than the other",
+    "replace_one": "that differ in one {unit}",
+}
+_NOT_COVERED = (
+    "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
+    "The choice of this run among several: tuning on the same data spends more than the epsilon "
+    "above, and other models from the same data add to it.",
+    "Documents that the model was evaluated on; they did not train it.",
+    "Whatever a pretrained base model was trained on before.",
+    "Units that belong together: if one person has several {unit}s, the guarantee for the person "
+    "is weaker than for one {unit}.",
+)
+
+
+def model_card(report: Mapping[str, Any], *, library: str, base: str | None, how: str) -> str:
+    """The card as Markdown.
+
+    Args:
+        report: of the run, see `dpflash.train.report.make_report`. Only values that epsilon covers
+            or that count as public are used.
+        library: "dpflash" or "transformers", which loads the model.
+        base: name of the pretrained model; None for a new one.
+        how: Python that loads the model.
+    """
+    unit = report["config"]["unit"]
+    trained = "trained" if base is None else f"fine-tuned from {base}"
+    lines = [
+        "---",
+        f"library_name: {library}",
+        "pipeline_tag: text-generation",
+        "tags: [differential-privacy, dpflash]",
+        "---",
+        "# Model card",
+        "",
+        f"A causal language model, {trained} by dpflash {report['versions']['dpflash']}.",
+        "",
+        "## Privacy",
+        "",
+        _statement(report, unit),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in _rows(report).items()),
+        "",
+        "## Not covered by epsilon",
+        "",
+        *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
+        "",
+        "## Load",
+        "",
+        "```python",
+        how,
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _statement(report: Mapping[str, Any], unit: str) -> str:
+    if report["epsilon"] is None:
+        return "**This model is not private:** it was trained without noise."
+    relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
+    text = (
+        f"The weights are ({_up(report['epsilon'])}, {report['delta']:g})-differentially private: "
+        f"for two data sets {relation}, no set of weights is more than e^epsilon times as likely "
+        "under one as under the other, but for a probability of delta."
+    )
+    if report["seeded"]:
+        text += (
+            " **The run was seeded: to whoever knows the seed the model is not private, since its "
+            "noise can be recomputed. It is for research, not for release.**"
+        )
+    return text
+
+
+def _rows(report: Mapping[str, Any]) -> dict[str, str]:
+    public = report["public"]
+    size = "declared" if public["dataset_size_declared"] else "treated as public"
+    lost = f", and {report['lost_steps']} lost in a crash" if report["lost_steps"] else ""
+    epsilon = "none" if report["epsilon"] is None else _up(report["epsilon"])
+    return {
+        "epsilon": epsilon,
+        "delta": f"{report['delta']:g}",
+        "neighboring relation": report["neighboring_relation"],
+        "privacy unit": report["privacy_unit"],
+        "dataset size": f"{public['dataset_size']}, {size}",
+        "sampler": f"{report['sampler']}, sample rate {report['sample_rate']:.6g}",
+        "steps": f"{report['steps']}{lost}",
+        "accountant": report["accountant"],
+        "clipping": f"{report['clipping']}, max_grad_norm {report['max_grad_norm']:g}",
+        "noise multiplier": f"{report['noise_multiplier']:.6g}",
+        "expected batch size": f"{report['expected_batch_size']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+    }
+
+
+def _up(epsilon: float) -> str:
+    """Epsilon with three decimals, rounded up."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

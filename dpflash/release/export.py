@@ -1,0 +1,150 @@
+"""Exports the model of a run: weights, architecture and a model card in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..nn import LongContextLM
+from ..privacy.ledger import Ledger
+from ..train.language_models import write_architecture
+from ..train.pretrained import (
+    ADAPTER,
+    adapted_folder,
+    load_model,
+    load_tokenizer,
+    quiet,
+    require_transformers,
+)
+from ..train.report import REPORT
+from ..train.run import LEDGER
+from .card import model_card
+from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, require_safetensors
+
+CARD = "README.md"
+_CARDS = {
+    "dpflash": "import dpflash\n\nmodel = dpflash.load(FOLDER)",
+    "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+    "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
+    "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+    "adapters": "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+    "base = AutoModelForCausalLM.from_pretrained(FOLDER_OF_THE_BASE_MODEL)\n"
+    "model = PeftModel.from_pretrained(base, FOLDER)",
+}
+
+
+def export(
+    run: str | os.PathLike[str], out: str | os.PathLike[str], *, keep_adapters: bool = False
+) -> Path:
+    """Write the model of a run for release.
+
+    Args:
+        run: folder of a `dpflash train` run that ended or was interrupted.
+        out: new folder: model.safetensors, config.json, README.md (the model card), and for a
+            model of transformers its tokenizer.
+        keep_adapters: write LoRA adapters as they are; they then load with peft beside the base
+            model. Otherwise they are added to its weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError, ValueError: the run has no model or went on after it was written, out
+            exists, or an argument does not fit the run.
+
+    Guarantees:
+        Nothing in the folder depends on the data but through the private weights and the numbers
+        that the report declares or treats as public.
+    """
+    run, out = Path(run), Path(out)
+    report = _report(run)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={str(out)!r}: exists already; choose a new folder")
+    is_adapter = (pretrained_folder(run) / ADAPTER).is_file()
+    if keep_adapters and not is_adapter:
+        raise ValueError(
+            f"keep_adapters=True: the run in {str(run)!r} trained no adapters; drop it"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside its place, so that a folder of that name is always complete.
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        if is_pretrained(run):
+            _write_pretrained(pretrained_folder(run), work, keep_adapters)
+        else:
+            _write_own(run, work)
+        (work / CARD).write_text(_card(run, report, keep_adapters), encoding="utf-8")
+        work.chmod(0o755)  # not only for its owner, as temporary folders are
+        if out.exists():
+            out.rmdir()
+        os.replace(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def _report(run: Path) -> dict[str, Any]:
+    """The report of a run, which must be about all steps in its ledger."""
+    if not run.is_dir():
+        raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
+    resume = f"dpflash train --resume {run}"
+    path = run / REPORT
+    if not path.is_file():
+        raise ValueError(
+            f"run={str(run)!r}: has no {REPORT}, so it has not ended; continue it with {resume}"
+        )
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    written = report["steps"] + report["lost_steps"]
+    releases = Ledger(run / LEDGER).releases
+    if releases != written:
+        raise ValueError(
+            f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
+            f"has {releases}; continue it with {resume}"
+        )
+    return report
+
+
+def _write_own(run: Path, out: Path) -> None:
+    require_safetensors()
+    from safetensors.torch import save_file
+
+    model = load(run)
+    assert isinstance(model, LongContextLM)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if model.architecture["tie_embeddings"]:
+        del weights["lm_head.weight"]  # files hold no tensor twice
+    metadata = {"format": "pt", "architecture": json.dumps(model.architecture)}
+    save_file(weights, out / SAFETENSORS, metadata=metadata)
+    write_architecture(model, out)
+
+
+def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
+    transformers = require_transformers(trained)
+    if keep_adapters:
+        shutil.copytree(trained, out, dirs_exist_ok=True)
+        # The path of the base model is of this machine, and so is peft's own card.
+        config = json.loads((out / ADAPTER).read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = adapted_folder(trained).name
+        (out / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (out / CARD).unlink(missing_ok=True)
+        return
+    model: Any = load_model(trained, merge=True)
+    with quiet(transformers):
+        model.save_pretrained(out)
+    load_tokenizer(trained).save_pretrained(out)
+
+
+def _card(run: Path, report: Mapping[str, Any], keep_adapters: bool) -> str:
+    trained = pretrained_folder(run)
+    library = "transformers" if is_pretrained(run) else "dpflash"
+    configured = report["config"].get("model")
+    base = adapted_folder(trained).name if (trained / ADAPTER).is_file() else None
+    if base is None and configured is not None:
+        base = Path(configured).name
+    how = "adapters" if keep_adapters else library
+    return model_card(report, library=library, base=base, how=_CARDS[how])

@@ -1,0 +1,237 @@
+"""A trained model with its tokens: evaluates documents and continues text, for both kinds.
+
+Letters: B windows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import _validate
+from ..train.data import (
+    DOCUMENT_START,
+    IGNORE_INDEX,
+    Tokens,
+    held_out_batches,
+    num_targets,
+)
+from ..train.language_models import encode_texts
+from ..train.pretrained import load_tokenizer, quiet, require_transformers, start_token
+from ..train.run import summed_loss
+from .load import is_pretrained, load, pretrained_folder
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of a model on documents. Epsilon does not cover it.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens that were predicted.
+        nats_per_token: mean loss of a token.
+        bits_per_byte: loss of all text over its UTF-8 bytes; None if not all of it was predicted.
+    """
+
+    documents: int
+    tokens: int
+    nats_per_token: float
+    bits_per_byte: float | None
+
+    @property
+    def bits_per_token(self) -> float:
+        """The mean loss of a token in bits."""
+        return self.nats_per_token / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean loss; inf where it exceeds float's range."""
+        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
+
+
+class TextModel:
+    """The model of a run or an export.
+
+    Args:
+        folder: see `dpflash.load`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `dpflash.load`.
+
+    Attributes:
+        token: "byte" or "token".
+        max_tokens: the greatest T; None for any.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._model: Any = load(folder)
+        self._tokenizer: Any = None
+        self.token, self._padding = "byte", DOCUMENT_START
+        if is_pretrained(Path(folder)):
+            own = pretrained_folder(Path(folder))
+            self._transformers = require_transformers(own)
+            self._tokenizer = load_tokenizer(own)
+            self.token = "token"
+            self._padding = start_token(self._tokenizer) or 0
+            self.max_tokens = getattr(self._model.config, "max_position_embeddings", None)
+        else:
+            self.max_tokens = self._model.max_seq_len
+
+    def evaluate(
+        self,
+        contents: Sequence[bytes],
+        *,
+        seq_len: int | None = None,
+        max_windows: int | None = None,
+        progress: bool = False,
+    ) -> Evaluation:
+        """The loss on documents, cut into windows without overlap.
+
+        Args:
+            contents: the documents' bytes.
+            seq_len: tokens per window; None for the longest document, or what the model takes.
+            max_windows: maximum number of windows; None for all.
+            progress: whether to show a progress bar on stderr.
+
+        Raises:
+            ValueError: seq_len is above what the model takes, or there is nothing to predict.
+        """
+        if seq_len is not None:
+            _validate.positive_int(seq_len=seq_len)
+        if self.max_tokens is not None and seq_len is not None and seq_len > self.max_tokens:
+            raise ValueError(
+                f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that"
+            )
+        documents = self._encode(contents)
+        targets_of = [num_targets(document) for document in documents]
+        fitting = min(max(max(targets_of, default=0), 1), seq_len or self.max_tokens or 2**62)
+        total = sum(-(-count // fitting) for count in targets_of)
+        batches = held_out_batches(documents, fitting, max_windows, padding=self._padding)
+        nats, count = 0.0, 0
+        with (
+            torch.no_grad(),
+            tqdm(
+                total=min(total, max_windows or total), unit="window", disable=not progress
+            ) as bar,
+        ):
+            for inputs, targets in batches:
+                nats += summed_loss(self._logits(inputs), targets)
+                count += int((targets != IGNORE_INDEX).sum())
+                bar.update(len(inputs))
+        if not count:
+            raise ValueError("data: the documents have no tokens to predict; pass longer ones")
+        is_whole = count == sum(targets_of)
+        per_byte = nats / math.log(2) / sum(map(len, contents))
+        return Evaluation(len(documents), count, nats / count, per_byte if is_whole else None)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+    ) -> str:
+        """Continue a text.
+
+        Args:
+            prompt: the text; it may be empty.
+            max_new_tokens: maximum number of tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: choose among so many likeliest tokens; None for all.
+            seed: of the choices; None for other ones in each call.
+
+        Returns:
+            The prompt and its continuation.
+
+        Raises:
+            ValueError: for numbers out of their ranges, or more tokens than the model takes.
+        """
+        _validate.positive_int(max_new_tokens=max_new_tokens)
+        _validate.non_negative(temperature=temperature)
+        _validate.finite(temperature=temperature)
+        if top_k is not None:
+            _validate.positive_int(top_k=top_k)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            if seed is None:
+                torch.seed()
+            else:
+                torch.manual_seed(seed)
+            if self._tokenizer is None:
+                return self._generate_bytes(prompt, max_new_tokens, temperature, top_k)
+            return self._generate_tokens(prompt, max_new_tokens, temperature, top_k)
+
+    def _encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
+        if self._tokenizer is None:
+            return contents
+        return encode_texts(self._tokenizer, contents, self._model)
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        """Of inputs `[B, T]` the logits `[B, T, V]`."""
+        if self._tokenizer is None:
+            logits: Tensor = self._model(inputs)
+        else:
+            logits = self._model(input_ids=inputs, use_cache=False).logits
+        return logits
+
+    def _generate_bytes(
+        self, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None
+    ) -> str:
+        """Byte by byte; of longer texts the model sees the last max_tokens bytes."""
+        ids = [DOCUMENT_START, *prompt.encode(errors="replace")]
+        for _ in range(max_new_tokens):
+            seen = torch.tensor([ids[-self._model.max_seq_len :]])
+            # The start of a document is no byte.
+            logits = self._model(seen)[0, -1, :DOCUMENT_START]
+            ids.append(_choose(logits, temperature, top_k))
+        return bytes(ids[1:]).decode(errors="replace")
+
+    def _generate_tokens(
+        self, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None
+    ) -> str:
+        tokenizer = self._tokenizer
+        start = start_token(tokenizer)
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = ids if start is None else [start, *ids]
+        if not ids:
+            raise ValueError(
+                f"prompt={prompt!r}: the tokenizer makes no token of it, and has none that starts "
+                "a text; pass a longer prompt"
+            )
+        if self.max_tokens is not None and len(ids) + max_new_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens} after a prompt of {len(ids)} tokens: the model "
+                f"takes {self.max_tokens}; lower it, or shorten the prompt"
+            )
+        options: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": top_k or 0}
+        tokens = torch.tensor([ids])
+        with quiet(self._transformers):
+            made = self._model.generate(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=self._padding,
+                **options,
+            )
+        added: str = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+        return prompt + added
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None) -> int:
+    """A token from its logits `[V]`."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, tokens = logits.topk(min(top_k or len(logits), len(logits)))
+    probabilities = (values.double() / temperature).softmax(0)
+    return int(tokens[torch.multinomial(probabilities, 1)])
