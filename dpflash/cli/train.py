@@ -374,6 +374,8 @@ def _documents(job: Any) -> str:
     text = f"{counted(job.num_documents, _noun(config))} to train on, "
     if config.eval_data is not None:
         text += f"{job.num_held_out} of {config.eval_data} to evaluate on"
+    elif not config.holds_out:
+        text += "no evaluation"
     else:
         text += f"{job.num_held_out} held out (which epsilon does not cover)"
     return text + (f"; left out: {job.left_out}" if job.left_out else "")

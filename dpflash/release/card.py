@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _RELATIONS = {
-    "zero_out": "of which one has nothing in place of a {unit} of the other (the number of {unit}s "
-    "is public)",
+    "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
+    "{unit}s is public)",
     "add_remove": "of which one has one {unit} more than the other",
     "replace_one": "that differ in one {unit}",
 }

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
+from dpflash.patterns import SlidingWindow
 from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun
 
@@ -91,8 +93,10 @@ def test_a_run_leaves_what_its_summary_names(
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "; left out: 1 duplicate" in shown
-    names = {"checkpoint.pt", "ledger.jsonl", "model.pt", "report.json", "training.png"}
-    assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
+    names = {"checkpoint.pt", "ledger.jsonl", "metrics.jsonl", "model.pt", "report.json"}
+    names.add("training.png")
+    own = {"config.json", "ledger.jsonl.head"}  # read by dpflash.load and by the ledger
+    assert {path.name for path in out.iterdir()} == names | own
     assert all(str(out / name) in shown for name in names)
     report = report_of(out)
     for word in (report["neighboring_relation"], report["sampler"], "non-private"):
@@ -455,12 +459,125 @@ def test_without_out_a_free_folder_is_taken(
     assert (tmp_path / "runs/train-2/report.json").is_file()
 
 
-def test_a_large_delta_is_warned_about(
+def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = options(data, steps=1, delta=0.5)
-    assert main([*words, "--no-baseline", "--out", str(tmp_path / "out")]) == 0
-    assert "dpflash: warning: delta=0.5" in capsys.readouterr().err
+    # 45 documents train.
+    words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "delta=0.5: not below 1 / 45 files" in error and "such as 0.01," in error
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--allow-large-delta"]) == 0
+    # A declared size counts instead.
+    other = options(data, steps=1, delta=0.0025, dataset_size=400)
+    assert main([*other, "--no-baseline", "--out", str(tmp_path / "other")]) == 2
+    assert "delta=0.0025: not below 1 / 400 files" in capsys.readouterr().err
+
+
+def test_windows_are_no_longer_than_the_longest_document(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = max(map(len, Corpus.read(config(data)).train.contents))
+    job = TrainingRun.start(config(data, seq_len=32768), tmp_path / "a")
+    assert job.window_len == longest and job._windows[0][0].shape == (longest,)
+    # Of a declared size nothing about the documents is published.
+    with pytest.warns(UserWarning, match=f"seq_len=32768: the longest file has {longest} tokens"):
+        job = TrainingRun.start(config(data, seq_len=32768, dataset_size=400), tmp_path / "b")
+    assert job.window_len == 32768
+    words = options(data, seq_len=32768, steps=1)
+    assert main([*words, "--no-baseline", "--out", str(tmp_path / "c")]) == 0
+    text = f"windows of {longest} bytes (not 32768: no file has more)"
+    assert text in capsys.readouterr().out
+    report = report_of(tmp_path / "c")
+    assert report["window_len"] == longest and "window_len" in report["not_covered_by_epsilon"]
+    # The model does not tell the length.
+    architecture = json.loads((tmp_path / "c" / "config.json").read_text())["architecture"]
+    assert architecture["max_seq_len"] == 32768
+
+
+def test_metrics_have_a_line_for_each_step_and_mark_what_is_private(
+    data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = TrainingRun.start(config(data, baseline=False), out)
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 3)
+    # An interrupted run keeps its history, its model and a report.
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    report = report_of(out)
+    assert report["steps"] == 3 and (out / "model.pt").is_file()
+    assert any("interrupted after step 3 of 6" in note for note in report["notes"])
+    report = TrainingRun.resume(out).run()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, entry in zip(lines, report["history"], strict=True):
+        assert line.keys() == {"step", "epsilon", "delta", "private"}
+        assert line["private"].keys() == {"loss", "tokens_per_second"}
+        assert line["private"]["loss"] == entry["loss"]
+        assert line["epsilon"] == entry["epsilon"]
+    assert not any("interrupted" in note for note in report["notes"])
+
+
+def test_epochs_give_the_number_of_steps(data: Path, tmp_path: Path) -> None:
+    # 45 documents, 6 a step: 7.5 steps an epoch.
+    changes = {"steps": None, "epochs": 2, "baseline": False}
+    job = TrainingRun.start(config(data, **changes), tmp_path / "a")
+    assert job.total_steps == 15
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 2)
+    resumed = TrainingRun.resume(tmp_path / "a", {"epochs": 2})
+    assert resumed.total_steps == 15
+    declared = TrainingRun.start(config(data, dataset_size=60, **changes), tmp_path / "b")
+    assert declared.total_steps == 20
+    with pytest.raises(ValueError, match="epochs=2 conflicts with steps=6"):
+        config(data, epochs=2)
+
+
+def test_evaluation_data_do_not_train_and_may_be_left_out(data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("abababab")
+    job = TrainingRun.start(
+        config(data, eval_data=str(other), baseline=False, steps=1), tmp_path / "a"
+    )
+    assert job.num_documents == 50 and job.num_held_out == 1
+    assert job.run()["bits_per_byte_after"] is not None
+    job = TrainingRun.start(config(data, eval_fraction=0, baseline=False, steps=1), tmp_path / "b")
+    assert job.num_documents == 50 and job.num_held_out == 0
+    assert job.run()["bits_per_byte_after"] is None and (tmp_path / "b" / "model.pt").is_file()
+    assert TrainingRun.start(config(data, eval_fraction=0.5), tmp_path / "c").num_held_out > 15
+    for changes, message in (
+        ({"eval_data": str(other), "eval_fraction": 0.1}, "eval_fraction=0.1 conflicts"),
+        ({"eval_data": str(data)}, "is the training data"),
+        ({"eval_fraction": 1.0}, "eval_fraction=1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(data, **changes)
+
+
+def test_a_pattern_is_that_of_the_model_and_of_its_file(data: Path, tmp_path: Path) -> None:
+    job = TrainingRun.start(
+        config(data, pattern="sliding_window(window=3)", steps=1, baseline=False), tmp_path / "out"
+    )
+    expected = SlidingWindow(window=3, causal=True)
+    assert job.model.blocks[0].attention.pattern == expected
+    job.run()
+    assert dpflash.load(tmp_path / "out").blocks[0].attention.pattern == expected
+    with pytest.raises(ValueError, match="pattern='sliding_window"):
+        TrainingRun.resume(tmp_path / "out", {"pattern": "sliding_window(window=4)"})
+
+
+def test_a_single_file_needs_records_as_units(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("".join(json.dumps({"text": f"note {i}"}) + "\n" for i in range(30)))
+    words = [*options(notes, steps=1), "--no-baseline", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "unit='file' with data=" in capsys.readouterr().err
+    assert main([*words, "--unit", "record"]) == 0
+    shown = capsys.readouterr().out
+    assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
 
 
 def test_without_matplotlib_the_summary_says_how_to_get_it(

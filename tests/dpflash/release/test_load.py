@@ -1,0 +1,224 @@
+"""dpflash.load on folders of byte-level runs and their exports."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dpflash
+from dpflash.cli import main
+from dpflash.nn import LongContextLM
+from dpflash.patterns import SlidingWindow
+from dpflash.release.export import export
+from dpflash.release.text_model import TextModel
+from dpflash.train.config import TrainingConfig
+from dpflash.train.run import Interrupted, TrainingRun
+
+
+def config(data: Path, **changes: Any) -> TrainingConfig:
+    options = {
+        **{"data": str(data), "seq_len": 24, "batch_size": 6, "steps": 3, "delta": 1e-3},
+        **{"accountant": "rdp", "embed_dim": 8, "layers": 1, "heads": 2, "baseline": False},
+        **{"pattern": "sliding_window(window=5)", "eval_windows": 4},
+    }
+    return TrainingConfig(**{**options, **changes})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(50):
+        (folder / f"{number}.txt").write_text("abc" * 10 + str(number))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    TrainingRun.start(config(data), out).run()
+    return out
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    return export(run, run.with_name("exported"))
+
+
+@pytest.fixture
+def copied(run: Path, exported: Path, tmp_path: Path) -> dict[str, Path]:
+    folders = {"run": run, "export": exported}
+    return {name: Path(shutil.copytree(path, tmp_path / name)) for name, path in folders.items()}
+
+
+def test_the_model_of_a_run_and_of_its_export_is_the_trained_one(
+    run: Path, exported: Path
+) -> None:
+    plain = LongContextLM(
+        257, 8, 1, 2, max_seq_len=24, pattern=SlidingWindow(window=5, causal=True)
+    )
+    plain.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    tokens = torch.randint(0, 257, (2, 24))
+    expected = plain.eval()(tokens)
+    for folder in (run, exported):
+        model = dpflash.load(folder)
+        assert not model.training and torch.equal(model(tokens), expected)
+        assert model.lm_head.weight is model.token_embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_heads", 1), ("num_heads", 4), ("vocab_size", 300), ("pattern", None), ("norm", "x")],
+)
+@pytest.mark.parametrize("kind", ["run", "export"])
+def test_another_architecture_is_refused_by_name(
+    kind: str, name: str, value: Any, copied: dict[str, Path]
+) -> None:
+    path = copied[kind] / "config.json"
+    content = json.loads(path.read_text())
+    content["architecture"][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"config.json says {name}={value!r}, and the weights"):
+        dpflash.load(copied[kind])
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_load_state_dict_refuses_weights_of_other_heads(heads: int, run: Path) -> None:
+    model = LongContextLM(257, 8, 1, heads, max_seq_len=24)
+    with pytest.raises(RuntimeError, match=f"num_heads={heads}: the weights .* num_heads=2"):
+        model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    # Within another module, and of weights that say nothing about heads.
+    outer = torch.nn.Sequential(model)
+    with pytest.raises(RuntimeError, match="num_heads=2"):
+        outer.load_state_dict(
+            torch.nn.Sequential(LongContextLM(257, 8, 1, 2, max_seq_len=24)).state_dict()
+        )
+    model.load_state_dict(dict(torch.load(run / "model.pt", weights_only=True)))
+
+
+def test_folders_without_a_model_are_refused_with_the_way_out(
+    copied: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        dpflash.load(tmp_path / "nowhere")
+    for name, message in (("config.json", "has no config.json"), ("model.pt", "--resume")):
+        (copied["run"] / name).unlink()
+        with pytest.raises(ValueError, match=message):
+            dpflash.load(copied["run"])
+    weights = copied["export"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        dpflash.load(copied["export"])
+
+
+def test_an_export_has_a_card_with_what_the_report_says(run: Path, exported: Path) -> None:
+    assert {p.name for p in exported.iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
+    card = (exported / "README.md").read_text()
+    report = json.loads((run / "report.json").read_text())
+    rows = dict(line[2:-2].split(" | ") for line in card.splitlines() if line.startswith("| e"))
+    assert report["epsilon"] <= float(rows["epsilon"]) < report["epsilon"] + 1e-3
+    for word in (
+        *("zero_out", "one document (a file)", "poisson", "rdp", "flat, max_grad_norm 1"),
+        *(f"| noise multiplier | {report['noise_multiplier']:.6g} |", "| delta | 0.001 |"),
+        *(f"dpflash {dpflash.__version__}", "treated as public", "The choice of this run among"),
+        *("Training losses", "Documents that the model was evaluated on"),
+    ):
+        assert word in card, word
+    # Nothing of the data, the machine or the losses.
+    for word in (str(run), report["config"]["data"], f"{report['bits_per_byte_after']:.3f}"):
+        assert word not in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_epsilon": None, "noise_multiplier": 0}, "**This model is not private:**"),
+        ({"seed": 3}, "**The run was seeded"),
+        ({"dataset_size": 90}, "more than the other"),
+    ],
+)
+def test_a_card_says_what_weakens_the_guarantee(
+    changes: dict[str, Any], words: str, data: Path, tmp_path: Path
+) -> None:
+    TrainingRun.start(config(data, steps=1, **changes), tmp_path / "run").run()
+    assert words in (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+
+
+def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(
+    data: Path, tmp_path: Path
+) -> None:
+    job = TrainingRun.start(config(data, checkpoint_every=1000), tmp_path / "run")
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 2)
+    card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+    assert "| steps | 2 |" in card
+
+    resumed = TrainingRun.resume(tmp_path / "run")
+
+    def die() -> bool:
+        if resumed.step == 3:
+            raise MemoryError
+        return False
+
+    # After a step more, that model is no longer all that was released.
+    with pytest.raises(MemoryError):
+        resumed.run(should_stop=die)
+    with pytest.raises(ValueError, match="after 2 releases, and its ledger has 3; .*--resume"):
+        export(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_export_overwrites_nothing(run: Path, exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exists already"):
+        export(run, exported)
+    with pytest.raises(ValueError, match="keep_adapters=True"):
+        export(run, tmp_path / "out", keep_adapters=True)
+    with pytest.raises(ValueError, match="has no report.json"):
+        export(tmp_path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_gives_the_loss_of_every_byte(
+    exported: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("abcabc")
+    assert main(["evaluate", str(exported), "--data", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = dpflash.load(exported)
+    logits = model(torch.tensor([[256, *b"abcab"]]))[0]
+    nats = torch.nn.functional.cross_entropy(logits, torch.tensor([*b"abcabc"])).item()
+    assert found["tokens"] == 6 and found["documents"] == 1
+    assert found["nats_per_token"] == pytest.approx(nats, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"])
+    assert main(["evaluate", str(exported), "--data", str(data), "--max-windows", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "nats per byte" in shown and "perplexity per byte" in shown
+    assert main(["evaluate", str(exported), "--data", str(data), "--seq-len", "99"]) == 2
+    assert "seq_len=99: the model takes 24 tokens" in capsys.readouterr().err
+
+
+def test_generate_repeats_by_seed_and_takes_the_likeliest_at_temperature_0(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> str:
+        assert main(["generate", str(exported), "--prompt", "abc", *words]) == 0
+        return capsys.readouterr().out
+
+    few = ["--max-new-tokens", "30"]  # longer than what the model sees at once
+    assert shown(*few, "--seed", "1") == shown(*few, "--seed", "1") != shown(*few, "--seed", "2")
+    greedy = shown(*few, "--temperature", "0")
+    assert greedy == shown(*few, "--top-k", "1") and greedy.startswith("abc")
+    model = TextModel(exported)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        model.generate("", max_new_tokens=0)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        model.generate("", max_new_tokens=1, temperature=-1)
+    state = torch.get_rng_state()
+    model.generate("", max_new_tokens=1, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)

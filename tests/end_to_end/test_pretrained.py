@@ -1,0 +1,240 @@
+"""`dpflash train --model`: a causal language model of transformers, from folder to release."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+import dpflash  # noqa: E402
+from dpflash.cli import main  # noqa: E402
+from dpflash.release.text_model import TextModel  # noqa: E402
+from dpflash.train.config import TrainingConfig  # noqa: E402
+from dpflash.train.language_models import PretrainedModel, encode_texts  # noqa: E402
+from dpflash.train.pretrained import load_model  # noqa: E402
+from dpflash.train.run import TrainingRun  # noqa: E402
+
+# Forked from this process, which has imported everything: a new one would take seconds for it.
+FORKED = multiprocessing.get_context("fork")
+POSITIONS = 48
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("base") / "llama"
+    level = tokenizers.pre_tokenizers.ByteLevel
+    words = ["<s>", "</s>", *sorted(level.alphabet())]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **{"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 32},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"max_position_embeddings": POSITIONS, "bos_token_id": 0, "eos_token_id": 1},
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "notes.jsonl"
+    records = ({"text": f"note {i}: the fever is {36 + i % 5}"} for i in range(60))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def options(llama: Path, notes: Path, out: Path, /, **changes: Any) -> list[str]:
+    words = ["train", "--model", str(llama), "--data", str(notes), "--unit", "record"]
+    words += ["--batch-size", "6", "--accountant", "rdp", "--delta", "1e-3", "--out", str(out)]
+    for name, value in changes.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def killed_after(releases: int, words: list[str], ledger: Path) -> None:
+    """Run the command in another process, and kill it once it has made so many releases."""
+    process = FORKED.Process(target=main, args=(words,))
+    process.start()
+    deadline = time.monotonic() + 120
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < releases:
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+_ALONE = """
+import sys
+sys.modules["dpflash"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(sys.argv[1])
+                    for kind in (AutoModelForCausalLM, AutoTokenizer))
+made = model.generate(**tokenizer("note ", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+print(made[0].tolist())
+"""
+
+
+def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
+    llama: Path, notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    sizes = {"lora_rank": 4, "steps": 8, "checkpoint_every": 2, "learning_rate": 0.05}
+    killed_after(3, options(llama, notes, run, **sizes), run / "ledger.jsonl")
+    before = len((run / "ledger.jsonl").read_text().splitlines())
+    assert 3 <= before < 8
+    assert main(["train", "--resume", str(run)]) == 0
+    report = json.loads((run / "report.json").read_text())
+    releases = len((run / "ledger.jsonl").read_text().splitlines())
+    assert report["steps"] == 8 and releases == 8 + report["lost_steps"]
+    words = ["epsilon", "--json", "--steps", str(releases), "--delta", "1e-3"]
+    words += ["--accountant", "rdp", "--noise-multiplier", repr(report["noise_multiplier"])]
+    capsys.readouterr()
+    assert main([*words, "--sample-rate", repr(report["sample_rate"])]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
+    assert report["loss_per"] == "token" and report["bits_per_token_after"] is not None
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    assert "differentially private" in capsys.readouterr().out
+    assert "one record (a line of a JSONL file)" in (out / "README.md").read_text()
+    # The adapters moved, and are in the weights of the export.
+    tokens = torch.tensor([[0, 5, 6, 7]])
+    plain, trained, merged = (
+        model(input_ids=tokens).logits
+        for model in (load_model(llama), dpflash.load(run), dpflash.load(out))
+    )
+    assert torch.allclose(trained, merged, atol=1e-5)
+    assert (trained - plain).abs().max() > 1e-3
+    for folder in (run, out):
+        assert main(["generate", str(folder), "--prompt", "note ", "--max-new-tokens", "4"]) == 0
+        assert capsys.readouterr().out.startswith("note ")
+    alone = [sys.executable, "-c", _ALONE, str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        alone, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    model: Any = dpflash.load(out)
+    ids = transformers.AutoTokenizer.from_pretrained(out)("note ", return_tensors="pt")
+    assert json.loads(done.stdout) == (
+        model.generate(**ids, max_new_tokens=8, do_sample=False)[0].tolist()
+    )
+
+
+def test_all_parameters_are_trained_without_lora_and_windows_fit_the_model(
+    llama: Path, notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"{number} " * 40)
+    words = options(llama, folder, tmp_path / "run", steps=2, learning_rate=0.01)
+    words[words.index("record")] = "file"
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert f"windows of {POSITIONS} tokens (not 2048: the model takes no more)" in shown
+    before, after = load_model(llama).state_dict(), dpflash.load(tmp_path / "run").state_dict()
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Bytes are tokens here, and each document has an end token.
+    assert found["tokens"] == sum(p.stat().st_size + 1 for p in folder.iterdir())
+    assert found["bits_per_byte"] > found["bits_per_token"]
+
+
+def test_adapters_are_exported_as_they_are_if_asked(
+    llama: Path, notes: Path, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(options(llama, notes, run, lora_rank=2, steps=1)) == 0
+    assert main(["export", str(run), "--out", str(out), "--keep-adapters"]) == 0
+    assert not (out / "model.safetensors").exists()
+    # No path of this machine.
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "llama"
+    )
+    with pytest.raises(ValueError, match="the adapters belong to the model in 'llama', which is"):
+        dpflash.load(out)
+
+
+def test_tokens_of_a_text_stand_between_start_and_end(llama: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    (ids,) = encode_texts(tokenizer, [b"ab"], load_model(llama))
+    assert ids[0] == 0 and ids[-1] == 1 and len(ids) == 4
+    # A tokenizer without such tokens: the first token of the text is never a target.
+    tokenizer.bos_token = tokenizer.eos_token = None
+    (ids,) = encode_texts(tokenizer, [b"ab"], load_model(llama))
+    assert len(ids) == 2
+    small = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    with pytest.raises(ValueError, match="the model knows 8; pass the folder"):
+        encode_texts(tokenizer, [b"ab"], small)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "nowhere"}, "no such folder; nothing is downloaded"),
+        ({"tokenizer": "nowhere"}, "tokenizer='.*nowhere': no such folder"),
+        ({"lora_rank": 0}, "lora_rank=0"),
+        ({"heads": 2}, "heads=2 with model="),
+        ({"pattern": "dense"}, "pattern='dense' with model="),
+        ({"model": None, "lora_rank": 2}, "lora_rank=2 without model"),
+        ({"model": None, "tokenizer": "x"}, "tokenizer='x' without model"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_the_model_are_refused(
+    changes: dict[str, Any], message: str, llama: Path, notes: Path, tmp_path: Path
+) -> None:
+    given = {"model": str(llama), "data": str(notes), "unit": "record", "batch_size": 6}
+    with pytest.raises(ValueError, match=message):
+        TrainingRun.start(TrainingConfig(**{**given, **changes}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_an_empty_folder_is_refused(llama: Path, notes: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="max_new_tokens=99 after a prompt of 2 tokens"):
+        TextModel(llama).generate("a", max_new_tokens=99)
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft"])
+def test_a_missing_library_is_named(
+    library: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        ValueError, match=rf"needs {library}; pip install 'dpflash\[transformers\]'"
+    ):
+        PretrainedModel(TrainingConfig(model=str(llama), lora_rank=2))
