@@ -397,7 +397,7 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
         ({"seed": -1}, "seed=-1"),
         ({"max_epsilon": 0}, "max_epsilon=0"),
         ({"max_epsilon": 3, "noise_multiplier": 0}, "max_epsilon=3"),
-        ({"data": "nowhere"}, "nowhere: no such folder"),
+        ({"data": "nowhere"}, "nowhere: no such file or folder"),
         ({"suffixes": ".nothing"}, "no usable file"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -462,11 +462,11 @@ def test_without_out_a_free_folder_is_taken(
 def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 45 documents train.
+    # 46 documents train.
     words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "delta=0.5: not below 1 / 45 files" in error and "such as 0.01," in error
+    assert "delta=0.5: not below 1 / 46 files" in error and "such as 0.01," in error
     assert not (tmp_path / "out").exists()
     assert main([*words, "--allow-large-delta"]) == 0
     # A declared size counts instead.
@@ -520,14 +520,14 @@ def test_metrics_have_a_line_for_each_step_and_mark_what_is_private(
 
 
 def test_epochs_give_the_number_of_steps(data: Path, tmp_path: Path) -> None:
-    # 45 documents, 6 a step: 7.5 steps an epoch.
+    # 46 documents, 6 a step: 7.7 steps an epoch.
     changes = {"steps": None, "epochs": 2, "baseline": False}
     job = TrainingRun.start(config(data, **changes), tmp_path / "a")
-    assert job.total_steps == 15
+    assert job.total_steps == 16
     with pytest.raises(Interrupted):
         job.run(should_stop=lambda: job.step == 2)
     resumed = TrainingRun.resume(tmp_path / "a", {"epochs": 2})
-    assert resumed.total_steps == 15
+    assert resumed.total_steps == 16
     declared = TrainingRun.start(config(data, dataset_size=60, **changes), tmp_path / "b")
     assert declared.total_steps == 20
     with pytest.raises(ValueError, match="epochs=2 conflicts with steps=6"):
