@@ -196,8 +196,8 @@ class TrainingRun:
 
         Args:
             folder: folder of a job that was started with any number of ranks.
-            given: config values to compare with those of the job; `data` may differ, because the
-                folder may have moved.
+            given: config values to compare with those of the job; `data` and `eval_data` may
+                differ, because folders may have moved.
             launch: this process as a rank of the resumed job; None for a single process.
 
         Raises:
@@ -225,7 +225,7 @@ class TrainingRun:
             )
         before = current_names(saved["config"])
         config = TrainingConfig(**{**before, **given})
-        for name in given.keys() - {"data"}:
+        for name in given.keys() - {"data", "eval_data"}:
             # Options that an older version did not have count as their defaults.
             expected = before.get(name, getattr(TrainingConfig, name))
             if getattr(config, name) != expected:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.cli import train as command
@@ -123,8 +124,12 @@ def test_ranks_train_what_one_process_trains(
     done = world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=config(data))
     sharded = parallel.get("shard_parameters", False)
     assert_same_run(out, whole, baseline=not sharded)
-    names = {"checkpoint", "ledger.jsonl", "model.pt", "report.json", "training.png"}
-    assert {path.name for path in out.iterdir()} == {*names, "ledger.jsonl.head"}
+    names = {"checkpoint", "config.json", "ledger.jsonl", "metrics.jsonl", "model.pt"}
+    names |= {"ledger.jsonl.head", "report.json", "training.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == len(report_of(out)["history"])
+    loaded = dpflash.load(out).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(out).items())
     report = report_of(out)
     assert report["ranks"]["data"] * report["ranks"]["context"] == 4
     assert (report["bits_per_byte_nonprivate"] is None) == sharded
@@ -304,7 +309,7 @@ ENVIRONMENT = {
             ["--context-parallel", "2", "--context-mode", "ulysses", "--heads", "1"],
             "heads=1",
         ),
-        (2, ["--data", "nowhere"], "nowhere: no such folder"),
+        (2, ["--data", "nowhere"], "nowhere: no such file or folder"),
         ("x", [], "WORLD_SIZE='x'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
