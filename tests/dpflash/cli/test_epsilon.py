@@ -669,7 +669,7 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_half_written(
 @pytest.mark.parametrize(
     "words, hint",
     [
-        (["epsilom"], "COMMAND='epsilom': expected one of train, epsilon"),
+        (["epsilom"], "COMMAND='epsilom': expected one of train, evaluate"),
         (["epsilom"], "did you mean epsilon?"),
         (["budget", "ledger", "--delta", "1e-5", "--jsn"], "did you mean --json?"),
         (
