@@ -6,6 +6,9 @@ QUICK ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What few commands need, so that `make test` installs none of it.
+FRAMEWORKS := .venv/.frameworks
+SITE := .venv/.site
 # The newest Triton, before the pinned one on the path where kernels are compiled for both.
 NEWEST := .triton
 
@@ -18,7 +21,7 @@ TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-.PHONY: help demo test test-all lint bench compare ci gpu clean
+.PHONY: help demo test test-all lint docs bench compare ci gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,14 +34,19 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 test: $(STAMP) ## run the tests that need no GPU, with some cases of the large grids
 	$(TEST_ENV) $(PYTEST)
 
-test-all: $(STAMP) $(NEWEST)/.installed ## run all cases of all tests, and the kernels again under the newest Triton
+test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all tests, the kernels again under the newest Triton, and install afresh
 	$(TEST_ENV) DPFLASH_FULL=1 $(PYTEST)
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
+	tests/install_afresh.sh $(PYTHON)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(SITE) ## build the site in runs/site, without network; warnings are errors
+	$(BIN)/sphinx-build -q -E -W --keep-going -c docs -b html . runs/site
+	@echo "runs/site/docs/index.html"
 
 bench: $(STAMP) ## measure on this machine (BENCH="variants" for one benchmark in full)
 	$(BIN)/dpflash bench $(BENCH) --out $(RESULTS)
@@ -68,6 +76,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(FRAMEWORKS): $(STAMP)
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[frameworks]'
+	@touch $@
+
+$(SITE): $(STAMP)
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(NEWEST)/.installed: $(STAMP)

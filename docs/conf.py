@@ -13,7 +13,13 @@ release = version = dpflash.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "benchmarks/**.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/**.md",
+    "benchmarks/**.md",
+]
 exclude_patterns = ["benchmarks/suite_pages.md"]
 
 myst_heading_anchors = 3

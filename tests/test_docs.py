@@ -13,16 +13,32 @@ sys.path.insert(
 )  # the new process finds the function there too
 from fresh_process import FORKED, run_script  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+
+
+TWO_STEPS = {"range(EPOCHS)": "range(1)", "in loader:": "in itertools.islice(loader, 8):"}
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    if page not in TUTORIALS
+    for number, block in enumerate(blocks(page))
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_of_python_runs_by_itself(block, tmp_path):
+    run(block, tmp_path)
+
+
+def run(block, tmp_path):
+    """In a process of its own, whose folder is `tmp_path`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -34,6 +50,17 @@ def test_a_block_of_python_runs_by_itself(block, tmp_path):
     process.start()
     process.join(300)
     assert process.exitcode == 0, errors.read_text() if errors.exists() else process.exitcode
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
+    """With two steps of training; and every picture that it shows is one that it draws."""
+    program = "import itertools\n" + "\n".join(blocks(page))
+    for whole, part in TWO_STEPS.items():
+        program = program.replace(whole, part)
+    run(program, tmp_path)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
+    assert all((tmp_path / picture).exists() for picture in pictures)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
