@@ -53,4 +53,5 @@ def _only_what_callers_pass(app, what, name, obj, options, signature, returns):
 
 
 def setup(app):
+    """Called by Sphinx."""
     app.connect("autodoc-process-signature", _only_what_callers_pass)

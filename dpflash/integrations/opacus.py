@@ -59,8 +59,8 @@ def register(
             Opacus. So do LayerNorm and RMSNorm: their norms need no [T, T] matrix, and with a
             norm sampler Opacus would refuse a layer that is called twice.
         accountants: register each accountant of `dpflash.accounting` under its name with the
-            prefix ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It loads
-            states that Opacus' accountant of the same mechanism saved.
+            prefix ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It
+            loads states that Opacus' accountant of the same mechanism saved.
         replace_accountants: register them under their plain names too, in place of Opacus' own:
             `PrivacyEngine(accountant="rdp")` is then dpflash's.
 
