@@ -17,7 +17,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 
 
-TWO_STEPS = {"range(EPOCHS)": "range(1)", "in loader:": "in itertools.islice(loader, 8):"}
+TWO_STEPS = {
+    "range(EPOCHS)": "range(1)",
+    "in loader:": "in itertools.islice(loader, 8):",
+    "max_steps=30": "max_steps=2",
+}
 
 
 def blocks(page):
