@@ -15,7 +15,7 @@ from typing import Any
 from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
-from .integrations.opacus_calls import without_defaults
+from .opacus_calls import without_defaults
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS, PublicSize
 

@@ -52,7 +52,7 @@ from .distributed.validate import (
     synchronize_ranks,
 )
 from .grad_rules.convert import attach, detach
-from .integrations.opacus_calls import (
+from .opacus_calls import (
     Scheduler,
     keywords_alone,
     require_own,

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The import law of dpflash/, bottom up. A package, or a file directly in dpflash/, imports from
 # the rows before its own; what stands in one row does not import each other.
 LAW = [
-    ["_validate", "losses", "distributed core"],
+    ["_validate", "distributed core", "losses", "opacus_calls"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
     ["distributed", "step"],
@@ -38,7 +38,9 @@ MAY_IMPORT = {
     "accounting": {"numpy", "scipy"},
 }
 ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION = {"opacus", "dp_accounting"}
-DPFLASH_MAY_IMPORT_AT_THE_TOP = {"torch", "numpy", "scipy", "cryptography", "tqdm", "dpflash"}
+DPFLASH_MAY_IMPORT_AT_THE_TOP = {
+    *("torch", "numpy", "scipy", "cryptography", "safetensors", "tqdm", "dpflash")
+}
 
 # Files that subclass what another library has; `import dpflash` does not load them.
 MAY_IMPORT_ITS_LIBRARY = {

@@ -1,5 +1,6 @@
 """README and the pages of docs/ are true where a machine can tell."""
 
+import importlib.util
 import re
 import socket
 import sys
@@ -15,8 +16,7 @@ from fresh_process import FORKED, run_script  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-
-
+# What a tutorial has -> what makes two steps of it.
 TWO_STEPS = {
     "range(EPOCHS)": "range(1)",
     "in loader:": "in itertools.islice(loader, 8):",
@@ -28,8 +28,15 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
+def needs(block):
+    """Skipped without what `make test` does not install."""
+    named = set(re.findall(r"^(?:import|from) (datasets|lightning|trl)\b", block, re.M))
+    missing = sorted(name for name in named if importlib.util.find_spec(name) is None)
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
 BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{number}")
+    pytest.param(block, id=f"{page.stem}-{number}", marks=needs(block))
     for page in PAGES
     if page not in TUTORIALS
     for number, block in enumerate(blocks(page))

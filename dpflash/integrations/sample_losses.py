@@ -43,7 +43,7 @@ def sample_loss(model: nn.Module) -> SampleLoss:
             losses.cross_entropy,
             ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION"),
         ),
-        (_next_token, ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")),
+        (losses.causal_lm, ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")),
     )
     for loss, tasks in kinds:
         for task in tasks:
@@ -120,11 +120,6 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
             f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
         )
     return True
-
-
-def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
-    """Logits `[B, T, V]` against the labels `[B, T]` of the next positions."""
-    return losses.cross_entropy(logits[:, :-1], labels[:, 1:].contiguous())
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from ..nn import LongContextLM
 from ..privacy.ledger import Ledger
 from ..train.language_models import write_architecture
@@ -24,7 +26,7 @@ from ..train.pretrained import (
 from ..train.report import REPORT
 from ..train.run import LEDGER
 from .card import model_card
-from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, require_safetensors
+from .load import SAFETENSORS, is_pretrained, load, pretrained_folder
 
 CARD = "README.md"
 _CARDS = {
@@ -110,9 +112,6 @@ def _report(run: Path) -> dict[str, Any]:
 
 
 def _write_own(run: Path, out: Path) -> None:
-    require_safetensors()
-    from safetensors.torch import save_file
-
     model = load(run)
     assert isinstance(model, LongContextLM)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..nn import LongContextLM
@@ -125,14 +126,11 @@ def _read_weights(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
 
 
 def _read_safetensors(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
-    safe_open = require_safetensors().safe_open
     try:
         with safe_open(path, framework="pt") as file:
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             text = (file.metadata() or {}).get("architecture")
-    except Exception as error:  # the library's own class of errors
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except SafetensorError as error:
         raise ValueError(f"{path}: damaged ({error}); export the run again") from error
     return saved, None if text is None else json.loads(text)
 
@@ -143,19 +141,6 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Tensor], dict[str, Any] | None
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path}: damaged ({type(error).__name__}); resume the run") from error
     return saved, getattr(saved, "_metadata", {}).get("", {}).get("architecture")
-
-
-def require_safetensors() -> Any:
-    """The library safetensors.
-
-    Raises:
-        ValueError: it is missing.
-    """
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ValueError(f"{SAFETENSORS} needs safetensors; pip install safetensors") from error
-    return safetensors
 
 
 def _build(folder: Path, architecture: Mapping[str, Any]) -> LongContextLM:
