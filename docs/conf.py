@@ -34,6 +34,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "trl"]
 add_module_names = False
 
 html_theme = "furo"

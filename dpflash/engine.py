@@ -135,7 +135,8 @@ class PrivacyEngine(OnlySettable):
 
     instead_of_setting = {
         **{name: f"set {name} of the optimizer that make_private returned" for name in _OF_STEPS},
-        **dict.fromkeys(_FIELDS - set(_OF_STEPS), "pass it to make_private"),
+        **dict.fromkeys(_FIELDS - {*_OF_STEPS, *TARGETS}, "pass it to make_private"),
+        **dict.fromkeys(TARGETS, "pass it to make_private_with_epsilon"),
         **dict.fromkeys(_OF_ENGINE, "pass it to PrivacyEngine(...)"),
     }
 
@@ -810,14 +811,15 @@ class PrivacyEngine(OnlySettable):
         require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
         if extra is not None and checkpoint_dict is not None:
             raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
-        extra = with_schedulers(
-            checkpoint_dict if extra is None else extra,
-            {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler},
-        )
+        extra = checkpoint_dict if extra is None else extra
+        schedulers = {
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
         self._ranks.run_on_all("save_checkpoint", self._wrapper.unchanged.compare)
         sharded_checkpoint.save(
             path,
-            lambda: self._own_state(extra),
+            lambda: self._own_state(with_schedulers(extra, schedulers)),
             model=self._model,
             optimizer=self._optimizer.original_optimizer,
             ranks=self._ranks,

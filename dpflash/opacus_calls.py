@@ -97,7 +97,13 @@ def require_own(**given: tuple[object, object]) -> None:
 def with_schedulers(
     extra: Mapping[str, Any] | None, schedulers: Mapping[str, Scheduler | None]
 ) -> dict[str, Any]:
-    """What save_checkpoint stores for the loop: `extra`, and the states of schedulers."""
+    """What save_checkpoint stores for the loop: `extra`, and the states of schedulers.
+
+    Raises:
+        ValueError: `extra` is no dict, or has the name of a scheduler's state.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
     states = {_key(n): s.state_dict() for n, s in schedulers.items() if s is not None}
     if taken := sorted(states.keys() & (extra or {}).keys()):
         raise ValueError(f"extra[{taken[0]!r}] is the name of a scheduler's state; choose another")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ TWO_STEPS = {
     "range(EPOCHS)": "range(1)",
     "in loader:": "in itertools.islice(loader, 8):",
     "max_steps=30": "max_steps=2",
+    "'--steps', '100'": "'--steps', '2'",
 }
 
 
@@ -53,20 +55,29 @@ def run(block, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    # What torchrun --nproc-per-node 1 sets.
+    # What torchrun --nproc-per-node 1 sets, for blocks that make a mesh.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     errors = tmp_path / "errors.txt"
-    environment = {**alone, "MASTER_PORT": str(port)}
+    environment = {**alone, "MASTER_PORT": str(port)} if "init_device_mesh" in block else {}
     process = FORKED.Process(target=run_script, args=(block, tmp_path, environment, errors))
     process.start()
     process.join(300)
     assert process.exitcode == 0, errors.read_text() if errors.exists() else process.exitcode
 
 
+def called(line):
+    """A command of dpflash as a line of Python."""
+    program, *arguments = shlex.split(line)
+    assert program == "dpflash"
+    return f"assert dpflash.cli.main({arguments!r}) == 0\n"
+
+
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
     """With two steps of training; and every picture that it shows is one that it draws."""
-    program = "import itertools\n" + "\n".join(blocks(page))
+    program = "import itertools, dpflash.cli\n"
+    for kind, block in re.findall(r"```(python|sh)\n(.*?)```", page.read_text(), re.S):
+        program += block if kind == "python" else "".join(map(called, block.splitlines()))
     for whole, part in TWO_STEPS.items():
         program = program.replace(whole, part)
     run(program, tmp_path)

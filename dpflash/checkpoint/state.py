@@ -229,11 +229,9 @@ def warn_of_changes(
             )
 
 
-def check_extra(extra: object) -> None:
+def check_extra(extra: Mapping[str, Any]) -> None:
     """Refuse values that could be written to a checkpoint but not read back."""
-    if extra is not None and not isinstance(extra, dict):
-        raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
-    for name, value in (extra or {}).items():
+    for name, value in extra.items():
         buffer = io.BytesIO()
         try:
             torch.save({name: value}, buffer)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
+from transformers.training_args import ParallelMode
 
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
@@ -86,6 +87,11 @@ _REFUSED_ARGUMENTS: _Refused = {
     "parallelism_config": ((None,), _ONE_DEVICE),
     "n_gpu": ((0, 1), f"{_ONE_DEVICE}; set CUDA_VISIBLE_DEVICES to one of them"),
     "world_size": ((1,), _ONE_DEVICE),
+    "parallel_mode": (
+        (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED),
+        "the model would be wrapped for several processes; start the script with python in place "
+        "of torchrun",
+    ),
 }
 
 

@@ -115,6 +115,11 @@ def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
         )
 
 
+# Beside the checkpoint.
+WRITTEN = ("config.json", "ledger.jsonl", "ledger.jsonl.head", "metrics.jsonl", "model.pt")
+WRITTEN += ("report.json", "training.png")
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("sharing", WAYS)
 def test_ranks_train_what_one_process_trains(
@@ -124,9 +129,7 @@ def test_ranks_train_what_one_process_trains(
     done = world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=config(data))
     sharded = parallel.get("shard_parameters", False)
     assert_same_run(out, whole, baseline=not sharded)
-    names = {"checkpoint", "config.json", "ledger.jsonl", "metrics.jsonl", "model.pt"}
-    names |= {"ledger.jsonl.head", "report.json", "training.png"}
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == {*WRITTEN, "checkpoint"}
     assert len((out / "metrics.jsonl").read_text().splitlines()) == len(report_of(out)["history"])
     loaded = dpflash.load(out).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in weights(out).items())
@@ -173,11 +176,8 @@ def test_a_run_goes_on_with_other_ranks(
             stopped_rank=2,
         )
         assert [(one["step"], one["report"]) for one in done] == [(3, None)] * 4
-    assert {p.name for p in out.iterdir()} == {
-        "checkpoint.pt" if first is None else "checkpoint",
-        "ledger.jsonl",
-        "ledger.jsonl.head",
-    }
+    checkpoint = "checkpoint.pt" if first is None else "checkpoint"
+    assert {p.name for p in out.iterdir()} == {*WRITTEN, checkpoint}
     if then is None:
         TrainingRun.resume(out).run()
     else:

@@ -242,7 +242,7 @@ def test_the_migration_page_names_every_public_name_of_opacus_engine_optimizer_a
     opacus = pytest.importorskip("opacus")
     from opacus import accountants, layers, optimizers, schedulers
 
-    page = (Path(__file__).parents[3] / "docs" / "opacus.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "opacus.md").read_text(encoding="utf-8")
     names = {n for n in vars(opacus.PrivacyEngine) if not n.startswith("_")}
     names |= {n for n in vars(optimizers.DPOptimizer) if not n.startswith("_")}
     for method in ("__init__", "make_private", "save_checkpoint", "load_checkpoint"):

@@ -53,9 +53,9 @@ def test_a_number_beyond_floats_range_is_refused_by_name(check, sign):
 
 @pytest.mark.parametrize(
     ("bound", "noise"),
-    [(1e-30, 1.0), (1e30, 1.0), (1e30, 1e6), (1e-30, 1e66), (1.0, 2.0**-30), (1, 10)]
+    [(1e-30, 1.0), (1e30, 1.0), (1e30, 16383.0), (1e-30, 16383.0), (1.0, 2.0**-30), (1, 10)]
     + [(bound, 0.0) for bound in (1e-300, 1e38, 1e300, math.inf)]
-    + [(np.float32(1e20), np.float32(1e15))],
+    + [(np.float32(1e20), np.float32(1e4))],
     ids=str,
 )
 def test_a_bound_and_noise_that_float32_holds_are_accepted(bound, noise):
@@ -69,9 +69,8 @@ def test_a_bound_and_noise_that_float32_holds_are_accepted(bound, noise):
         (1.1e30, 1.0, r"max_grad_norm=1\.1e\+30 with noise"),
         (1e38, 10.0, r"max_grad_norm=1e\+38 with noise"),
         (math.inf, 1e-3, "max_grad_norm=inf with noise.*noise_multiplier=0"),
-        (1e30, 1.1e6, r"noise_multiplier=1100000\.0 with max_grad_norm=1e\+30"),
-        (1.0, 1e37, r"noise_multiplier=1e\+37 with max_grad_norm=1\.0"),
-        (1e-30, 1e300, r"noise_multiplier=1e\+300 with max_grad_norm=1e-30"),
+        (1.0, 16384.0, r"noise_multiplier=16384\.0: expected less than 16384"),
+        (1e-30, 1e300, r"noise_multiplier=1e\+300: expected less than 16384"),
         (1.0, 9e-10, "noise_multiplier=9e-10: expected 0 or at least"),
         (1.0, 1e-320, "noise_multiplier=1e-320: expected 0 or at least"),
         (0.0, 0.0, r"max_grad_norm=0\.0: expected a number > 0"),

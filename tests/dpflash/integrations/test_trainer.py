@@ -163,7 +163,7 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("physical", [None, 3], ids=["whole", "microbatches"])
@@ -266,6 +266,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert epochs == pytest.approx([step / 4 for step in range(1, 9)])
 
 
+@pytest.mark.cases(0)
 def test_lost_steps_stay_counted_when_an_older_checkpoint_is_resumed(tmp_path):
     again = resumed(tmp_path, killed_at=5, saved_every=3, save_total_limit=1)
     _, optimizer, private = plain_loop("llama")
@@ -377,7 +378,8 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("deepspeed", {}), ("n_gpu", 2), ("world_size", 2), ("fp16", True), ("torch_compile", True)],
+    [("deepspeed", {}), ("n_gpu", 2), ("world_size", 2), ("fp16", True), ("torch_compile", True)]
+    + [("parallel_mode", "distributed")],
 )
 def test_what_this_machine_cannot_ask_for_is_refused_too(name, value, tmp_path, monkeypatch):
     args = arguments(tmp_path)

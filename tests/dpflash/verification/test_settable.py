@@ -30,7 +30,7 @@ def one_step(run):
         ("expected_batch_size", 64, "set expected_batch_size of the optimizer"),
         ("physical_batch_size", 64, "pass it to make_private"),
         ("accountant", "rdp", r"pass it to PrivacyEngine\(\.\.\.\)"),
-        ("target_epsilon", 3.0, "no attribute can be set"),
+        ("epochs", 3, "no attribute can be set"),
     ],
 )
 def test_the_engine_refuses_to_be_set_and_names_the_place(name, value, words, private):
