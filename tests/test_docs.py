@@ -77,7 +77,8 @@ def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
     """With two steps of training; and every picture that it shows is one that it draws."""
     program = "import itertools, dpflash.cli\n"
     for kind, block in re.findall(r"```(python|sh)\n(.*?)```", page.read_text(), re.S):
-        program += block if kind == "python" else "".join(map(called, block.splitlines()))
+        lines = block.replace("\\\n", "").splitlines()
+        program += block if kind == "python" else "".join(map(called, lines))
     for whole, part in TWO_STEPS.items():
         program = program.replace(whole, part)
     run(program, tmp_path)

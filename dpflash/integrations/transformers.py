@@ -106,7 +106,7 @@ def register() -> str:
     The same functions are also registered as "dp_attention", for code outside of transformers that
     takes every name with "flash" in it for one.
 
-    ``experts_implementation="dpflash"`` names the experts of a mixture, see `_experts`.
+    ``experts_implementation="dpflash"`` is registered too, for the experts of a mixture.
 
     Returns:
         The name, "dpflash".
