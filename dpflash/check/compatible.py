@@ -41,6 +41,9 @@ def get_compatible_module(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: for each module that make_private would still refuse, by its name.
     """
+    for name, part in module.named_modules():
+        if issubclass(type(part), LazyModuleMixin):
+            check_module(name, part)  # a lazy module cannot be copied
     module = copy.deepcopy(module)
     replaced: dict[nn.Module, nn.Module] = {}
     done = []

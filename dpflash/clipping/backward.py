@@ -264,13 +264,24 @@ class PrivateBackward:
         """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
-        assert self.loss_reduction is not None
         try:
-            self.proof.refuse(refuse_weights(outputs, grads, self.loss_reduction))
             wanted = self._wants_proof(size)
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
             if any(row[0] for row in rows):
                 self._prove(outputs, grads, size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def refuse_reduction(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
+    ) -> None:
+        """Test a declared reduction; see `proof.CrossedBackward`."""
+        if self._expected_size is not None:
+            return
+        assert self.loss_reduction is not None
+        try:
+            self.proof.refuse(refuse_weights(outputs, grads, size, self.loss_reduction))
         except BaseException:
             self.discard()
             raise

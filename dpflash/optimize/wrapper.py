@@ -27,7 +27,14 @@ from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
 from ..verification.declared_reduction import refuse_scalars
-from ..verification.forward_rows import ForwardRows, Replacement, kept, mixed, own_copies
+from ..verification.forward_rows import (
+    ForwardRows,
+    Replacement,
+    kept,
+    mixed,
+    own_copies,
+    reached,
+)
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
@@ -172,7 +179,8 @@ class ForwardWrapper:
                 scalars.append(rows.scalars)
             proof.note_scalars(refuse_scalars(scalars, declared))
         samples = size if real is None else int(real.sum())
-        compared = samples if changed and samples > 1 else 0
+        seen = changed and reached(first, second, replacement)
+        compared = samples if seen and samples > 1 else 0
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except RuntimeError:

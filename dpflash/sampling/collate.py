@@ -1,5 +1,7 @@
 """Tries the user's collate function: row i must depend on entry i alone.
 
+What all rows share, such as a number, must not depend on the entries at all; lengths may.
+
 It does not see mixing below rounding, or that is rare; randomness from a generator of the
 function's own, or with more random numbers for some entries than for others; results whose first
 dimension is not the batch (packed ones), or of unknown classes; and mixing in `__getitem__`.
@@ -8,6 +10,7 @@ dimension is not the batch (packed ones), or of unknown classes; and mixing in `
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 import time
@@ -21,13 +24,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
-from ..verification.nested import parts_of, tensors_of
+from ..verification.nested import leaves_of, parts_of, tensors_of
 
 Collate = Callable[[list[Any]], Any]
 
 _ENTRIES = 6
 _SEEDS = 24
 _REPEATS = 8
+_LEAVES = (Tensor, np.ndarray, np.generic, int, float, str, bytes)
 _SECONDS = 3.0
 _ROUNDING = 1e-6
 
@@ -36,7 +40,7 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
     That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
-    no field with one row for each entry. The function is called about 30 times on entries of the
+    no field with one row for each entry. The function is called about 50 times on entries of the
     dataset, or about 100 times if it draws random numbers, for three seconds at most. Global
     random states are restored. Where DataLoader workers fetch the entries, these workers try it,
     see `TriedCollate`.
@@ -89,11 +93,18 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
             trial = _Trial(collate, entries)
             refusal = _odd_field(trial.two, len(entries[:2]))
             mixes = refusal is None and trial.mixes()
+            shared = None if refusal or mixes else trial.shared_of_entries()
             sorts = refusal is None and not may_sort and trial.sorts()
         except Exception:
             return  # The function does not accept such batches.
     if refusal is not None:
         raise ValueError(f"data_loader.collate_fn={name} {refusal}")
+    if shared is not None:
+        raise ValueError(
+            f"data_loader.collate_fn={name} makes batch{shared} from all entries of the batch (as "
+            "a mean, a scale or a count), and every row's gradient would depend on it. Leave it "
+            "out, and compute it for each row, or once from public data"
+        )
     if sorts:
         raise ValueError(
             f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
@@ -223,6 +234,28 @@ class _Trial:
         # Where the number of random draws depends on the entries, they shift between entries.
         return differ and not draws_depend
 
+    def shared_of_entries(self) -> str | None:
+        """The place of a value that is no row of an entry and depends on entries, or None.
+
+        A number that is a length of some tensor in the batch is as public as that length.
+        """
+        if self._draws or len(self._entries) < 3:
+            return None
+        for turn in range(len(self._entries)):
+            _, (first, second), *_ = self._pairs(turn)
+            batches = [self._batch(entries) for entries in (first, second, first)]
+            found = [dict(_shared(batch, self.two, len(first))) for batch in batches]
+            lengths = [_lengths(batch) for batch in batches]
+            for place, value in found[0].items():
+                if _equal(value, found[1].get(place)) is not False:
+                    continue
+                are_lengths = (
+                    _is_length(x[place], n) for x, n in zip(found, lengths, strict=True)
+                )
+                if not all(are_lengths) and _equal(value, found[2].get(place)):
+                    return place
+        return None
+
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
         """Batches that share one entry; each in turn, since the longest decides the padding."""
         entries = self._entries
@@ -256,17 +289,43 @@ class _Trial:
 
 def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
     """The parts of a batch for each of its `size` entries; `two` is a batch of two."""
-    if isinstance(batch, Tensor | np.ndarray):
-        if batch.ndim and two.ndim and (len(batch), len(two)) == (size, 2):
-            yield list(batch)
-        return
-    is_sequence = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
-    if is_sequence and (len(batch), len(two)) == (size, 2):
+    if _is_column(batch, two, size):
         yield list(batch)
+    if isinstance(batch, Tensor | np.ndarray) or _is_column(batch, two, size):
         return
     others = dict(parts_of(two))
     for place, part in parts_of(batch):
         yield from _columns(part, others[place], size)
+
+
+def _is_column(batch: Any, two: Any, size: int) -> bool:
+    if isinstance(batch, Tensor | np.ndarray):
+        return bool(batch.ndim and two.ndim and (len(batch), len(two)) == (size, 2))
+    is_sequence = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
+    return is_sequence and (len(batch), len(two)) == (size, 2)
+
+
+def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, value) of what has the same shape in both batches, so it belongs to no entry."""
+    if isinstance(batch, _LEAVES):
+        if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
+            yield place, batch
+    elif not _is_column(batch, two, size):
+        others = dict(parts_of(two))
+        for name, part in parts_of(batch):
+            if name in others:
+                yield from _shared(part, others[name], size, place + name)
+
+
+def _lengths(batch: Any) -> set[int]:
+    """All dimensions of the tensors and arrays of a batch."""
+    return {n for _, x in leaves_of(batch, kinds=(Tensor, np.ndarray)) for n in x.shape}
+
+
+def _is_length(value: Any, lengths: set[int]) -> bool:
+    if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        value = value.reshape(()).item()
+    return isinstance(value, int | np.integer) and value in lengths
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from .._validate import positive_int
-from ..verification.nested import tensors_of
+from ..verification.nested import leaves_of
 
 
 class PadTo:
@@ -77,13 +78,21 @@ class Lengths:
         self.differ = False
         self._seen: dict[str, tuple[int, ...]] | None = None
 
-    def observe(self, batch: Any) -> None:
+    def observe(self, batch: Any, rows: int) -> None:
         """Compare the shapes of a batch with those of the first one.
 
+        Args:
+            batch: tensors and arrays, nested.
+            rows: the public number of rows; where dimension 0 is another number it is a length.
+
         Raises:
-                ValueError: they differ, though a public length is declared.
+            ValueError: they differ, though a public length is declared.
         """
-        shapes = {place: tuple(x.shape[1:]) for place, x in tensors_of(batch) if x.ndim}
+        shapes = {
+            place: tuple(x.shape[1:] if len(x) == rows else x.shape)
+            for place, x in leaves_of(batch, kinds=(Tensor, np.ndarray))
+            if x.ndim
+        }
         if self._seen is None:
             self._seen = shapes
             lengths = [shape[0] for shape in shapes.values() if shape]

@@ -62,14 +62,17 @@ class _CollateWithEmpty:
         return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
-_VALUES = (Tensor, np.ndarray, np.generic, int, float, str, bytes)
+_PLAIN = (bool, int, float, str, bytes)
+_VALUES = (Tensor, np.ndarray, np.generic, *_PLAIN)
 
 
 def _blank(value: Any) -> Any:
     """A value of the same kind and shape that holds nothing of the data."""
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
-    return np.zeros_like(value) if isinstance(value, np.ndarray) else type(value)()
+    if isinstance(value, np.ndarray | np.generic):
+        return np.zeros_like(value)[()]
+    return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also of a subclass
 
 
 class PrivateDataLoader(Prepared, DataLoader):
@@ -240,7 +243,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
             self._mark = mark
-            self.lengths.observe(batch)
+            self.lengths.observe(batch, mark.size)
             self.order.observe(batch, mark)
             yield batch
             if mark.last and not self.tracker.may_begin(False):

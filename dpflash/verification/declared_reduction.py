@@ -28,8 +28,9 @@ _REMEDY = (
 )
 _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
-    "of Hugging Face models and torch's cross_entropy), whose number differs between samples, so "
-    "nothing was released: each sample's gradient depends on the others' lengths. " + _REMEDY
+    "of Hugging Face models and torch's cross_entropy), or over some of its rows, whose number "
+    "differs between batches, so nothing was released: each sample's gradient depends on the "
+    "others. " + _REMEDY
 )
 _OTHER_REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is the {other} over the samples of the batch, so "
@@ -66,16 +67,22 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
 
 
 def refuse_weights(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], declared: str
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int, declared: str
 ) -> str | None:
     """A message if a cross-entropy weights the samples in another way than declared, or None.
 
     Args:
-        outputs: of the model, `[B, ...]`.
+        outputs: of the model; those of shape `[B, ...]` or `[B * T, V]` are tested.
         grads: the scalar's gradients with respect to them.
+        size: B.
         declared: "mean" or "sum".
     """
     for x, grad in zip(outputs, grads, strict=True):
+        rows = x.shape[0] if x.ndim else 0
+        if x.ndim == 2 and rows > size and rows % size == 0:
+            x, grad = x.unflatten(0, (size, -1)), grad.unflatten(0, (size, -1))
+        elif rows != size:
+            continue
         weights = _sample_weights(x.detach(), grad.detach())
         if weights is None or len(weights) < 2:
             continue
@@ -122,6 +129,10 @@ def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
     """`[n]`, float64, of tokens `[n, V]`; 0 for those without a gradient. None without a fit."""
     rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
+    if bool((g.ne(0).sum(1) <= 1).all() and (g <= 0).all() and g.any()):
+        # Log-probabilities, whose likelihood has a gradient at the target alone.
+        are_logs = z.logsumexp(1)[g.any(1)].abs() < 8 * rounding * z.shape[1]
+        return -g.sum(1) if bool(are_logs.all()) else None
     least, target = g.min(1, keepdim=True)
     # Of a target whose probability rounds to 1 the gradient is 0.
     target = torch.where(least < 0, target, z.argmax(1, keepdim=True))

@@ -50,7 +50,7 @@ class ForwardRows:
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
-        scalars: 0-dim outputs with a gradient, such as a loss that the model makes itself.
+        scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
     """
 
     def __init__(self, *, compares: bool = False) -> None:
@@ -78,8 +78,8 @@ class ForwardRows:
         for _, leaf in tensors_of(outputs):
             if leaf.ndim:
                 self._note(_OUTPUT, leaf)
-            elif leaf.requires_grad:
-                self.scalars.append(leaf.detach())
+            if is_scalar(leaf) and leaf.requires_grad:
+                self.scalars.append(leaf.detach().flatten()[0])
 
     def _note(self, where: str, x: Tensor) -> None:
         self.where.append(where)
@@ -101,6 +101,11 @@ class ForwardRows:
         return [row for rows in found for row, _ in rows]
 
 
+def is_scalar(x: Tensor) -> bool:
+    """Whether a tensor is 0-dim or `[1]`."""
+    return x.ndim < 2 and x.numel() == 1
+
+
 def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
     """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
     where = _first_difference(first, second, unchanged)
@@ -109,6 +114,19 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
         if shape[1:2] == shape[:1]:
             return _COMPARED.format(shape=tuple(shape))
     return None if where is None else _CHANGED.format(where=where)
+
+
+def reached(first: ForwardRows, second: ForwardRows, replacement: Replacement) -> bool:
+    """Whether some layer saw the replaced contents, so that the comparison means something.
+
+    A model may read its samples from where none can be replaced.
+    """
+    replaced, tolerated = ~replacement.unchanged, tolerance(first.dtypes)
+    return any(
+        bool((differing(a, b, tolerated).cpu() & replaced).any())
+        for a, b in zip(first.summaries, second.summaries, strict=False)
+        if len(a) == len(b) == len(replaced)
+    )
 
 
 def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:

@@ -15,13 +15,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-def tensors_of(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
     """(place, tensor) for all tensors in a batch; places are like "['labels'][0]"."""
-    if isinstance(value, Tensor):
+    return leaves_of(value, kinds=(Tensor,))
+
+
+def leaves_of(value: Any, *, kinds: tuple[type, ...], place: str = "") -> Iterator[Any]:
+    """(place, leaf) for all that is of these kinds in a batch."""
+    if isinstance(value, kinds):
         yield place, value
         return
     for name, part in parts_of(value):
-        yield from tensors_of(part, place + name)
+        yield from leaves_of(part, kinds=kinds, place=place + name)
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -44,8 +49,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
     """A copy of a batch with `change` applied to all that is of these kinds, in equal containers.
 
-    Other objects, and dataclasses and sequences of unknown classes in which nothing changes, are
-    those of `value`.
+    Attributes that hold what changes are changed too. Other objects, containers whose copies
+    share their contents, and dataclasses and sequences of unknown classes in which nothing
+    changes, are those of `value`.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -58,11 +64,27 @@ def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, .
         return value
     copied = copy.copy(value)
     for name, new, _ in changed:
-        if dataclasses.is_dataclass(copied):
-            object.__setattr__(copied, name, new)  # it may be frozen
-        else:
-            copied[name] = new
+        _set_part(copied, name, new)
+    if any(_part(value, name) is not old for name, _, old in changed):
+        for name, _, old in changed:
+            _set_part(value, name, old)
+        return value
+    by_identity = {id(old): new for _, new, old in changed}
+    attributes = vars(copied) if hasattr(copied, "__dict__") else {}
+    for name, held in list(attributes.items()):
+        attributes[name] = by_identity.get(id(held), held)
     return copied
+
+
+def _part(value: Any, name: Any) -> Any:
+    return getattr(value, name) if dataclasses.is_dataclass(value) else value[name]
+
+
+def _set_part(value: Any, name: Any, part: Any) -> None:
+    if dataclasses.is_dataclass(value):
+        object.__setattr__(value, name, part)  # it may be frozen
+    else:
+        value[name] = part
 
 
 def _flattened(value: Any) -> tuple[list[Any], Any] | None:

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
 from .digests import differing, row_summaries, tolerance
+from .forward_rows import is_scalar
 from .nested import map_tensors, tensors_of
 from .random_state import random_state_kept
 from .watch import Watch, WatchedGate, refuse_together
@@ -357,9 +358,10 @@ class Proof:
 
         def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
             reached = [(x, g) for x, g in zip(inner, grads, strict=True) if g is not None]
-            if refusal is not None and not all(x.ndim for x, _ in reached):
+            if refusal is not None and any(is_scalar(x) and x.ndim < size for x, _ in reached):
                 owner.discard()
                 raise RuntimeError(refusal)
+            owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if self._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
             else:
@@ -367,7 +369,12 @@ class Proof:
                 self._note_scalar(reached)
 
         behind = dict(zip(map(id, crossing), _Crossing.apply(prove, *crossing), strict=True))
-        return map_tensors(lambda x: behind.get(id(x), x), outputs)
+        wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)
+        if refusal is not None and any(id(x) in behind for _, x in tensors_of(wrapped)):
+            # Of an unknown class: its scalar would go to the backward unseen.
+            owner.discard()
+            raise RuntimeError(refusal)
+        return wrapped
 
     def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
         mode = self._mode
@@ -402,6 +409,11 @@ class CrossedBackward(Protocol):
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """The gradients `[B, ...]` of the model's outputs have arrived."""
+
+    def refuse_reduction(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
+    ) -> None:
+        """Raise if these gradients are not those of the declared reduction."""
 
     def discard(self) -> None:
         """Drop the logical batch."""

@@ -253,3 +253,8 @@ def test_the_migration_page_names_every_public_name_of_opacus_engine_optimizer_a
     names -= {"torch_load_kwargs"}
     assert accountants.__name__.removeprefix("opacus.") in page
     assert not {name for name in names if name not in page}
+
+
+def test_a_lazy_module_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="module '0' is a lazy LazyLinear; run the model once"):
+        dpflash.PrivacyEngine.get_compatible_module(nn.Sequential(nn.LazyLinear(2)))

@@ -294,6 +294,51 @@ def test_a_function_that_mixes_entries_is_refused_by_its_name(collate, entries):
     assert type(model) is nn.Linear
 
 
+VECTORS = list(torch.randn(12, 5, generator=torch.Generator().manual_seed(0)))
+
+
+def beside(shared):
+    """A function that puts a value made of the stacked entries `[B, ...]` beside them."""
+    return lambda entries: {"x": (x := torch.stack(entries)), "shared": shared(x)}
+
+
+SHARED = {
+    "float": lambda x: float(x.abs().mean()),
+    "greatest": lambda x: float(x.max()),
+    "int": lambda x: int(1000 * x.abs().max()),
+    "text": lambda x: f"{float(x.mean()):.3f}",
+    "0-dim tensor": torch.mean,
+    "array": lambda x: np.array(float(x.mean())),
+    "one number": lambda x: x.mean()[None],
+    "a mean of rows": lambda x: x.mean(0),
+    "nested": lambda x: [{"scale": float(x.norm())}],
+}
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=list(SHARED))
+def test_a_value_of_all_entries_beside_the_rows_is_refused_by_its_place(shared):
+    with pytest.raises(ValueError, match=r"makes batch\['shared'\].* from all entries"):
+        make(beside(shared), VECTORS)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [len, lambda x: x.shape[1], lambda x: "text", lambda x: x.transpose(0, -1), lambda x: None]
+    + [lambda x: torch.tensor(x.shape[-1]), lambda x: [float(row.sum()) for row in x]],
+)
+def test_lengths_constants_and_columns_beside_the_rows_are_taken(shared):
+    make(beside(shared), VECTORS)
+
+
+def with_longest(entries):
+    batch = padded(entries)
+    return {"x": batch, "longest": batch.shape[1], "positions": torch.arange(batch.shape[1])}
+
+
+def test_the_longest_length_beside_the_rows_is_taken():
+    make(with_longest, Entries(TEXTS))
+
+
 @pytest.mark.parametrize(("collate", "entries"), INNOCENT, ids=named)
 def test_a_function_that_makes_each_row_of_its_own_entry_is_taken(collate, entries):
     before = [tuple(e) if isinstance(e, tuple) else e.clone() for e in entries]

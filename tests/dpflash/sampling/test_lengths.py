@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,9 +111,19 @@ def test_other_shapes_than_the_declared_ones_are_refused_by_name():
 
 def test_a_later_batch_of_other_shapes_is_refused_by_its_place():
     lengths = Lengths(9)
-    lengths.observe({"tokens": torch.zeros(2, 9), "labels": torch.zeros(2, 9)})
+    lengths.observe({"tokens": torch.zeros(2, 9), "labels": torch.zeros(2, 9)}, 2)
     with pytest.raises(ValueError, match=r"batch\['labels'\] had other shapes in two batches"):
-        lengths.observe({"tokens": torch.zeros(4, 9), "labels": torch.zeros(4, 8)})
+        lengths.observe({"tokens": torch.zeros(4, 9), "labels": torch.zeros(4, 8)}, 4)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensors", "arrays"])
+@pytest.mark.parametrize(("first", "then"), [((2, 5), (4, 7)), ((5,), (7,))], ids=["rows", "one"])
+def test_a_length_that_differs_is_seen_in_arrays_and_in_tensors_of_one_sample(make, first, then):
+    lengths = Lengths()
+    lengths.observe({"x": torch.zeros(2, 9), "ragged": [make(first)]}, 2)
+    assert "the same" in str(lengths)
+    lengths.observe({"x": torch.zeros(4, 9), "ragged": [make(then)]}, 4)
+    assert "not public" in str(lengths)
 
 
 Pair = namedtuple("Pair", "tokens label")

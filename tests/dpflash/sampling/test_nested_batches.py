@@ -1,5 +1,6 @@
 """Batches of any nesting train and are checked; empty draws have a batch that models take."""
 
+import enum
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import dpflash
+from dpflash.sampling.loader import _blank
 
 ROWS = [torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in range(30)]
 Pair = namedtuple("Pair", "x meta")
@@ -231,3 +233,51 @@ def test_collators_and_models_of_hugging_face_take_empty_draws(mlm):
                 optimizer.step()
                 optimizer.zero_grad()
     assert optimizer.releases == 20 and empty > 2
+
+
+class OfArrays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, batch):
+        x = torch.as_tensor(batch["x"])
+        return self.out(x - x.mean(0))
+
+
+def test_samples_that_cannot_be_replaced_leave_the_forward_unproven():
+    data = list(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+    engine = dpflash.PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=(model := OfArrays()),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(
+            data,
+            batch_size=32,
+            collate_fn=lambda xs: {"x": torch.stack(xs).numpy(), "unused": torch.stack(xs)},
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for batch in loader:
+        engine.backward(model(batch).square().sum(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.verified == "gradients"
+
+
+class Kind(enum.IntEnum):
+    FIRST = 1
+
+
+class Named(str):
+    def __new__(cls, first, second):
+        return super().__new__(cls, first + second)
+
+
+@pytest.mark.parametrize(
+    ("value", "blank"),
+    [(Kind.FIRST, 0), (Named("a", "b"), ""), (True, False), (np.float32(3), 0.0), (2.5, 0.0)],
+)
+def test_a_blank_value_has_nothing_of_the_data_also_of_classes_of_their_own(value, blank):
+    assert _blank(value) == blank and not isinstance(_blank(value), np.ndarray)

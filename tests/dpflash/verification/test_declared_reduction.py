@@ -87,6 +87,56 @@ def test_a_mean_over_tokens_is_refused_before_anything_is_released(loss, declare
         train(loss, declared, inside=inside)
 
 
+class Attributes(dict):
+    def __init__(self, *arguments, **entries):
+        super().__init__(*arguments, **entries)
+        self.__dict__ = self
+
+
+class Form(Head):
+    """Returns its logits, or a mean over tokens, in one of several forms."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, ids, labels):
+        logits = super().forward(ids)
+        return self.form(logits, labels)
+
+
+# What the model returns, and the loss of it.
+FORMS = {
+    "attributes": (lambda z, y: Attributes(loss=token_mean(z, y)), lambda out, y: out.loss),
+    "one number": (lambda z, y: token_mean(z, y)[None], lambda out, y: out.sum()),
+    "flattened": (lambda z, y: z.flatten(0, 1), lambda z, y: F.cross_entropy(z, y.flatten())),
+    "beside a scalar": (
+        lambda z, y: (z, 0 * z.mean()),
+        lambda out, y: token_mean(out[0], y) + out[1],
+    ),
+    "log-probabilities": (
+        lambda z, y: z.log_softmax(2),
+        lambda out, y: F.nll_loss(out.flatten(0, 1), y.flatten()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("form", "loss"), FORMS.values(), ids=list(FORMS))
+def test_a_mean_over_tokens_is_refused_in_other_forms_too(form, loss):
+    engine = dpflash.PrivacyEngine(seed=0)
+    model, _, loader = engine.make_private(
+        module=(model := Form(form)),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(IDS, LABELS), batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+    )
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="loss_reduction='mean', but the scalar"):
+        loss(model(x, y), y).backward()
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
@@ -171,7 +221,7 @@ def test_weights_are_found_also_where_the_model_is_sure(scale):
     labels[0, 1:] = -100
     for loss, refused in ((token_mean, True), (sample_mean, False)):
         (grad,) = torch.autograd.grad(loss(logits, labels), logits)
-        assert (refuse_weights([logits], [grad], "mean") is not None) is refused
+        assert (refuse_weights([logits], [grad], len(logits), "mean") is not None) is refused
 
 
 def test_scalars_that_are_no_numbers_or_of_other_counts_show_nothing():

@@ -1,6 +1,7 @@
 """Tensors are found and changed in batches of any nesting, and everything else stays as it is."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,54 @@ def test_a_tensor_is_found_by_its_place_and_changed_in_a_container_of_the_same_k
     assert found == place and torch.equal(tensor, X + 1)
     ((_, tensor),) = tensors_of(batch)
     assert tensor is X
+
+
+class Shares(MutableMapping):
+    """A mapping whose `copy.copy` holds the same dict."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __setitem__(self, key, value):
+        self.entries[key] = value
+
+    def __delitem__(self, key):
+        del self.entries[key]
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+def test_a_container_whose_copy_shares_its_contents_is_never_changed():
+    batch = Shares({"x": X, "y": X})
+    assert map_tensors(lambda x: x + 1, batch) is batch
+    assert batch["x"] is X and batch["y"] is X
+
+
+class WithAttributes(dict):
+    def __init__(self, *arguments, **entries):
+        super().__init__(*arguments, **entries)
+        self.__dict__ = self
+
+
+@dataclass
+class Derived:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.same = self.x
+
+
+@pytest.mark.parametrize(("batch", "name"), [(WithAttributes(x=X), "x"), (Derived(X), "same")])
+def test_attributes_that_hold_a_tensor_change_with_it(batch, name):
+    assert torch.equal(getattr(map_tensors(lambda x: x + 1, batch), name), X + 1)
+    assert getattr(batch, name) is X
 
 
 def test_all_else_is_kept():
