@@ -6,7 +6,6 @@ With torchrun every rank runs this command; only rank 0 prints, except for error
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -339,9 +338,15 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     return TrainingRun.start(TrainingConfig(**given), folder, launch)
 
 
-def _target(config: TrainingConfig) -> str:
+def _target(job: Any) -> str:
+    config = job.config
     if config.target_epsilon is None:
         return ""
+    if job.lost_steps:
+        return (
+            f"epsilon above {config.target_epsilon:g} after the last step, since lost steps count "
+            "(--max-epsilon ends before), "
+        )
     return f"epsilon {config.target_epsilon:g} after the last step, "
 
 
@@ -349,7 +354,7 @@ def _announcement(job: Any) -> list[str]:
     config, state, ranks = job.config, job.state, job.ranks
     lines = [
         f"data      {config.data}: {_documents(job)}",
-        f"privacy   one {config.unit} is one unit; {_target(config)}noise multiplier "
+        f"privacy   one {config.unit} is one unit; {_target(job)}noise multiplier "
         f"{state.noise_multiplier:.4g}, {config.clipping} clipping at {config.max_grad_norm:g}, "
         f"delta {config.delta:g}",
     ]
@@ -371,6 +376,8 @@ def _announcement(job: Any) -> list[str]:
 def _documents(job: Any) -> str:
     """The numbers of documents for training and evaluation."""
     config = job.config
+    if config.dataset_size is not None:
+        return f"a declared size of {counted(config.dataset_size, _noun(config))}"
     text = f"{counted(job.num_documents, _noun(config))} to train on, "
     if config.eval_data is not None:
         text += f"{job.num_held_out} of {config.eval_data} to evaluate on"
@@ -397,6 +404,7 @@ def _schedule(job: Any) -> str:
 
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
     """The lines of the table that is printed at the end."""
+    from dpflash.privacy.spending import rounded_up
     from dpflash.train import run as training
     from dpflash.train.metrics import METRICS
     from dpflash.train.report import PLOT, REPORT
@@ -406,7 +414,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
 
     epsilon = shown("epsilon", missing="none (no noise)")
     if report["epsilon"] is not None:
-        epsilon = f"{math.ceil(report['epsilon'] * 1000) / 1000:.3f}"
+        epsilon = rounded_up(report["epsilon"])
     folder = job.folder
     plot = folder / PLOT
     rows = [

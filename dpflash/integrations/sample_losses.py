@@ -2,14 +2,16 @@
 
 The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
 each sample's loss is the mean over its own valid labels, so for a batch of one sample both are
-equal, and `require_same_loss` compares them there.
+equal, and `require_same_loss` compares them there. `require_equal_in_company` compares batches of
+one sample with a batch of several.
 
 Letters: B samples, T tokens, V classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,13 +72,9 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
     Raises:
         ValueError: there are no labels.
     """
+    require_labels(inputs)
     inputs = dict(inputs)
-    labels = inputs.pop("labels", None)
-    if labels is None:
-        raise ValueError(
-            f"the inputs have no 'labels', only {', '.join(map(repr, inputs))}: let the dataset "
-            f"or data_collator make them, or {_PASS_YOUR_OWN}"
-        )
+    labels = inputs.pop("labels")
     base = plain_model(model)
     if getattr(base.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
         make = getattr(base, "prepare_decoder_input_ids_from_labels", None)
@@ -87,8 +85,55 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
     return loss(logits, labels), outputs
 
 
+def require_labels(inputs: Mapping[str, Any]) -> None:
+    """Refuse inputs without labels.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    if inputs.get("labels") is None:
+        raise ValueError(
+            f"the entries of train_dataset have no 'labels', only {', '.join(map(repr, inputs))}: "
+            "add them, or pass data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+            f", or {_PASS_YOUR_OWN}"
+        )
+
+
+def require_equal_in_company(
+    losses_of_batch: Callable[[Mapping[str, Any]], Tensor],
+    alone: Sequence[Mapping[str, Any]],
+    together: Mapping[str, Any],
+    *,
+    rounding: float,
+) -> None:
+    """Compare the losses of samples in batches of their own with those in one batch.
+
+    Args:
+        losses_of_batch: from a batch to `[B]`.
+        alone: batches of one sample.
+        together: one batch of the same samples in this order, so the shorter ones are padded.
+        rounding: relative and absolute.
+
+    Raises:
+        ValueError: a loss depends on the other samples, or on how far its sample is padded.
+    """
+    in_company = losses_of_batch(together).float()
+    for batch, other in zip(alone, in_company, strict=True):
+        own = losses_of_batch(batch).float().reshape(())
+        if not torch.allclose(own, other, rtol=rounding, atol=rounding) and own.isfinite():
+            raise ValueError(
+                f"the loss of an entry of train_dataset is {float(own):.6g} by itself and "
+                f"{float(other):.6g} in a batch with others, so it depends on them, or on how far "
+                "it is padded: absolute positions that padding on the left shifts, no "
+                "attention_mask, or a compute_loss_func that divides by a number of the batch. "
+                "Pad on the right, or all entries to one length (padding='max_length', or "
+                "dpflash.sampling.PadTo), pass the attention_mask, and compute each loss of its "
+                "own sample"
+            )
+
+
 def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> bool:
-    """Compare the per-sample loss with the model's own, on one sample in eval mode.
+    """Compare the per-sample loss with the model's own, on one sample.
 
     Args:
         inputs: a batch of one sample, with labels.
@@ -99,20 +144,13 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
     Raises:
         ValueError: they differ, so the model's own loss has further terms or other labels.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = model(**inputs)
-            own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-            ours = losses_of(model, inputs, loss)[0]
-    finally:
-        for module, mode in modes.items():
-            module.train(mode)  # parents come first
+    require_labels(inputs)
+    outputs = model(**inputs)
+    own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    ours = losses_of(model, inputs, loss)[0]
     if own is None or not bool(own.isfinite().all()):
         return False
-    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    tolerance = 3e-2 if narrow else 1e-3
+    tolerance = rounding_of(model)
     if not torch.allclose(ours.float(), own.float().reshape(1), rtol=tolerance, atol=tolerance):
         raise ValueError(
             f"model={type(plain_model(model)).__name__}: for one sample its own loss is not the "
@@ -120,6 +158,25 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
             f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
         )
     return True
+
+
+def rounding_of(model: nn.Module) -> float:
+    """The difference of two losses that are equal but for rounding."""
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return 3e-2 if narrow else 1e-3
+
+
+@contextmanager
+def tried(model: nn.Module) -> Iterator[None]:
+    """In the block the model is in eval mode and makes no graph."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.train(mode)  # parents come first
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:

@@ -9,13 +9,13 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
@@ -23,15 +23,28 @@ from transformers.training_args import ParallelMode
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..optimizer import PrivateOptimizer
+from ..privacy.spending import rounded_up
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
-from .sample_losses import losses_of, require_same_loss, sample_loss
+from ..verification.nested import tensors_of
+from .sample_losses import (
+    losses_of,
+    require_equal_in_company,
+    require_same_loss,
+    rounding_of,
+    sample_loss,
+    tried,
+)
 
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-CHECKPOINT = "dpflash.pt"
+# The engines' checkpoints, with the noise key. Trackers upload a Trainer's checkpoint-N, so they
+# are beside them, in a folder whose name keeps it from the Hub.
+SECRET = "_secret"
+_SECTION = "## Differential privacy"
 _SCHEDULER = "scheduler.pt"
+_PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
 # What a log may hold beside metrics of evaluations; everything else was computed from the data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
@@ -45,7 +58,8 @@ _KNOWN_PRIVATE = (
     "num_tokens",
 )
 
-_TRIED_SAMPLES = 4
+# Entries of which the shortest, the longest and a few others are tried.
+_MEASURED, _TRIED = 32, 4
 
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).
@@ -104,8 +118,9 @@ class DPTrainer(Trainer):
     pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
 
     The ledger is `<output_dir>/ledger.jsonl`, beside the checkpoints, so runs with one output_dir
-    add up, and steps that a resumed run repeats stay counted. A checkpoint holds `dpflash.pt`,
-    with the noise key: keep checkpoints secret, and release what `save_model` writes.
+    add up, and steps that a resumed run repeats stay counted. `<output_dir>/_secret` holds what a
+    checkpoint needs to be resumed, with the noise key: keep it secret, and release what
+    `save_model` writes.
 
     Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning
     rate, epsilon and metrics of evaluations, and no loss, norm, time or count of the training
@@ -132,6 +147,9 @@ class DPTrainer(Trainer):
         and epsilon are those of a plain loop with the same engine, arguments and losses.
     """
 
+    # Whether a path may be passed as the model.
+    _loads_models = False
+
     def __init__(
         self,
         model: nn.Module | Any = None,
@@ -147,7 +165,16 @@ class DPTrainer(Trainer):
         if args is not None:
             self._check_arguments(args)
         _check_options(options, log_private_metrics)
+        if model is not None and not isinstance(model, nn.Module) and not self._loads_models:
+            raise ValueError(f"model={model!r}: expected a module, such as by from_pretrained")
         super().__init__(model=model, args=args, **options)
+        self._check_arguments(self.args)  # None, and what it changed
+        if self.accelerator.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "args.accelerator_config has gradient_accumulation_kwargs with num_steps="
+                f"{self.accelerator.gradient_accumulation_steps}: leave it out, and pass "
+                "PerformanceConfig(physical_batch_size=...)"
+            )
         self._check_model()
         self._sample_loss = None if self.compute_loss_func else sample_loss(self._module())
         self.engine = self._checked_engine(engine)
@@ -157,6 +184,7 @@ class DPTrainer(Trainer):
         self._private_optimizer: PrivateOptimizer | None = None
         self._private_loader: PrivateDataLoader | None = None
         self._unknown_metrics: set[str] = set()
+        self._resumes = False
 
     def get_epsilon(self) -> float:
         """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
@@ -184,8 +212,8 @@ class DPTrainer(Trainer):
         strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
         if args.push_to_hub and "checkpoint" in strategy:
             raise ValueError(
-                f"args.hub_strategy={strategy!r}: checkpoints hold the noise key and must stay "
-                "secret; use 'end' or 'every_save'"
+                f"args.hub_strategy={strategy!r}: checkpoints without their secret part cannot be "
+                "resumed; use 'end' or 'every_save'"
             )
 
     def _refuse(self, args: TrainingArguments, refused: _Refused) -> None:
@@ -222,7 +250,7 @@ class DPTrainer(Trainer):
         """A `LogicalBatches`: one entry is all microbatches of a step."""
         if self._private_loader is None:
             self._private_loader = self._make_private()
-        elif self._privacy.target_epsilon is not None:
+        elif self._privacy.target_epsilon is not None and self._releases:
             warnings.warn(
                 f"another call of train(): target_epsilon={self._privacy.target_epsilon!r} was "
                 "for one, so get_epsilon() will be larger; a PrivacyBudget stops training",
@@ -230,11 +258,22 @@ class DPTrainer(Trainer):
             )
         return LogicalBatches(self._private_loader)
 
+    @property
+    def _releases(self) -> int:
+        return 0 if self._private_optimizer is None else self._private_optimizer.releases
+
     def _make_private(self) -> PrivateDataLoader:
         loader = self._plain_loader()
-        if self._sample_loss is not None:
-            self._try_loss(loader)
+        self._try_loss(loader)
         self.create_optimizer()
+        spent = self.get_epsilon()
+        if spent and not self._resumes:
+            warnings.warn(
+                f"{self.engine.ledger or 'the engine'} holds releases of earlier runs, with "
+                f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() is of all. For "
+                "other data pass another output_dir",
+                stacklevel=2,
+            )
         asked: dict[str, Any] = {
             "module": self._module(),
             "optimizer": self.optimizer,
@@ -246,7 +285,9 @@ class DPTrainer(Trainer):
             made = self.engine.make_private(**asked)
         else:
             asked |= {"privacy": self._privacy, "steps": self._steps(loader)}
-            made = self.engine.make_private_with_epsilon(**asked)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the accountant has spent privacy already")
+                made = self.engine.make_private_with_epsilon(**asked)
         _, self._private_optimizer, private_loader = made
         self.optimizer = self._private_optimizer
         return private_loader
@@ -286,20 +327,24 @@ class DPTrainer(Trainer):
         return math.ceil(self.args.num_train_epochs * drawn.steps_per_epoch)
 
     def _try_loss(self, loader: DataLoader) -> None:
-        """Compare the per-sample loss with the model's own, on a sample that has labels."""
-        assert self._sample_loss is not None
+        """Compare losses of a few entries with the model's own, and with those in company."""
         dataset: Any = loader.dataset
-        first = Subset(dataset, range(min(_TRIED_SAMPLES, len(dataset))))
-        samples = DataLoader(
-            first,
-            collate_fn=loader.collate_fn,
-            # In the main process, files that the dataset opens lazily would be open before a fork.
-            num_workers=min(1, loader.num_workers),
-        )
-        for inputs in samples:
-            inputs = self._prepare_inputs(inputs)
-            if require_same_loss(self._module(), inputs, self._sample_loss):
-                return
+        first = range(min(_MEASURED, len(dataset)))
+        by_length = sorted(first, key=_sizes(loader, first).__getitem__)
+        chosen = [*by_length[:1], *by_length[-1:], *by_length[1:-1][: _TRIED - 2]]
+        model, loss = self._module(), self._sample_loss
+        batches = _collated(loader, [[i] for i in chosen] + [chosen] * 2)
+        *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
+        with tried(model):
+            if loss is not None:
+                any(require_same_loss(model, inputs, loss) for inputs in alone)
+            if len(chosen) > 1 and _are_equal(together, again):  # no random masks or labels
+                require_equal_in_company(
+                    lambda inputs: self._losses_of(model, inputs)[0],
+                    alone,
+                    together,
+                    rounding=rounding_of(model),
+                )
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of entries; of the training data, the public one."""
@@ -322,6 +367,7 @@ class DPTrainer(Trainer):
             0, or the mean loss of its samples with log_private_metrics.
         """
         assert self._private_loader is not None
+        self._refuse_hooks()
         model.train()
         set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule
         if callable(set_mode):
@@ -337,6 +383,15 @@ class DPTrainer(Trainer):
                 total += losses.detach()[real].sum()
                 count += int(real.sum())
         return total / max(count, 1)
+
+    def _refuse_hooks(self) -> None:
+        """Raise if something would see the gradients of microbatches, which have no noise."""
+        for name, parameter in self._module().named_parameters():
+            if parameter.requires_grad and parameter._backward_hooks:
+                raise RuntimeError(
+                    f"parameter '{name}' has a hook, which would see sums of microbatches without "
+                    "noise: remove it (trackers add such hooks, as by WANDB_WATCH=gradients)"
+                )
 
     def compute_loss(
         self,
@@ -359,7 +414,18 @@ class DPTrainer(Trainer):
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)
-        return self.compute_loss_func(outputs, labels, num_items_in_batch=None), outputs
+        losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        if not isinstance(losses, Tensor):
+            raise ValueError(
+                f"compute_loss_func returned a {type(losses).__name__}: expected a tensor [B], "
+                "one loss for each sample"
+            )
+        if losses.ndim != 1:
+            raise ValueError(
+                f"compute_loss_func returned a tensor of shape {tuple(losses.shape)}: expected "
+                "[B], one loss for each sample, such as dpflash.losses.causal_lm(logits, labels)"
+            )
+        return losses, outputs
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Samples are clipped already."""
@@ -408,45 +474,95 @@ class DPTrainer(Trainer):
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Trainer's card, with a section on privacy."""
         super().create_model_card(*arguments, **options)
-        path = self._in_output_dir("README.md")
-        if self._private_loader is None or not os.path.exists(path):
+        self._write_card(self._in_output_dir("README.md"))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if output_dir is not None:
+            self._write_card(os.path.join(output_dir, "README.md"))
+
+    def _write_card(self, path: str) -> None:
+        """Add the section on privacy to a card, or replace it."""
+        if self._private_loader is None:
             return
-        with open(path, "a", encoding="utf-8") as card:
-            card.write("\n## Differential privacy\n\n" + "\n".join(self._card_lines()) + "\n")
+        written = "# Model card\n"
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as card:
+                written = card.read().partition(f"\n{_SECTION}\n")[0]
+        section = "\n".join(self._card_lines())
+        with open(path, "w", encoding="utf-8") as card:
+            card.write(f"{written}\n{_SECTION}\n\n{section}\n")
 
     def _card_lines(self) -> Iterator[str]:
-        assert self._private_loader is not None and self._private_optimizer is not None
-        yield f"- epsilon = {self.get_epsilon():.4g} at delta = {self._privacy.target_delta:g}"
-        yield f"- neighboring relation: {self.engine.neighboring_relation}"
+        loader, optimizer, engine = self._private_loader, self._private_optimizer, self.engine
+        assert loader is not None and optimizer is not None
+        epsilon = self.get_epsilon()
+        if math.isinf(epsilon):
+            yield "**This model is not private:** it was trained without noise."
+            return
+        if engine.seed is not None:
+            yield (
+                "**The run was seeded: whoever knows the seed can recompute its noise. The model "
+                "is for research, not for release.**\n"
+            )
+        size = "treated as public" if self._privacy.dataset_size is None else "declared"
+        yield f"- epsilon {rounded_up(epsilon)} at delta {self._privacy.target_delta:g}"
+        yield f"- neighboring relation: {engine.neighboring_relation}"
         yield "- privacy unit: one entry of the training dataset"
-        yield f"- sampling: {self._private_loader.sampler_name}"
-        yield f"- noise multiplier: {self._private_optimizer.noise_multiplier:.6g}"
-        yield f"- L2 bound of one sample's gradient: {self._private_optimizer.max_grad_norm:g}"
-        yield "- not covered: checkpoints, training losses, the choice among several runs"
+        yield f"- dataset size: {loader.dataset_size}, {size}"
+        yield f"- sampling: {loader.sampler_name}"
+        yield f"- accountant: {engine.accountant.mechanism()}"
+        yield f"- steps: {optimizer.releases}"
+        yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
+        yield f"- L2 bound of one sample's gradient: {optimizer.max_grad_norm:g}"
+        yield (
+            "- not covered: training losses, the choice among several runs, what a pretrained "
+            "model was trained on before"
+        )
 
     # Checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.lr_scheduler is not None
-        self.engine.save_checkpoint(os.path.join(output_dir, CHECKPOINT))
+        secret = _secret_file(output_dir)
+        os.makedirs(os.path.dirname(secret), mode=0o700, exist_ok=True)
+        for name in os.listdir(os.path.dirname(secret)):
+            folder = os.path.join(os.path.dirname(output_dir), os.path.splitext(name)[0])
+            if not os.path.isdir(folder):  # `save_total_limit` has removed it
+                os.remove(os.path.join(os.path.dirname(secret), name))
+        self.engine.save_checkpoint(secret)
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Refuse a checkpoint without spent privacy; the engine loads the model with it."""
-        if not os.path.isfile(os.path.join(resume_from_checkpoint, CHECKPOINT)):
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} has no {CHECKPOINT}, which "
-                "holds the place in the data and the noise key (args.save_only_model leaves it "
-                "out, and Trainer does not write it); load the model and train it anew"
-            )
+        needed = [_secret_file(resume_from_checkpoint)]
+        needed += [os.path.join(resume_from_checkpoint, name) for name in _PUBLIC_STATE]
+        for path in needed:
+            if not os.path.isfile(path):
+                raise ValueError(
+                    f"resume_from_checkpoint={resume_from_checkpoint!r} needs {path}, which is "
+                    "missing (args.save_only_model leaves it out, and Trainer does not write it); "
+                    "put it back, or load the model and train it anew"
+                )
+        self._resumes = True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         assert self.lr_scheduler is not None
-        self.engine.load_checkpoint(os.path.join(checkpoint, CHECKPOINT))
+        assert self._private_optimizer is not None
+        chosen = self._private_optimizer.noise_multiplier
+        self.engine.load_checkpoint(_secret_file(checkpoint))
+        restored = self._private_optimizer.noise_multiplier
+        if self._privacy.target_epsilon is not None and restored < chosen * (1 - 1e-6):
+            raise ValueError(
+                f"resume_from_checkpoint={checkpoint!r} has noise_multiplier={restored:.6g}, and "
+                f"target_epsilon={self._privacy.target_epsilon!r} for all steps of args needs "
+                f"{chosen:.6g}: the run would exceed it. Keep max_steps and num_train_epochs, or "
+                "pass PrivacyConfig(noise_multiplier=..., target_delta=...)"
+            )
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
@@ -462,6 +578,27 @@ class DPTrainer(Trainer):
                 "num_update_steps_per_epoch": loop["num_update_steps_per_epoch"] - skipped,
             }
         super()._run_epoch(**loop)
+
+    # Evaluations
+
+    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Refuse the training data, whose metrics are private."""
+        self._refuse_training_data(eval_dataset)
+        return super().evaluate(eval_dataset, *arguments, **options)
+
+    def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
+        """Refuse the training data, whose metrics are private."""
+        self._refuse_training_data(test_dataset)
+        return super().predict(test_dataset, *arguments, **options)
+
+    def _refuse_training_data(self, dataset: Any) -> None:
+        sets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+        is_training_data = any(x is self.train_dataset and x is not None for x in sets)
+        if is_training_data and not self._log_private_metrics:
+            raise ValueError(
+                "the dataset is train_dataset: its metrics are private, and would be logged. "
+                "Evaluate on other data, or pass log_private_metrics=True and keep the logs secret"
+            )
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refused: each trial releases a model, and the choice among them is not paid for."""
@@ -509,3 +646,32 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
             "eval_dataset is train_dataset: its metrics are private. Evaluate on other data, or "
             "pass log_private_metrics=True and keep the logs secret"
         )
+
+
+def _secret_file(checkpoint: str) -> str:
+    """The file of the engine that belongs to a folder checkpoint-N."""
+    output_dir, name = os.path.split(os.path.normpath(checkpoint))
+    return os.path.join(output_dir, SECRET, f"{name}.pt")
+
+
+def _collated(loader: DataLoader, batches: list[list[int]]) -> list[Any]:
+    """Batches of these entries, made as the loader makes them."""
+    made = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        # In the main process, files that the dataset opens lazily would be open before a fork.
+        num_workers=min(1, loader.num_workers),
+    )
+    return list(made)
+
+
+def _sizes(loader: DataLoader, entries: Iterable[int]) -> list[int]:
+    """Numbers of elements of the batches of one entry each."""
+    batches = _collated(loader, [[i] for i in entries])
+    return [sum(x.numel() for _, x in tensors_of(batch)) for batch in batches]
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    pairs = zip(tensors_of(one), tensors_of(two), strict=True)
+    return all(x.shape == y.shape and torch.equal(x, y) for (_, x), (_, y) in pairs)

@@ -43,6 +43,8 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         Those of `DPTrainer`.
     """
 
+    _loads_models = True
+
     def _check_arguments(self, args: TrainingArguments) -> None:
         super()._check_arguments(args)
         self._refuse(args, _REFUSED_ARGUMENTS)

@@ -489,3 +489,8 @@ def convert_event(event: Event, relation: str) -> Event:
 def class_name(accountant: object) -> str:
     """The full name of an object's class."""
     return f"{type(accountant).__module__}.{type(accountant).__qualname__}"
+
+
+def rounded_up(epsilon: float) -> str:
+    """Epsilon with three decimals, never less than it is."""
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

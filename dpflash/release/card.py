@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from ..privacy.spending import rounded_up
 
 _RELATIONS = {
     "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
@@ -70,10 +71,11 @@ def _statement(report: Mapping[str, Any], unit: str) -> str:
     if report["epsilon"] is None:
         return "**This model is not private:** it was trained without noise."
     relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
+    epsilon, delta = rounded_up(report["epsilon"]), report["delta"]
     text = (
-        f"The weights are ({_up(report['epsilon'])}, {report['delta']:g})-differentially private: "
-        f"for two data sets {relation}, no set of weights is more than e^epsilon times as likely "
-        "under one as under the other, but for a probability of delta."
+        f"The weights are ({epsilon}, {delta:g})-differentially private: for two data sets "
+        f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
+        "the other, but for a probability of delta."
     )
     if report["seeded"]:
         text += (
@@ -85,9 +87,10 @@ def _statement(report: Mapping[str, Any], unit: str) -> str:
 
 def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     public = report["public"]
-    size = "declared" if public["dataset_size_declared"] else "treated as public"
+    size = "treated as public, as the length of the longest unit is"
+    size = "declared" if public["dataset_size_declared"] else size
     lost = f", and {report['lost_steps']} lost in a crash" if report["lost_steps"] else ""
-    epsilon = "none" if report["epsilon"] is None else _up(report["epsilon"])
+    epsilon = "none" if report["epsilon"] is None else rounded_up(report["epsilon"])
     return {
         "epsilon": epsilon,
         "delta": f"{report['delta']:g}",
@@ -102,8 +105,3 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
     }
-
-
-def _up(epsilon: float) -> str:
-    """Epsilon with three decimals, rounded up."""
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

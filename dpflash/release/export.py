@@ -96,6 +96,11 @@ def _report(run: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
     resume = f"dpflash train --resume {run}"
     path = run / REPORT
+    if not path.is_file() and not (run / LEDGER).is_file():
+        raise ValueError(
+            f"run={str(run)!r}: not the folder of a dpflash train run; what DPTrainer trained is "
+            "written by its save_model, with a model card"
+        )
     if not path.is_file():
         raise ValueError(
             f"run={str(run)!r}: has no {REPORT}, so it has not ended; continue it with {resume}"

@@ -81,6 +81,10 @@ class TextModel:
             self._tokenizer = load_tokenizer(own)
             self.token = "token"
             self._padding = start_token(self._tokenizer) or 0
+            # The model's own may ask for beams or penalties.
+            self._model.generation_config = self._transformers.GenerationConfig(
+                eos_token_id=self._tokenizer.eos_token_id, pad_token_id=self._padding
+            )
             self.max_tokens = getattr(self._model.config, "max_position_embeddings", None)
         else:
             self.max_tokens = self._model.max_seq_len
@@ -128,7 +132,9 @@ class TextModel:
                 bar.update(len(inputs))
         if not count:
             raise ValueError("data: the documents have no tokens to predict; pass longer ones")
-        is_whole = count == sum(targets_of)
+        # Without a start token the first token of a document is not predicted.
+        starts = self._tokenizer is None or start_token(self._tokenizer) is not None
+        is_whole = starts and count == sum(targets_of)
         per_byte = nats / math.log(2) / sum(map(len, contents))
         return Evaluation(len(documents), count, nats / count, per_byte if is_whole else None)
 
@@ -221,7 +227,6 @@ class TextModel:
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=max_new_tokens,
-                pad_token_id=self._padding,
                 **options,
             )
         added: str = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)

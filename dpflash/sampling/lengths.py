@@ -118,7 +118,8 @@ class Lengths:
             return f"public, {self.declared} as declared"
         if self.differ:
             return (
-                "not public, shapes differ between batches: the bound holds up to the rounding "
-                "of other lengths (pad with dpflash.sampling.PadTo to have it exactly)"
+                "not public, shapes differ between batches: if padding does not change a sample's "
+                "own loss, the bound holds up to the rounding of other lengths (pad with "
+                "dpflash.sampling.PadTo to have it exactly)"
             )
         return "no batch seen yet" if self._seen is None else "the same in all batches so far"

@@ -58,6 +58,12 @@ def refuse_lightning(closure: Callable[[], Any] | None) -> None:
             "    optimizer.step(); optimizer.zero_grad()  # behind it; optimizer = "
             "self.optimizers()"
         )
+    if module.trainer.world_size > 1:
+        raise RuntimeError(
+            f"Lightning runs {module.trainer.world_size} processes, which would train a model "
+            "each, with an epsilon of its own: use Trainer(devices=1), or a plain loop with a "
+            "mesh (docs/ranks.md)"
+        )
     loader = module.trainer.train_dataloader
     if isinstance(loader, DataLoader):
         raise RuntimeError(

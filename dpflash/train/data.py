@@ -188,6 +188,12 @@ class ByteDocuments(Sequence[bytes]):
             )
         return train, kept
 
+    def without(self, others: "ByteDocuments") -> "ByteDocuments":
+        """The documents that are not among the others."""
+        known = set(others.contents)
+        pairs = zip(self.paths, self.contents, strict=True)
+        return self._part([(path, content) for path, content in pairs if content not in known])
+
     def _part(self, pairs: list[tuple[str, bytes]]) -> "ByteDocuments":
         """`ByteDocuments` of these (path, content) pairs."""
         paths, contents = tuple(zip(*pairs, strict=True)) or ((), ())
@@ -278,10 +284,10 @@ class _Reader:
             self._add(name, b"\n".join(texts))
 
     def _text(self, line: bytes, place: str) -> bytes:
-        """The text of a record. Messages do not repeat the line, which is private."""
+        """The text of a record. Messages show names of fields, and no value."""
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{place}: not JSON; expected one object a line, such as "
                 f'{{"{self.field}": "..."}}; convert the file, or pass text files'
@@ -396,7 +402,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 
 def num_targets(document: Tokens) -> int:
     """The number of tokens of a document that a model predicts."""
-    return len(document) - (not isinstance(document, bytes))
+    return len(document) if isinstance(document, bytes) else max(0, len(document) - 1)
 
 
 def held_out_batches(

@@ -21,6 +21,7 @@ from ..patterns import from_key
 from .config import TrainingConfig
 from .data import DOCUMENT_START, VOCAB_SIZE, Tokens
 from .pretrained import (
+    ADAPTER,
     load_model,
     load_tokenizer,
     quiet,
@@ -133,6 +134,12 @@ class PretrainedModel:
         self._config = config
         self._folder = config.model
         self._transformers = require_transformers(config.model)
+        if (Path(config.model) / ADAPTER).is_file():
+            raise ValueError(
+                f"model={config.model!r}: the folder holds LoRA adapters. Merge them into their "
+                "model first, by dpflash export RUN --out DIR or by merge_and_unload() and "
+                "save_pretrained(DIR), and pass model=DIR"
+            )
         if config.lora_rank is not None:
             require_peft(f"lora_rank={config.lora_rank}")
         self._initial: nn.Module | None = load_model(config.model)

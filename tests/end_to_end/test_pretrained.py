@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ tokenizers = pytest.importorskip("tokenizers")
 import dpflash  # noqa: E402
 from dpflash.cli import main  # noqa: E402
 from dpflash.release.text_model import TextModel  # noqa: E402
-from dpflash.train.config import TrainingConfig  # noqa: E402
+from dpflash.train.config import Corpus, TrainingConfig  # noqa: E402
 from dpflash.train.language_models import PretrainedModel, encode_texts  # noqa: E402
 from dpflash.train.pretrained import load_model  # noqa: E402
 from dpflash.train.run import TrainingRun  # noqa: E402
@@ -227,6 +228,46 @@ def test_a_model_of_an_empty_folder_is_refused(llama: Path, notes: Path, tmp_pat
         load_model(tmp_path)
     with pytest.raises(ValueError, match="max_new_tokens=99 after a prompt of 2 tokens"):
         TextModel(llama).generate("a", max_new_tokens=99)
+
+
+def test_a_folder_of_adapters_is_no_model_to_train(llama: Path, tmp_path: Path) -> None:
+    adapted = tmp_path / "adapted"
+    shutil.copytree(llama, adapted)
+    (adapted / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds LoRA adapters. Merge them into their model"):
+        PretrainedModel(TrainingConfig(model=str(adapted)))
+
+
+def test_evaluation_documents_do_not_train(llama: Path, notes: Path, tmp_path: Path) -> None:
+    given = {"model": str(llama), "data": str(notes), "unit": "record", "batch_size": 6}
+    both = tmp_path / "both.jsonl"
+    both.write_text(notes.read_text() + json.dumps({"text": "another note"}) + "\n")
+    documents = Corpus.read(TrainingConfig(**given, eval_data=str(both)))
+    assert documents.held_out.contents == (b"another note",)
+    (tmp_path / "copy.jsonl").write_text(notes.read_text())
+    with pytest.raises(ValueError, match="all its documents are in the training data"):
+        Corpus.read(TrainingConfig(**given, eval_data=str(tmp_path / "copy.jsonl")))
+
+
+def test_temperature_0_takes_the_likeliest_token_whatever_the_model_s_own_settings(
+    llama: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    settings = {"num_beams": 3, "repetition_penalty": 5.0, "do_sample": True, "eos_token_id": 1}
+    (other / "generation_config.json").write_text(json.dumps(settings))
+    given = {"prompt": "note", "max_new_tokens": 12, "temperature": 0.0}
+    assert TextModel(other).generate(**given) == TextModel(llama).generate(**given)
+
+
+def test_bits_per_byte_need_a_prediction_of_every_byte(llama: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(other)
+    assert TextModel(llama).evaluate([b"a note"]).bits_per_byte is not None
+    assert TextModel(other).evaluate([b"a note"]).bits_per_byte is None
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])

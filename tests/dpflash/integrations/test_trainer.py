@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -225,8 +227,85 @@ def test_a_loss_over_the_batch_is_refused(tmp_path):
     def loss(outputs, labels, num_items_in_batch=None):
         return next_tokens(outputs.logits, labels).mean()
 
-    with pytest.raises(ValueError, match="expected one loss per sample"):
+    with pytest.raises(ValueError, match=r"compute_loss_func returned a tensor of shape \(\)"):
         trainer(tmp_path, compute_loss_func=loss).train()
+
+
+def divided(outputs, labels, num_items_in_batch=None):
+    return next_tokens(outputs.logits, labels) / (labels != 3).sum()
+
+
+def weighted(outputs, labels, num_items_in_batch=None):
+    losses = next_tokens(outputs.logits, labels)
+    return losses * losses.detach().softmax(0)
+
+
+@pytest.mark.parametrize("loss", [divided, weighted])
+def test_a_loss_that_depends_on_the_other_samples_is_refused(loss, tmp_path):
+    with pytest.raises(ValueError, match="in a batch with others, so it depends on them"):
+        trainer(tmp_path, compute_loss_func=loss).train()
+
+
+def unequal(side):
+    """Samples of several lengths, and a function that pads them to the longest."""
+    data = [{"input_ids": torch.arange(4, 4 + n), "labels": torch.arange(4, 4 + n)} for n in LONG]
+
+    def collate(entries):
+        longest = max(len(entry["input_ids"]) for entry in entries)
+
+        def padded(x, value):
+            missing = longest - len(x)
+            return F.pad(x, (missing, 0) if side == "left" else (0, missing), value=value)
+
+        batch = {
+            "input_ids": torch.stack([padded(e["input_ids"], 0) for e in entries]),
+            "labels": torch.stack([padded(e["labels"], -100) for e in entries]),
+        }
+        return batch | {"attention_mask": (batch["labels"] != -100).long()}
+
+    return {"train_dataset": data, "data_collator": collate}
+
+
+LONG = [5, 8, 6, 4, 7, 5, 8, 6] * 3
+
+
+def test_padding_that_shifts_positions_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="how far it is padded: absolute positions"):
+        trainer(tmp_path, "gpt2", **unequal("left")).train()
+    trainer(tmp_path, "gpt2", args=arguments(tmp_path, max_steps=1), **unequal("right")).train()
+
+
+def test_entries_without_labels_are_refused(tmp_path):
+    data = [{"input_ids": torch.arange(5)} for _ in range(24)]
+    with pytest.raises(ValueError, match="no 'labels', only 'input_ids': add them, or pass"):
+        trainer(tmp_path, train_dataset=data).train()
+
+
+class Sees(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **options):
+        next(model.parameters()).register_hook(lambda grad: None)
+
+
+def test_a_hook_that_would_see_sums_without_noise_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="has a hook, which would see sums"):
+        trainer(tmp_path, callbacks=[Sees()]).train()
+
+
+def test_an_evaluation_of_the_training_data_is_refused(tmp_path):
+    made = trainer(tmp_path)
+    for method in (made.evaluate, made.predict):
+        with pytest.raises(ValueError, match="the dataset is train_dataset"):
+            method(made.train_dataset)
+
+
+@pytest.mark.cases(0)
+def test_more_steps_than_the_target_was_for_are_refused_when_resumed(tmp_path):
+    privacy = dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0)
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path, privacy=privacy, args=arguments(tmp_path, max_steps=4, **saves)).train()
+    longer = trainer(tmp_path, privacy=privacy, args=arguments(tmp_path, max_steps=8, **saves))
+    with pytest.raises(ValueError, match="target_epsilon=3.0 for all steps of args needs"):
+        longer.train(resume_from_checkpoint=True)
 
 
 class Stop(transformers.TrainerCallback):
@@ -283,7 +362,7 @@ def test_lost_steps_stay_counted_when_an_older_checkpoint_is_resumed(tmp_path):
 def test_a_checkpoint_without_spent_privacy_is_not_resumed(tmp_path):
     args = arguments(tmp_path, save_strategy="epoch", save_only_model=True)
     trainer(tmp_path, args=args).train()
-    with pytest.raises(ValueError, match=r"has no dpflash\.pt"):
+    with pytest.raises(ValueError, match="which is missing"):
         trainer(tmp_path, args=args).train(resume_from_checkpoint=True)
 
 
@@ -315,7 +394,9 @@ def test_nothing_private_is_logged_or_written(tmp_path):
     assert state["total_flos"] == 0 and state["num_input_tokens_seen"] == 0
     assert math.isnan(result.training_loss) and result.metrics.keys() == {"epsilon"}
     assert json.loads((tmp_path / "out/train_results.json").read_text()).keys() == {"epsilon"}
-    assert f"epsilon = {trained.get_epsilon():.4g}" in card and "0.001" in card
+    shown = float(re.search(r"epsilon ([0-9.]+) at delta 0\.001", card)[1])
+    assert trained.get_epsilon() <= shown < trained.get_epsilon() + 1e-3
+    assert "seeded" in card
     assert "Training Loss" not in card
     assert any("eval_loss" in log for log in state["log_history"])
 
@@ -336,7 +417,7 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     trained.train()
     trained.save_model()
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "model.safetensors" in files and "dpflash.pt" not in files
+    assert "model.safetensors" in files and "epsilon" in (tmp_path / "out/README.md").read_text()
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert largest_difference(plain, trained.model) == 0
     assert type(plain) is transformers.LlamaForCausalLM
@@ -349,9 +430,13 @@ def test_the_ledger_lies_beside_the_checkpoints(tmp_path):
     first.train()
     assert first.engine.ledger == Path(args.output_dir) / "ledger.jsonl"
     assert not list((tmp_path / "out").glob("checkpoint-*/ledger*"))
+    key = first.engine._keys.master
+    assert not any(key in path.read_bytes() for path in (tmp_path / "out").glob("checkpoint-*/*"))
+    assert [path.name for path in (tmp_path / "out/_secret").iterdir()] == ["checkpoint-4.pt"]
     second = trainer(tmp_path, args=args, engine=None)  # another run on the same data
     assert second.get_epsilon() == first.get_epsilon()
-    second.train()
+    with pytest.warns(UserWarning, match="ledger.jsonl holds releases of earlier runs"):
+        second.train()
     assert second.get_epsilon() > first.get_epsilon()
 
 

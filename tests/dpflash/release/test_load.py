@@ -179,7 +179,7 @@ def test_an_export_overwrites_nothing(run: Path, exported: Path, tmp_path: Path)
         export(run, exported)
     with pytest.raises(ValueError, match="keep_adapters=True"):
         export(run, tmp_path / "out", keep_adapters=True)
-    with pytest.raises(ValueError, match="has no report.json"):
+    with pytest.raises(ValueError, match="not the folder of a dpflash train run"):
         export(tmp_path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

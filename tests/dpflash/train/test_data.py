@@ -282,6 +282,7 @@ def test_each_record_of_a_jsonl_file_is_a_document(write):
         (b'{"body": "x"}', r"a\.jsonl:2: field='text': .*its fields: 'body'"),
         (b'{"text": 3}', r"a\.jsonl:2: field='text'"),
         (b'["text"]', r"a\.jsonl:2: field='text'"),
+        (b"[" * 100_000, r"a\.jsonl:2: not JSON"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_and_not_shown(write, line, message):
