@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .. import losses
+from ..verification.nested import tensors_of
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
 
+# Entries of which the shortest, the longest and a few others are tried.
+_MEASURED, _TRIED = 32, 4
 _PASS_YOUR_OWN = (
     "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns one loss for "
     "each sample, [B], made of that sample alone"
@@ -97,6 +101,40 @@ def require_labels(inputs: Mapping[str, Any]) -> None:
             "add them, or pass data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)"
             f", or {_PASS_YOUR_OWN}"
         )
+
+
+def batches_to_try(loader: DataLoader) -> list[Any]:
+    """Batches of one entry each, and twice the batch of all of them.
+
+    The shortest and the longest of the first entries are among them.
+    """
+    dataset: Any = loader.dataset
+    first = range(min(_MEASURED, len(dataset)))
+    sizes = [
+        sum(x.numel() for _, x in tensors_of(batch))
+        for batch in _collated(loader, [[i] for i in first])
+    ]
+    by_size = sorted(first, key=sizes.__getitem__)
+    chosen = [*by_size[:1], *by_size[1:][-1:], *by_size[1:-1][: _TRIED - 2]]
+    return _collated(loader, [*([i] for i in chosen), chosen, chosen])
+
+
+def _collated(loader: DataLoader, batches: list[list[int]]) -> list[Any]:
+    """Batches of these entries, made as the loader makes them."""
+    made = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        # In the main process, files that the dataset opens lazily would be open before a fork.
+        num_workers=min(1, loader.num_workers),
+    )
+    return list(made)
+
+
+def are_equal(one: Any, two: Any) -> bool:
+    """Whether two batches of the same entries have equal tensors."""
+    pairs = zip(tensors_of(one), tensors_of(two), strict=True)
+    return all(x.shape == y.shape and torch.equal(x, y) for (_, x), (_, y) in pairs)
 
 
 def require_equal_in_company(

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,11 +23,12 @@ from transformers.training_args import ParallelMode
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..optimizer import PrivateOptimizer
-from ..privacy.spending import rounded_up
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
-from ..verification.nested import tensors_of
+from .privacy_section import write_privacy_section
 from .sample_losses import (
+    are_equal,
+    batches_to_try,
     losses_of,
     require_equal_in_company,
     require_same_loss,
@@ -42,7 +43,6 @@ LEDGER = "ledger.jsonl"
 # The engines' checkpoints, with the noise key. Trackers upload a Trainer's checkpoint-N, so they
 # are beside them, in a folder whose name keeps it from the Hub.
 SECRET = "_secret"
-_SECTION = "## Differential privacy"
 _SCHEDULER = "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
@@ -58,8 +58,6 @@ _KNOWN_PRIVATE = (
     "num_tokens",
 )
 
-# Entries of which the shortest, the longest and a few others are tried.
-_MEASURED, _TRIED = 32, 4
 
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).
@@ -328,17 +326,13 @@ class DPTrainer(Trainer):
 
     def _try_loss(self, loader: DataLoader) -> None:
         """Compare losses of a few entries with the model's own, and with those in company."""
-        dataset: Any = loader.dataset
-        first = range(min(_MEASURED, len(dataset)))
-        by_length = sorted(first, key=_sizes(loader, first).__getitem__)
-        chosen = [*by_length[:1], *by_length[-1:], *by_length[1:-1][: _TRIED - 2]]
         model, loss = self._module(), self._sample_loss
-        batches = _collated(loader, [[i] for i in chosen] + [chosen] * 2)
+        batches = batches_to_try(loader)
         *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
         with tried(model):
             if loss is not None:
                 any(require_same_loss(model, inputs, loss) for inputs in alone)
-            if len(chosen) > 1 and _are_equal(together, again):  # no random masks or labels
+            if are_equal(together, again):  # no random masks or labels
                 require_equal_in_company(
                     lambda inputs: self._losses_of(model, inputs)[0],
                     alone,
@@ -483,42 +477,10 @@ class DPTrainer(Trainer):
 
     def _write_card(self, path: str) -> None:
         """Add the section on privacy to a card, or replace it."""
-        if self._private_loader is None:
-            return
-        written = "# Model card\n"
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as card:
-                written = card.read().partition(f"\n{_SECTION}\n")[0]
-        section = "\n".join(self._card_lines())
-        with open(path, "w", encoding="utf-8") as card:
-            card.write(f"{written}\n{_SECTION}\n\n{section}\n")
-
-    def _card_lines(self) -> Iterator[str]:
-        loader, optimizer, engine = self._private_loader, self._private_optimizer, self.engine
-        assert loader is not None and optimizer is not None
-        epsilon = self.get_epsilon()
-        if math.isinf(epsilon):
-            yield "**This model is not private:** it was trained without noise."
-            return
-        if engine.seed is not None:
-            yield (
-                "**The run was seeded: whoever knows the seed can recompute its noise. The model "
-                "is for research, not for release.**\n"
+        if self._private_loader is not None and self._private_optimizer is not None:
+            write_privacy_section(
+                path, self.engine, self._private_loader, self._private_optimizer, self._privacy
             )
-        size = "treated as public" if self._privacy.dataset_size is None else "declared"
-        yield f"- epsilon {rounded_up(epsilon)} at delta {self._privacy.target_delta:g}"
-        yield f"- neighboring relation: {engine.neighboring_relation}"
-        yield "- privacy unit: one entry of the training dataset"
-        yield f"- dataset size: {loader.dataset_size}, {size}"
-        yield f"- sampling: {loader.sampler_name}"
-        yield f"- accountant: {engine.accountant.mechanism()}"
-        yield f"- steps: {optimizer.releases}"
-        yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
-        yield f"- L2 bound of one sample's gradient: {optimizer.max_grad_norm:g}"
-        yield (
-            "- not covered: training losses, the choice among several runs, what a pretrained "
-            "model was trained on before"
-        )
 
     # Checkpoints
 
@@ -652,26 +614,3 @@ def _secret_file(checkpoint: str) -> str:
     """The file of the engine that belongs to a folder checkpoint-N."""
     output_dir, name = os.path.split(os.path.normpath(checkpoint))
     return os.path.join(output_dir, SECRET, f"{name}.pt")
-
-
-def _collated(loader: DataLoader, batches: list[list[int]]) -> list[Any]:
-    """Batches of these entries, made as the loader makes them."""
-    made = DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        collate_fn=loader.collate_fn,
-        # In the main process, files that the dataset opens lazily would be open before a fork.
-        num_workers=min(1, loader.num_workers),
-    )
-    return list(made)
-
-
-def _sizes(loader: DataLoader, entries: Iterable[int]) -> list[int]:
-    """Numbers of elements of the batches of one entry each."""
-    batches = _collated(loader, [[i] for i in entries])
-    return [sum(x.numel() for _, x in tensors_of(batch)) for batch in batches]
-
-
-def _are_equal(one: Any, two: Any) -> bool:
-    pairs = zip(tensors_of(one), tensors_of(two), strict=True)
-    return all(x.shape == y.shape and torch.equal(x, y) for (_, x), (_, y) in pairs)

@@ -1,0 +1,64 @@
+"""The section on privacy in the model card of a trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from ..config import PrivacyConfig
+from ..engine import PrivacyEngine
+from ..optimizer import PrivateOptimizer
+from ..privacy.spending import rounded_up
+from ..sampling.loader import PrivateDataLoader
+
+_TITLE = "## Differential privacy"
+
+
+def write_privacy_section(
+    path: str,
+    engine: PrivacyEngine,
+    loader: PrivateDataLoader,
+    optimizer: PrivateOptimizer,
+    privacy: PrivacyConfig,
+) -> None:
+    """Add the section to the end of a card, or replace it there; without a card begin one."""
+    written = "# Model card\n"
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as card:
+            written = card.read().partition(f"\n{_TITLE}\n")[0]
+    section = "\n".join(_lines(engine, loader, optimizer, privacy))
+    with open(path, "w", encoding="utf-8") as card:
+        card.write(f"{written}\n{_TITLE}\n\n{section}\n")
+
+
+def _lines(
+    engine: PrivacyEngine,
+    loader: PrivateDataLoader,
+    optimizer: PrivateOptimizer,
+    privacy: PrivacyConfig,
+) -> Iterator[str]:
+    assert privacy.target_delta is not None
+    epsilon = engine.get_epsilon(privacy.target_delta)
+    if math.isinf(epsilon):
+        yield "**This model is not private:** it was trained without noise."
+        return
+    if engine.seed is not None:
+        yield (
+            "**The run was seeded: whoever knows the seed can recompute its noise. The model is "
+            "for research, not for release.**\n"
+        )
+    size = "declared" if loader.has_public_size else "treated as public"
+    yield f"- epsilon {rounded_up(epsilon)} at delta {privacy.target_delta:g}"
+    yield f"- neighboring relation: {engine.neighboring_relation}"
+    yield "- privacy unit: one entry of the training dataset"
+    yield f"- dataset size: {loader.dataset_size}, {size}"
+    yield f"- sampling: {loader.sampler_name}"
+    yield f"- accountant: {engine.accountant.mechanism()}"
+    yield f"- steps: {optimizer.releases}"
+    yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
+    yield f"- L2 bound of one sample's gradient: {optimizer.max_grad_norm:g}"
+    yield (
+        "- not covered: training losses, the choice among several runs, what a pretrained model "
+        "was trained on before"
+    )
