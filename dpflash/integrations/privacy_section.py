@@ -22,14 +22,16 @@ def write_privacy_section(
     optimizer: PrivateOptimizer,
     privacy: PrivacyConfig,
 ) -> None:
-    """Add the section to the end of a card, or replace it there; without a card begin one."""
-    written = "# Model card\n"
+    """Add the section to the end of a card, or replace it; without a card begin one."""
+    before, after = "# Model card\n", ""
     if os.path.exists(path):
         with open(path, encoding="utf-8") as card:
-            written = card.read().partition(f"\n{_TITLE}\n")[0]
+            before, _, old = card.read().partition(f"\n{_TITLE}\n")
+        _, next_title, after = old.partition("\n## ")
+        after = next_title + after
     section = "\n".join(_lines(engine, loader, optimizer, privacy))
     with open(path, "w", encoding="utf-8") as card:
-        card.write(f"{written}\n{_TITLE}\n\n{section}\n")
+        card.write(f"{before}\n{_TITLE}\n\n{section}\n{after}")
 
 
 def _lines(

@@ -141,6 +141,7 @@ def require_equal_in_company(
     losses_of_batch: Callable[[Mapping[str, Any]], Tensor],
     alone: Sequence[Mapping[str, Any]],
     together: Mapping[str, Any],
+    again: Mapping[str, Any],
     *,
     rounding: float,
 ) -> None:
@@ -150,20 +151,25 @@ def require_equal_in_company(
         losses_of_batch: from a batch to `[B]`.
         alone: batches of one sample.
         together: one batch of the same samples in this order, so the shorter ones are padded.
+        again: the same batch once more. Where its losses are others, they are random, and nothing
+            is compared.
         rounding: relative and absolute.
 
     Raises:
         ValueError: a loss depends on the other samples, or on how far its sample is padded.
     """
     in_company = losses_of_batch(together).float()
+    repeated = losses_of_batch(again).float()
+    if not torch.allclose(in_company, repeated, rtol=rounding, atol=rounding, equal_nan=True):
+        return
     for batch, other in zip(alone, in_company, strict=True):
         own = losses_of_batch(batch).float().reshape(())
         if not torch.allclose(own, other, rtol=rounding, atol=rounding) and own.isfinite():
             raise ValueError(
-                f"the loss of an entry of train_dataset is {float(own):.6g} by itself and "
-                f"{float(other):.6g} in a batch with others, so it depends on them, or on how far "
-                "it is padded: absolute positions that padding on the left shifts, no "
-                "attention_mask, or a compute_loss_func that divides by a number of the batch. "
+                "the loss of an entry of train_dataset by itself is not that in a batch with "
+                "others, so it depends on them, or on how far it is padded: padding on the left, "
+                "which shifts absolute positions and has the first token predicted; no "
+                "attention_mask; or a compute_loss_func that divides by a number of the batch. "
                 "Pad on the right, or all entries to one length (padding='max_length', or "
                 "dpflash.sampling.PadTo), pass the attention_mask, and compute each loss of its "
                 "own sample"

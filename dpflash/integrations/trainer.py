@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -40,9 +41,15 @@ from .sample_losses import (
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The engines' checkpoints, with the noise key. Trackers upload a Trainer's checkpoint-N, so they
-# are beside them, in a folder whose name keeps it from the Hub.
+# The engines' checkpoints, with the noise key. Most trackers can upload a Trainer's checkpoint-N,
+# so they are beside them, in a folder whose name keeps it from the Hub.
 SECRET = "_secret"
+# Settings of trackers that upload all of output_dir.
+_UPLOADS = {
+    "COMET_LOG_ASSETS": ("1", "on", "true", "yes"),
+    "HF_DAGSHUB_LOG_ARTIFACTS": ("1", "on", "true", "yes"),
+    "HF_DVCLIVE_LOG_MODEL": ("all",),
+}
 _SCHEDULER = "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
@@ -183,6 +190,7 @@ class DPTrainer(Trainer):
         self._private_loader: PrivateDataLoader | None = None
         self._unknown_metrics: set[str] = set()
         self._resumes = False
+        self._refusal: str | None = None
 
     def get_epsilon(self) -> float:
         """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
@@ -246,6 +254,8 @@ class DPTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """A `LogicalBatches`: one entry is all microbatches of a step."""
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
         if self._private_loader is None:
             self._private_loader = self._make_private()
         elif self._privacy.target_epsilon is not None and self._releases:
@@ -337,6 +347,7 @@ class DPTrainer(Trainer):
                     lambda inputs: self._losses_of(model, inputs)[0],
                     alone,
                     together,
+                    again,
                     rounding=rounding_of(model),
                 )
 
@@ -484,14 +495,17 @@ class DPTrainer(Trainer):
 
     # Checkpoints
 
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        super()._save_checkpoint(*arguments, **options)
+        secrets = Path(self._in_output_dir(SECRET))
+        for path in secrets.glob("checkpoint-*.pt"):
+            if not (secrets.parent / path.stem).is_dir():  # `save_total_limit` has removed it
+                path.unlink()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.lr_scheduler is not None
         secret = _secret_file(output_dir)
         os.makedirs(os.path.dirname(secret), mode=0o700, exist_ok=True)
-        for name in os.listdir(os.path.dirname(secret)):
-            folder = os.path.join(os.path.dirname(output_dir), os.path.splitext(name)[0])
-            if not os.path.isdir(folder):  # `save_total_limit` has removed it
-                os.remove(os.path.join(os.path.dirname(secret), name))
         self.engine.save_checkpoint(secret)
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -519,12 +533,13 @@ class DPTrainer(Trainer):
         self.engine.load_checkpoint(_secret_file(checkpoint))
         restored = self._private_optimizer.noise_multiplier
         if self._privacy.target_epsilon is not None and restored < chosen * (1 - 1e-6):
-            raise ValueError(
+            self._refusal = (
                 f"resume_from_checkpoint={checkpoint!r} has noise_multiplier={restored:.6g}, and "
                 f"target_epsilon={self._privacy.target_epsilon!r} for all steps of args needs "
                 f"{chosen:.6g}: the run would exceed it. Keep max_steps and num_train_epochs, or "
-                "pass PrivacyConfig(noise_multiplier=..., target_delta=...)"
+                "pass PrivacyConfig(noise_multiplier=..., target_delta=...), to a new trainer"
             )
+            raise ValueError(self._refusal)
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
@@ -545,7 +560,7 @@ class DPTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
         """Refuse the training data, whose metrics are private."""
-        self._refuse_training_data(eval_dataset)
+        self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
         return super().evaluate(eval_dataset, *arguments, **options)
 
     def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
@@ -588,6 +603,12 @@ def _check_privacy(privacy: PrivacyConfig) -> None:
 
 
 def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> None:
+    for name, values in _UPLOADS.items():
+        if os.environ.get(name, "").lower() in values:
+            raise ValueError(
+                f"{name}={os.environ[name]!r}: it uploads all of output_dir, the noise key in "
+                f"{SECRET} included; unset it"
+            )
     if options.get("model_init") is not None:
         raise ValueError(
             "model_init: a model that is built anew in train() would be trained by an engine that "
@@ -612,5 +633,5 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
 
 def _secret_file(checkpoint: str) -> str:
     """The file of the engine that belongs to a folder checkpoint-N."""
-    output_dir, name = os.path.split(os.path.normpath(checkpoint))
+    output_dir, name = os.path.split(os.path.realpath(checkpoint))
     return os.path.join(output_dir, SECRET, f"{name}.pt")

@@ -72,7 +72,8 @@ class TextModel:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._model: Any = load(folder)
+        model: Any = load(folder)
+        self._model: Any = model
         self._tokenizer: Any = None
         self.token, self._padding = "byte", DOCUMENT_START
         if is_pretrained(Path(folder)):
@@ -82,8 +83,10 @@ class TextModel:
             self.token = "token"
             self._padding = start_token(self._tokenizer) or 0
             # The model's own may ask for beams or penalties.
+            ends = model.generation_config.eos_token_id
             self._model.generation_config = self._transformers.GenerationConfig(
-                eos_token_id=self._tokenizer.eos_token_id, pad_token_id=self._padding
+                eos_token_id=self._tokenizer.eos_token_id if ends is None else ends,
+                pad_token_id=self._padding,
             )
             self.max_tokens = getattr(self._model.config, "max_position_embeddings", None)
         else:

@@ -243,16 +243,15 @@ class _Trial:
             return None
         for turn in range(len(self._entries)):
             _, (first, second), *_ = self._pairs(turn)
-            batches = [self._batch(entries) for entries in (first, second, first)]
-            found = [dict(_shared(batch, self.two, len(first))) for batch in batches]
+            two = self._batch(first[:2])
+            batches = [self._batch(entries) for entries in (first, first, second, second)]
+            found = [dict(_shared(batch, two, len(first))) for batch in batches]
             lengths = [_lengths(batch) for batch in batches]
-            for place, value in found[0].items():
-                if _equal(value, found[1].get(place)) is not False:
-                    continue
-                are_lengths = (
-                    _is_length(x[place], n) for x, n in zip(found, lengths, strict=True)
-                )
-                if not all(are_lengths) and _equal(value, found[2].get(place)):
+            for place in found[0]:
+                a, again, b, b_again = (values.get(place) for values in found)
+                if not (_equal(a, b) is False and _equal(a, again) and _equal(b, b_again)):
+                    continue  # equal, or such as a counter of batches
+                if not all(_is_length(x[place], n) for x, n in zip(found, lengths, strict=True)):
                     return place
         return None
 
@@ -325,7 +324,7 @@ def _lengths(batch: Any) -> set[int]:
 def _is_length(value: Any, lengths: set[int]) -> bool:
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
         value = value.reshape(()).item()
-    return isinstance(value, int | np.integer) and value in lengths
+    return isinstance(value, int | float | np.number) and value in lengths
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:

@@ -70,7 +70,9 @@ def _blank(value: Any) -> Any:
     """A value of the same kind and shape that holds nothing of the data."""
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    if isinstance(value, np.generic):
         return np.zeros_like(value)[()]
     return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also of a subclass
 

@@ -386,12 +386,13 @@ class Corpus:
         documents = _read(config.data, config, config.suffixes)
         train, held_out = documents.split(config.eval_fraction)
         if config.eval_data is not None:
-            # Documents that train would show a training loss.
-            held_out = _read(config.eval_data, config, None).without(train)
-            if not held_out:
+            held_out = _read(config.eval_data, config, None)
+            # The other way round, which documents are left to evaluate on would tell of training.
+            train = train.without(held_out)
+            if not train:
                 raise ValueError(
-                    f"eval_data={config.eval_data!r}: all its documents are in the training data; "
-                    "pass other ones, or leave it out to hold out some"
+                    f"eval_data={config.eval_data!r}: all documents to train on are in it; pass "
+                    "other ones, or leave it out to hold out some"
                 )
         if config.dataset_size is None and config.batch_size > len(train):
             raise ValueError(

@@ -102,8 +102,8 @@ class ForwardRows:
 
 
 def is_scalar(x: Tensor) -> bool:
-    """Whether a tensor is 0-dim or `[1]`."""
-    return x.ndim < 2 and x.numel() == 1
+    """Whether a tensor is one number, in any number of dimensions."""
+    return x.numel() == 1
 
 
 def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:

@@ -358,7 +358,9 @@ class Proof:
 
         def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
             reached = [(x, g) for x, g in zip(inner, grads, strict=True) if g is not None]
-            if refusal is not None and any(is_scalar(x) and x.ndim < size for x, _ in reached):
+            if refusal is not None and any(
+                is_scalar(x) and (size > 1 or not x.ndim) for x, _ in reached
+            ):
                 owner.discard()
                 raise RuntimeError(refusal)
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)

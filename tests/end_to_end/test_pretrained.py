@@ -240,12 +240,14 @@ def test_a_folder_of_adapters_is_no_model_to_train(llama: Path, tmp_path: Path) 
 
 def test_evaluation_documents_do_not_train(llama: Path, notes: Path, tmp_path: Path) -> None:
     given = {"model": str(llama), "data": str(notes), "unit": "record", "batch_size": 6}
-    both = tmp_path / "both.jsonl"
-    both.write_text(notes.read_text() + json.dumps({"text": "another note"}) + "\n")
-    documents = Corpus.read(TrainingConfig(**given, eval_data=str(both)))
-    assert documents.held_out.contents == (b"another note",)
+    first, *others = notes.read_text().splitlines(keepends=True)
+    (tmp_path / "some.jsonl").write_text(first + json.dumps({"text": "another note"}) + "\n")
+    documents = Corpus.read(TrainingConfig(**given, eval_data=str(tmp_path / "some.jsonl")))
+    # What is evaluated does not depend on what trains.
+    assert documents.held_out.contents == (json.loads(first)["text"].encode(), b"another note")
+    assert documents.train.contents == tuple(json.loads(x)["text"].encode() for x in others)
     (tmp_path / "copy.jsonl").write_text(notes.read_text())
-    with pytest.raises(ValueError, match="all its documents are in the training data"):
+    with pytest.raises(ValueError, match="all documents to train on are in it"):
         Corpus.read(TrainingConfig(**given, eval_data=str(tmp_path / "copy.jsonl")))
 
 

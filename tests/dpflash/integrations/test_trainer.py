@@ -246,6 +246,22 @@ def test_a_loss_that_depends_on_the_other_samples_is_refused(loss, tmp_path):
         trainer(tmp_path, compute_loss_func=loss).train()
 
 
+def random_weights(outputs, labels, num_items_in_batch=None):
+    losses = next_tokens(outputs.logits, labels)
+    return losses * torch.rand(len(losses))
+
+
+def test_losses_that_are_random_are_not_taken_for_coupled_ones(tmp_path):
+    args = arguments(tmp_path, max_steps=1)
+    trainer(tmp_path, compute_loss_func=random_weights, args=args).train()
+
+
+def test_a_setting_that_uploads_the_noise_key_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMET_LOG_ASSETS", "True")
+    with pytest.raises(ValueError, match="COMET_LOG_ASSETS='True': it uploads all of output_dir"):
+        trainer(tmp_path)
+
+
 def unequal(side):
     """Samples of several lengths, and a function that pads them to the longest."""
     data = [{"input_ids": torch.arange(4, 4 + n), "labels": torch.arange(4, 4 + n)} for n in LONG]
@@ -270,7 +286,7 @@ LONG = [5, 8, 6, 4, 7, 5, 8, 6] * 3
 
 
 def test_padding_that_shifts_positions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="how far it is padded: absolute positions"):
+    with pytest.raises(ValueError, match="how far it is padded: padding on the left"):
         trainer(tmp_path, "gpt2", **unequal("left")).train()
     trainer(tmp_path, "gpt2", args=arguments(tmp_path, max_steps=1), **unequal("right")).train()
 
@@ -304,8 +320,9 @@ def test_more_steps_than_the_target_was_for_are_refused_when_resumed(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2}
     trainer(tmp_path, privacy=privacy, args=arguments(tmp_path, max_steps=4, **saves)).train()
     longer = trainer(tmp_path, privacy=privacy, args=arguments(tmp_path, max_steps=8, **saves))
-    with pytest.raises(ValueError, match="target_epsilon=3.0 for all steps of args needs"):
-        longer.train(resume_from_checkpoint=True)
+    for again in (True, True, None):
+        with pytest.raises(ValueError, match="target_epsilon=3.0 for all steps of args needs"):
+            longer.train(resume_from_checkpoint=again)
 
 
 class Stop(transformers.TrainerCallback):
@@ -417,7 +434,13 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     trained.train()
     trained.save_model()
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "model.safetensors" in files and "epsilon" in (tmp_path / "out/README.md").read_text()
+    assert "model.safetensors" in files
+    path = tmp_path / "out/README.md"
+    card = path.read_text()
+    assert card.count("- epsilon ") == 1
+    path.write_text(card + "\n## Usage\n\nmine\n")
+    trained.save_model()
+    assert path.read_text() == card + "\n## Usage\n\nmine\n"
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert largest_difference(plain, trained.model) == 0
     assert type(plain) is transformers.LlamaForCausalLM

@@ -331,12 +331,38 @@ def test_lengths_constants_and_columns_beside_the_rows_are_taken(shared):
 
 
 def with_longest(entries):
-    batch = padded(entries)
-    return {"x": batch, "longest": batch.shape[1], "positions": torch.arange(batch.shape[1])}
+    batch = pad_sequence(entries, batch_first=True)
+    longest = batch.shape[1]
+    as_float = torch.tensor([float(longest)])
+    return {"x": batch, "n": longest, "float": as_float, "positions": torch.arange(longest)}
 
 
 def test_the_longest_length_beside_the_rows_is_taken():
     make(with_longest, Entries(TEXTS))
+
+
+def with_means_by_position(entries):
+    x = pad_sequence(entries, batch_first=True)
+    return {"x": x, "means": x.double().mean(0)}
+
+
+def test_means_by_position_are_refused_also_where_entries_grow_longer():
+    grown = sorted(TEXTS, key=len)
+    with pytest.raises(ValueError, match=r"makes batch\['means'\]"):
+        make(with_means_by_position, Entries(grown))
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, entries):
+        self.calls += 1
+        return {"x": torch.stack(entries), "number": self.calls + 0.5}
+
+
+def test_a_counter_of_batches_beside_the_rows_is_taken():
+    make(Counting(), VECTORS)
 
 
 @pytest.mark.parametrize(("collate", "entries"), INNOCENT, ids=named)

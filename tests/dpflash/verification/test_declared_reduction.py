@@ -109,6 +109,7 @@ class Form(Head):
 FORMS = {
     "attributes": (lambda z, y: Attributes(loss=token_mean(z, y)), lambda out, y: out.loss),
     "one number": (lambda z, y: token_mean(z, y)[None], lambda out, y: out.sum()),
+    "[1, 1]": (lambda z, y: token_mean(z, y)[None, None], lambda out, y: out.sum()),
     "flattened": (lambda z, y: z.flatten(0, 1), lambda z, y: F.cross_entropy(z, y.flatten())),
     "beside a scalar": (
         lambda z, y: (z, 0 * z.mean()),
