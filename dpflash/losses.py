@@ -69,8 +69,8 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tenso
     """Next-token cross-entropy of each sample: the mean over that sample's own valid labels.
 
     The logits of position t predict the label of position t + 1, as in the causal models of
-    Hugging Face, so labels are not shifted and may be the input ids. The loss that such a model
-    returns is the mean over all valid tokens of the batch, which couples the samples.
+    Hugging Face, so pass labels that are not shifted, such as the input ids. The loss that such a
+    model returns is the mean over all valid tokens of the batch, which couples the samples.
 
     Args:
         logits: `[B, T, V]`, floating point; narrower than float32 is computed in float32.

@@ -5,13 +5,15 @@ Shapes: B samples, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ..verification.nested import map_tensors, tensors_of
 
 _IGNORED = -100  # ignore_index of torch and transformers
 _SCALE = 8.0
@@ -37,21 +39,9 @@ class Altered(NamedTuple):
     batch: Any
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-
-
 def batch_size(batch: Any) -> int:
     """B; raises a ValueError if `batch` is not a batch, or has fewer than two samples."""
-    shapes = [tuple(t.shape) for t in tensors(batch) if t.ndim]
+    shapes = [tuple(t.shape) for _, t in tensors_of(batch) if t.ndim]
     if not shapes:
         raise ValueError(
             f"batch={type(batch).__name__} holds no tensor: expected a tensor, a tuple or a dict "
@@ -74,7 +64,7 @@ def batch_size(batch: Any) -> int:
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch with `change` applied to each tensor that is not a scalar."""
-    return tree_map_only(Tensor, lambda t: change(t) if t.ndim else t, batch)
+    return map_tensors(lambda t: change(t) if t.ndim else t, batch)
 
 
 def pick(batch: Any, rows: Iterable[int]) -> Any:
@@ -86,7 +76,7 @@ def pick(batch: Any, rows: Iterable[int]) -> Any:
 def rows_of(value: Any, index: int, size: int) -> list[Tensor]:
     """The rows of the tensors that belong to one sample; whole tensors if that is ambiguous."""
     rows = []
-    for t in tensors(value):
+    for _, t in tensors_of(value):
         if t.ndim == 0:
             continue
         if t.shape[0] == size:
@@ -139,23 +129,20 @@ def _map_leaves(
     batch: Any, change: Callable[[Tensor], Tensor], wanted: Callable[[Tensor, str, int], bool]
 ) -> tuple[Any, int]:
     """The batch with `change` applied to its wanted tensors, and the number of these."""
-    count = 0
+    # One tensor may be in several places, as inputs and labels.
+    batch = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), batch)
+    changed = {
+        id(t): change(t)
+        for place, t in tensors_of(batch)
+        if t.ndim and wanted(t, *_name_and_position(place))
+    }
+    return map_tensors(lambda t: changed.get(id(t), t), batch), len(changed)
 
-    def visit(item: Any, key: str, position: int) -> Any:
-        nonlocal count
-        if isinstance(item, Tensor):
-            if item.ndim == 0 or not wanted(item, key, position):
-                return item
-            count += 1
-            return change(item)
-        if isinstance(item, dict):
-            return type(item)({k: visit(v, str(k), 0) for k, v in item.items()})
-        if isinstance(item, list | tuple):
-            items = [visit(p, "", n) for n, p in enumerate(item)]
-            return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
-        return item
 
-    return visit(batch, "", 0), count
+def _name_and_position(place: str) -> tuple[str, int]:
+    """The last key or field of a place in a batch, or the last position; "" or 0 for none."""
+    last = re.split(r"[\[.]", place)[-1].strip("]'")
+    return ("", int(last)) if last.isdigit() else (last, 0)
 
 
 def _is_binary(t: Tensor) -> bool:

@@ -123,7 +123,7 @@ def _problems(
 
 
 def _replacement(module: nn.Module) -> tuple[nn.Module, str]:
-    """A module in place of one that is refused, and what it is; no text where there is none."""
+    """The replacement of a refused module, and its description; the module and "" for none."""
     if isinstance(module, LazyModuleMixin):
         return module, ""
     try:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .batch import TARGETS, VALUES, Place, alterations, mapped, tensors
+from ..verification.nested import tensors_of
+from .batch import TARGETS, VALUES, Place, alterations, mapped
 from .report import LOSS_FN, LOSS_REMEDY, Findings, error_text, listed
 from .subject import LossAndGrads, Trial
 from .trace import coupling_problem, locate
@@ -123,7 +124,7 @@ def _derivatives_by_others(trial: Trial, index: int, shared: list[bool]) -> list
         trial.batch,
         lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t,
     )
-    leaves = [("the batch's tensors", t) for t in tensors(batch) if t.requires_grad]
+    leaves = [("the batch's tensors", t) for _, t in tensors_of(batch) if t.requires_grad]
     losses, outputs = _embedded(trial, batch)
     if len(shared) != len(outputs):
         shared = [False] * len(outputs)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attn.boundary import NoiseOff
 from ..verification.dropout import WithoutDropout
-from .batch import mapped, pick, tensors
+from ..verification.nested import tensors_of
+from .batch import mapped, pick
 from .report import ITSELF
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -201,7 +202,9 @@ def coarsest_eps(subject: Subject, batch: Any) -> float:
 @contextmanager
 def randomness_restored(batch: Any) -> Iterator[None]:
     """Restore the random states of torch, numpy and Python at the end."""
-    devices = sorted({t.device.index or 0 for t in tensors(batch) if t.device.type == "cuda"})
+    devices = sorted(
+        {t.device.index or 0 for _, t in tensors_of(batch) if t.device.type == "cuda"}
+    )
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices):
@@ -227,7 +230,7 @@ class _Narrowest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tensors(out):
+        for _, tensor in tensors_of(out):
             if tensor.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
         return out

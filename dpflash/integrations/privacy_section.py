@@ -57,7 +57,7 @@ def _lines(
     yield f"- dataset size: {loader.dataset_size}, {size}"
     yield f"- sampling: {loader.sampler_name}"
     yield f"- accountant: {engine.accountant.mechanism()}"
-    yield f"- steps: {optimizer.releases}"
+    yield f"- steps of this run: {optimizer.releases}"
     yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
     yield f"- L2 bound of one sample's gradient: {optimizer.max_grad_norm:g}"
     yield (

@@ -166,8 +166,8 @@ def require_equal_in_company(
         own = losses_of_batch(batch).float().reshape(())
         if not torch.allclose(own, other, rtol=rounding, atol=rounding) and own.isfinite():
             raise ValueError(
-                "the loss of an entry of train_dataset by itself is not that in a batch with "
-                "others, so it depends on them, or on how far it is padded: padding on the left, "
+                "the loss of an entry of train_dataset changes in a batch with others, so it "
+                "depends on them, or on how far it is padded: padding on the left, "
                 "which shifts absolute positions and has the first token predicted; no "
                 "attention_mask; or a compute_loss_func that divides by a number of the batch. "
                 "Pad on the right, or all entries to one length (padding='max_length', or "

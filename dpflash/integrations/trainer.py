@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, __version__
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
 
@@ -41,8 +41,8 @@ from .sample_losses import (
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The engines' checkpoints, with the noise key. Most trackers can upload a Trainer's checkpoint-N,
-# so they are beside them, in a folder whose name keeps it from the Hub.
+# The folder of the engines' checkpoints, which hold the noise key. It is not in checkpoint-N,
+# which trackers may upload, and the Hub leaves out names that begin with an underscore.
 SECRET = "_secret"
 # Settings of trackers that upload all of output_dir.
 _UPLOADS = {
@@ -53,7 +53,22 @@ _UPLOADS = {
 _SCHEDULER = "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
-# What a log may hold beside metrics of evaluations; everything else was computed from the data.
+# Internal methods of Trainer that DPTrainer replaces. If one had another name, Trainer would go on
+# to log private numbers, or forget spent privacy.
+_REPLACED = (
+    "_clip_grad_norm",
+    "_finalize_training",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_run_epoch",
+    "_save",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+)
+
+# Keys that are logged besides metrics of evaluations; all others are computed from the data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
 _EVALUATIONS = ("eval_", "test_")
 _KNOWN_PRIVATE = (
@@ -122,10 +137,9 @@ class DPTrainer(Trainer):
     language models (causal, masked, sequence to sequence) and classification; for other models
     pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
 
-    The ledger is `<output_dir>/ledger.jsonl`, beside the checkpoints, so runs with one output_dir
-    add up, and steps that a resumed run repeats stay counted. `<output_dir>/_secret` holds what a
-    checkpoint needs to be resumed, with the noise key: keep it secret, and release what
-    `save_model` writes.
+    The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
+    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume and holds the
+    noise key: keep it secret, and release what `save_model` writes.
 
     Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning
     rate, epsilon and metrics of evaluations, and no loss, norm, time or count of the training
@@ -172,6 +186,7 @@ class DPTrainer(Trainer):
         _check_options(options, log_private_metrics)
         if model is not None and not isinstance(model, nn.Module) and not self._loads_models:
             raise ValueError(f"model={model!r}: expected a module, such as by from_pretrained")
+        _require_known_trainer()
         super().__init__(model=model, args=args, **options)
         self._check_arguments(self.args)  # None, and what it changed
         if self.accelerator.gradient_accumulation_steps != 1:
@@ -340,8 +355,9 @@ class DPTrainer(Trainer):
         batches = batches_to_try(loader)
         *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
         with tried(model):
-            if loss is not None:
-                any(require_same_loss(model, inputs, loss) for inputs in alone)
+            for inputs in alone:
+                if loss is None or require_same_loss(model, inputs, loss):
+                    break
             if are_equal(together, again):  # no random masks or labels
                 require_equal_in_company(
                     lambda inputs: self._losses_of(model, inputs)[0],
@@ -520,7 +536,7 @@ class DPTrainer(Trainer):
                 raise ValueError(
                     f"resume_from_checkpoint={resume_from_checkpoint!r} needs {path}, which is "
                     "missing (args.save_only_model leaves it out, and Trainer does not write it); "
-                    "put it back, or load the model and train it anew"
+                    "restore it, or load the model and start a new run"
                 )
         self._resumes = True
 
@@ -544,7 +560,7 @@ class DPTrainer(Trainer):
         self.lr_scheduler.load_state_dict(state)
 
     def _run_epoch(self, **loop: Any) -> None:  # type: ignore[override]
-        """Train on an epoch; of an interrupted one, the loader yields the rest by itself."""
+        """Train for one epoch. After a resume the loader itself begins in the middle of it."""
         skipped = loop["steps_trained_in_current_epoch"]
         if loop["epoch"] == loop["epochs_trained"] and skipped:
             part = loop["epoch"] + skipped / loop["steps_in_epoch"]
@@ -568,20 +584,30 @@ class DPTrainer(Trainer):
         self._refuse_training_data(test_dataset)
         return super().predict(test_dataset, *arguments, **options)
 
-    def _refuse_training_data(self, dataset: Any) -> None:
-        sets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
-        is_training_data = any(x is self.train_dataset and x is not None for x in sets)
-        if is_training_data and not self._log_private_metrics:
-            raise ValueError(
-                "the dataset is train_dataset: its metrics are private, and would be logged. "
-                "Evaluate on other data, or pass log_private_metrics=True and keep the logs secret"
-            )
+    def _refuse_training_data(self, evaluated: Any) -> None:
+        if not self._log_private_metrics:
+            _refuse_training_data(evaluated, self.train_dataset)
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refused: each trial releases a model, and the choice among them is not paid for."""
         raise ValueError(
             "hyperparameter_search with DPTrainer: each trial spends privacy, and so does the "
             "choice of the best. Train each with one ledger, and decide by public data"
+        )
+
+
+def _require_known_trainer() -> None:
+    """Refuse a Trainer that would not call what keeps numbers private and epsilon right.
+
+    Raises:
+        ImportError: naming the version of transformers.
+    """
+    missing = [name for name in _REPLACED if not hasattr(Trainer, name)]
+    if missing:
+        raise ImportError(
+            f"transformers {__version__} has no Trainer.{missing[0]}, which DPTrainer "
+            "replaces to keep private numbers out of logs and checkpoints; install transformers "
+            "5.23, with which it was tested"
         )
 
 
@@ -611,8 +637,8 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
             )
     if options.get("model_init") is not None:
         raise ValueError(
-            "model_init: a model that is built anew in train() would be trained by an engine that "
-            "has one already; pass model="
+            "model_init builds another model in train(), but the engine has one already; pass "
+            "model="
         )
     dataset = options.get("train_dataset")
     if isinstance(dataset, IterableDataset) or (
@@ -622,12 +648,17 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
             f"train_dataset={type(dataset).__name__}: the samples of an IterableDataset cannot be "
             "drawn independently; pass one with __len__ and __getitem__"
         )
-    evaluated = options.get("eval_dataset")
+    if not log_private_metrics:
+        _refuse_training_data(options.get("eval_dataset"), dataset)
+
+
+def _refuse_training_data(evaluated: Any, train_dataset: Any) -> None:
     sets = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
-    if not log_private_metrics and any(x is dataset and x is not None for x in sets):
+    if any(x is train_dataset and x is not None for x in sets):
         raise ValueError(
-            "eval_dataset is train_dataset: its metrics are private. Evaluate on other data, or "
-            "pass log_private_metrics=True and keep the logs secret"
+            "the dataset to evaluate on is train_dataset: its metrics are private, and would be "
+            "logged. Evaluate on other data, or pass log_private_metrics=True and keep the logs "
+            "secret"
         )
 
 

@@ -28,8 +28,9 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
     It prepares data as SFTTrainer does, and trains as `DPTrainer`. The loss is that of the logits,
-    the mean over each sample's own labels: SFTTrainer's fused head reads the weight of `lm_head`
-    beside its module, where no clipping sees it. An evaluation reports that loss alone.
+    the mean over each sample's own labels: SFTTrainer's fused head uses the weight of `lm_head`
+    without calling the module, so its gradient would not be clipped. Evaluations report that
+    loss alone.
 
     Args:
         model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.

@@ -290,11 +290,10 @@ def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
     """The parts of a batch for each of its `size` entries; `two` is a batch of two."""
     if _is_column(batch, two, size):
         yield list(batch)
-    if isinstance(batch, Tensor | np.ndarray) or _is_column(batch, two, size):
-        return
-    others = dict(parts_of(two))
-    for place, part in parts_of(batch):
-        yield from _columns(part, others[place], size)
+    elif not isinstance(batch, Tensor | np.ndarray):
+        others = dict(parts_of(two))
+        for place, part in parts_of(batch):
+            yield from _columns(part, others[place], size)
 
 
 def _is_column(batch: Any, two: Any, size: int) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from ..verification.nested import map_tensors
 from .loader import PrivateDataLoader
 
 
@@ -52,7 +52,7 @@ class LogicalBatch:
             return microbatch
         if hasattr(microbatch, "to"):
             return microbatch.to(self._device)
-        return tree_map_only(torch.Tensor, lambda x: x.to(self._device), microbatch)
+        return map_tensors(lambda x: x.to(self._device), microbatch)
 
 
 class LogicalBatches:

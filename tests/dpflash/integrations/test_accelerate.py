@@ -20,8 +20,13 @@ DELTA = 1e-3
 
 @pytest.fixture(autouse=True)
 def fresh_states():
-    """Accelerate's states are shared by a process."""
+    """Accelerate's states are shared by a process, also with the tests of trainers."""
+    _reset_states()
     yield
+    _reset_states()
+
+
+def _reset_states():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 

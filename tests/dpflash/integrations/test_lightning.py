@@ -174,6 +174,13 @@ def test_other_loaders_than_logical_batches_are_refused():
     assert module.made[1].releases == 0
 
 
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(lightning.Trainer, "world_size", 2)
+    module = Private()
+    with pytest.raises(RuntimeError, match=r"Lightning runs 2 processes.*Trainer\(devices=1\)"):
+        fit(module)
+
+
 class AutocastByFabric(nn.Module):
     def __init__(self, fabric, model):
         super().__init__()

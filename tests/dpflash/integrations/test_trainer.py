@@ -310,8 +310,14 @@ def test_a_hook_that_would_see_sums_without_noise_is_refused(tmp_path):
 def test_an_evaluation_of_the_training_data_is_refused(tmp_path):
     made = trainer(tmp_path)
     for method in (made.evaluate, made.predict):
-        with pytest.raises(ValueError, match="the dataset is train_dataset"):
+        with pytest.raises(ValueError, match="dataset to evaluate on is train_dataset"):
             method(made.train_dataset)
+
+
+def test_a_trainer_without_a_method_that_keeps_numbers_private_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(transformers.Trainer, "_finalize_training")
+    with pytest.raises(ImportError, match="has no Trainer._finalize_training"):
+        trainer(tmp_path)
 
 
 @pytest.mark.cases(0)
@@ -506,7 +512,7 @@ def test_other_options_that_cannot_be_private_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="train_dataset=Stream"):
         trainer(tmp_path, train_dataset=Stream(), args=arguments(tmp_path, max_steps=2))
     data = samples("llama")
-    with pytest.raises(ValueError, match="eval_dataset is train_dataset"):
+    with pytest.raises(ValueError, match="dataset to evaluate on is train_dataset"):
         trainer(tmp_path, train_dataset=data, eval_dataset={"same": data})
     with pytest.raises(ValueError, match="model_init"):
         trainer(tmp_path, model_init=llama)

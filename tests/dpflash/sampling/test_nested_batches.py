@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import dpflash
+from dpflash.sampling import LogicalBatches
 from dpflash.sampling.loader import _blank
 
 ROWS = [torch.randn(3, generator=torch.Generator().manual_seed(i)) for i in range(30)]
@@ -281,3 +282,19 @@ class Named(str):
 )
 def test_a_blank_value_has_nothing_of_the_data_also_of_classes_of_their_own(value, blank):
     assert _blank(value) == blank and not isinstance(_blank(value), np.ndarray)
+
+
+def test_a_logical_batch_puts_the_tensors_of_a_dataclass_on_its_device():
+    *_, loader = make("dataclass")
+    logical = next(iter(LogicalBatches(loader)))
+    assert all(batch.x.device.type == "meta" for batch in logical.to("meta"))
+
+
+def test_engine_check_finds_mixing_in_a_dataclass():
+    model = Taking(TAKEN["dataclass"], mixes=True)
+    batch = COLLATED["dataclass"](ROWS[:6])
+    report = dpflash.PrivacyEngine().check(model, batch, lambda m, b: m(b).square().sum(1))
+    assert "depends on other samples" in str(report) and "scaled by 8" in str(report)
+    kept = Taking(TAKEN["dataclass"])
+    report = dpflash.PrivacyEngine().check(kept, batch, lambda m, b: m(b).square().sum(1))
+    assert not report.problems

@@ -59,11 +59,12 @@ def smoothed(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
-def train(loss, declared, *, inside, labels=LABELS, dropout=0.0, **options):
+def made(build, *, labels=LABELS, declared="mean", **options):
+    """(engine, model, optimizer, loader) of a private model that `build` returns."""
     torch.manual_seed(0)
-    engine = dpflash.PrivacyEngine(seed=0)
-    model, optimizer, loader = engine.make_private(
-        module=(model := Head(loss, dropout)),
+    engine, model = dpflash.PrivacyEngine(seed=0), build()
+    return engine, *engine.make_private(
+        module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(IDS, labels), batch_size=12),
         noise_multiplier=1.0,
@@ -71,6 +72,11 @@ def train(loss, declared, *, inside, labels=LABELS, dropout=0.0, **options):
         loss_reduction=declared,
         **options,
     )
+
+
+def train(loss, declared, *, inside, labels=LABELS, dropout=0.0, **options):
+    options |= {"labels": labels, "declared": declared}
+    engine, model, optimizer, loader = made(lambda: Head(loss, dropout), **options)
     for x, y in loader:
         (model(x, y)[0] if inside else loss(model(x), y)).backward()
         optimizer.step()
@@ -124,15 +130,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("form", "loss"), FORMS.values(), ids=list(FORMS))
 def test_a_mean_over_tokens_is_refused_in_other_forms_too(form, loss):
-    engine = dpflash.PrivacyEngine(seed=0)
-    model, _, loader = engine.make_private(
-        module=(model := Form(form)),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(IDS, LABELS), batch_size=12),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        loss_reduction="mean",
-    )
+    engine, model, _, loader = made(lambda: Form(form))
     x, y = next(iter(loader))
     with pytest.raises(RuntimeError, match="loss_reduction='mean', but the scalar"):
         loss(model(x, y), y).backward()
@@ -168,17 +166,7 @@ def test_the_other_reduction_is_refused_by_its_name(loss, declared, other):
 
 
 def test_what_is_refused_released_nothing_and_charged_nothing():
-    torch.manual_seed(0)
-    engine = dpflash.PrivacyEngine(seed=0)
-    model = Head(token_mean)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(IDS, LABELS), batch_size=12),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        loss_reduction="mean",
-    )
+    engine, model, optimizer, loader = made(lambda: Head(token_mean))
     for x, y in loader:
         with pytest.raises(RuntimeError):
             model(x, y)[0].backward()
@@ -188,17 +176,7 @@ def test_what_is_refused_released_nothing_and_charged_nothing():
 
 
 def test_a_scalar_that_is_not_used_is_not_refused():
-    torch.manual_seed(0)
-    engine = dpflash.PrivacyEngine(seed=0)
-    model = Head(token_mean)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(IDS, LABELS), batch_size=12),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        loss_reduction="mean",
-    )
+    engine, model, optimizer, loader = made(lambda: Head(token_mean))
     for x, y in loader:
         sample_mean(model(x, y)[1], y).backward()
         optimizer.step()
