@@ -19,6 +19,7 @@ from .distributed.validate import check_module, digests_of
 from .grad_rules.convert import check_model, make_groups
 from .optimize.levels import Asked, Optimization, choose
 from .optimizer import trained_parameters
+from .packing import PackTo
 from .privacy.keys import RunKeys
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
@@ -83,7 +84,10 @@ def check_arguments(
         public_length=privacy.public_length,
     )
     check_slots(loader.expected_batch_size, privacy.bound)
-    refuse_mixing(data_loader, may_sort=loader.slots is None)
+    if isinstance(data_loader.collate_fn, PackTo):
+        _check_packed(privacy, performance, ranks)
+    else:
+        refuse_mixing(data_loader, may_sort=loader.slots is None)
     trained = trained_parameters(module, optimizer)
     entries = []
     if ranks.everyone is not None:
@@ -132,6 +136,31 @@ def agree_on_arguments(
             "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
         },
     )
+
+
+def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks: Ranks) -> None:
+    """Refuse options that do not go with packed documents."""
+    packed = "with collate_fn=PackTo(...)"
+    if privacy.sampling == "shuffled":
+        raise ValueError(
+            f"sampling='shuffled' (poisson_sampling=False) {packed}: its microbatches "
+            "are packed from each draw; use sampling='poisson' or 'fixed_size'"
+        )
+    if privacy.loss_reduction is not None:
+        raise ValueError(
+            f"loss_reduction={privacy.loss_reduction!r} {packed}, where documents have "
+            "losses of their own; pass engine.backward what dpflash.losses makes with sample_index="
+        )
+    if performance.physical_batch_size is not None:
+        raise ValueError(
+            f"physical_batch_size={performance.physical_batch_size} {packed}, which determines "
+            "the size of microbatches by its tokens and max_documents; leave it out"
+        )
+    if ranks.context is not None:
+        raise ValueError(
+            f"a mesh with a context dimension {packed}: documents would cross ranks, which is not "
+            "supported; use a data dimension alone, or one document a row"
+        )
 
 
 def _check_joint(sampling: str, mode: str, ranks: Ranks) -> None:

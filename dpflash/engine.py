@@ -63,6 +63,7 @@ from .opacus_calls import (
 from .optimize.levels import Optimization
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
+from .packing import PackedBatch
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
@@ -739,10 +740,20 @@ class PrivacyEngine(OnlySettable):
             raise ValueError(f"{method}() before make_private: there is no private model yet")
         return self._backward, self._optimizer
 
-    def prepare(self, batch_size: int) -> None:
-        """Prepare a torch.compile'd model for a batch that did not come from the loader."""
-        positive_int(batch_size=batch_size)
-        self._attached().forward.prepare(batch_size)
+    def prepare(self, batch: int | PackedBatch) -> None:
+        """Prepare the model for a batch that did not come from the loader.
+
+        Only packed batches, and models that torch.compile compiled, need it.
+
+        Args:
+            batch: the packed batch, or the number of rows.
+        """
+        forward = self._attached().forward
+        if isinstance(batch, PackedBatch):
+            forward.begin_batch(batch.max_documents, batch.units)
+        else:
+            positive_int(batch_size=batch)
+            forward.prepare(batch)
 
     def detach(self, model: nn.Module) -> nn.Module:
         """Return the plain model, with its parameters; the engine keeps its spent privacy."""

@@ -14,8 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._validate import positive_int
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    *,
+    sample_index: Tensor | None = None,
+    num_samples: int | None = None,
+) -> Tensor:
     """Cross-entropy of each sample: the mean over that sample's own valid positions.
 
     Args:
@@ -24,16 +33,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
         targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction.
         ignore_index: targets of this value do not count. A sample with no other target has the
             loss 0 and a zero gradient.
+        sample_index: of a packed batch: the shape of `targets`, int64, the number of each
+            position's sample, and -1 for padding. None where row i is sample i.
+        num_samples: of a packed batch: B, its `max_documents`.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
 
     Raises:
         ValueError: for shapes that do not fit, targets that are not int64, or (on a CPU) a target
-            outside of `0..V-1`.
+            outside of `0..V-1` or a sample_index outside of `-1..B-1`.
 
     Guarantees:
-        Entry i depends on `logits[i]` and `targets[i]` alone.
+        Entry i depends on the logits and targets of sample i alone.
     """
     _require_floating(logits=logits)
     if targets.dtype != torch.int64:
@@ -60,12 +72,29 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
             f"targets: {error} Expected 0..{logits.shape[-1] - 1} or ignore_index={ignore_index}; "
             "widen the logits or mark padding with ignore_index"
         ) from error
-    rows = _rows(targets.shape)
-    valid_counts = (targets != ignore_index).reshape(rows).sum(1)
-    return position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
+    valid = targets != ignore_index
+    if sample_index is None:
+        if num_samples is not None:
+            raise ValueError(
+                f"num_samples={num_samples!r} without sample_index: pass both, of a packed batch"
+            )
+        rows = _rows(targets.shape)
+        valid_counts = valid.reshape(rows).sum(1)
+        return position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
+    index, num_samples = _checked_index(sample_index, num_samples, targets)
+    sums = position_losses.new_zeros(num_samples + 1).index_add(0, index, position_losses)
+    counts = torch.zeros_like(sums).index_add(0, index, valid.flatten().to(sums.dtype))
+    return (sums / counts.clamp(min=1))[:num_samples]
 
 
-def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+def causal_lm(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    sample_index: Tensor | None = None,
+    num_samples: int | None = None,
+) -> Tensor:
     """Next-token cross-entropy of each sample: the mean over that sample's own valid labels.
 
     The logits of position t predict the label of position t + 1, as in the causal models of
@@ -77,6 +106,8 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tenso
         labels: `[B, T]`, int64; the first one of each sample is predicted by nothing.
         ignore_index: labels of this value, such as padding, do not count. A sample with no other
             label behind its first has the loss 0 and a zero gradient.
+        sample_index, num_samples: of a packed batch, see `cross_entropy`. A label behind one of
+            another sample does not count.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
@@ -87,7 +118,7 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tenso
             and use `cross_entropy`.
 
     Guarantees:
-        Entry i depends on `logits[i]` and `labels[i]` alone.
+        Entry i depends on the logits and labels of sample i alone.
     """
     if logits.ndim != 3 or logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -95,7 +126,15 @@ def causal_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tenso
             f"{tuple(labels.shape)}: expected logits [B, T, V] and labels [B, T], both not "
             "shifted; dpflash.losses.cross_entropy takes other shapes, and shifted labels"
         )
-    return cross_entropy(logits[:, :-1], labels[:, 1:], ignore_index)
+    targets, index = labels[:, 1:], None
+    if sample_index is not None and sample_index.shape == labels.shape:
+        index = sample_index[:, 1:]
+        targets = targets.masked_fill(index != sample_index[:, :-1], ignore_index)
+    elif sample_index is not None:
+        _checked_index(sample_index, num_samples, labels)
+    return cross_entropy(
+        logits[:, :-1], targets, ignore_index, sample_index=index, num_samples=num_samples
+    )
 
 
 def mse(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -152,6 +191,31 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
         logits.to(dtype), targets.to(dtype), reduction="none"
     )
     return _mean_of_each_sample(element_losses)
+
+
+def _checked_index(
+    sample_index: Tensor, num_samples: int | None, targets: Tensor
+) -> tuple[Tensor, int]:
+    """(the sample of each position, flat, with B for those of none; B)."""
+    if num_samples is None:
+        raise ValueError(
+            "num_samples=None with sample_index: pass num_samples=batch.max_documents beside it"
+        )
+    positive_int(num_samples=num_samples)
+    if sample_index.shape != targets.shape or sample_index.dtype != torch.int64:
+        raise ValueError(
+            f"sample_index has shape {tuple(sample_index.shape)} and dtype {sample_index.dtype}: "
+            f"expected torch.int64 of the targets' shape {tuple(targets.shape)}"
+        )
+    # On an accelerator the check would wait for the device at every step.
+    if targets.device.type == "cpu":
+        outside = (sample_index < -1) | (sample_index >= num_samples)
+        if bool(outside.any()):
+            raise ValueError(
+                f"sample_index holds {int(sample_index[outside][0])}: expected -1.."
+                f"{num_samples - 1}, -1 for padding; pass num_samples=batch.max_documents"
+            )
+    return torch.where(sample_index < 0, num_samples, sample_index).flatten(), num_samples
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from ._validate import finite, noise_fits, positive
 from .distributed.collectives import all_reduce_all_
 from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, reduce_to_part
 from .distributed.mesh import Ranks
+from .packing import Units
 from .privacy.budget import BudgetSpent
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
@@ -59,8 +60,8 @@ CAPTURED = "each replay would release again, without charging for it and with th
 class Clipper(Protocol):
     """Clips the gradients of a model. The step reports where logical batches begin and end."""
 
-    def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of `rows` rows."""
+    def begin_batch(self, samples: int, units: Units | None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
 
     def end_batch(self, *, released: bool) -> None:
         """The logical batch was released, and parameters are about to change, or was dropped."""
@@ -224,10 +225,10 @@ class ClippedSums:
         """Whether a part of a logical batch waits for its release."""
         return bool(self.sums)
 
-    def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of `rows` rows."""
+    def begin_batch(self, samples: int, units: Units | None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
         if self._clipper is not None:
-            self._clipper.begin_batch(rows)
+            self._clipper.begin_batch(samples, units)
 
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch."""

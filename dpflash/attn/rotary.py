@@ -4,6 +4,8 @@ Source: Su et al., RoFormer (arXiv:2104.09864), section 3.2.2; here coordinate j
 D/2 + j.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,13 @@ def rotary_angles(positions: Tensor, head_dim: int) -> Tensor:
     device = positions.device
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     return positions.double().unsqueeze(1) * _BASE**-exponents
+
+
+def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
+    """`[T]`, int64: the position of each token within its document."""
+    borders = torch.tensor(cu_seqlens)
+    starts = borders[:-1].repeat_interleave(borders.diff())
+    return (torch.arange(int(borders[-1])) - starts).to(device)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

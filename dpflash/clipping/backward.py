@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from dpflash.kernels import clip_factors
 
 from ..distributed.collectives import agree, gather_rows
+from ..packing.units import Units
 from ..step import ClippedSums
 from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
@@ -110,9 +111,9 @@ class PrivateBackward:
                 self.watches = self.proof.resting
             yield is_outermost
 
-    def begin_batch(self, rows: int) -> None:
+    def begin_batch(self, samples: int, units: Units | None) -> None:
         """See `PrivateForward.begin_batch`."""
-        self.forward.begin_batch(rows)
+        self.forward.begin_batch(samples, units)
 
     def refuse_coarse_use(self, x: Tensor) -> None:
         """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""

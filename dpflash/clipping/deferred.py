@@ -17,12 +17,12 @@ from dpflash.kernels import (
     embedding_grad_inner,
     embedding_grad_norm,
     embedding_per_sample_grad,
-    grad_magnitude,
     grad_norm,
     per_sample_grad,
     squared_norm,
 )
 
+from ..packing.units import Units
 from ..sampling.slots import RealRows
 
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
@@ -70,16 +70,21 @@ class DeferredGradients:
         linear: pairs (x [B, T, I], dy [B, T, O]).
         embedding: pairs (indices [B, T], dy [B, T, E]).
         tiled: uses that recompute their gradient.
+        units: where samples are no rows: the tensors of linear uses and look-ups are then
+            `[1, n, ...]`, with the entries of all samples, and B is the number of units.
     """
 
     rows: int
     linear: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     tiled: list[TiledUse] = field(default_factory=list)
+    units: Units | None = None
     _magnitudes: Tensor | None = None
 
     def drop_padding(self, rows: RealRows) -> None:
         """Set the output gradients of linear uses to zero in padding rows."""
+        if self.units is not None:
+            return  # Padding is of no unit.
         self.linear = [(x, rows.only(dy)) for x, dy in self.linear]
 
     def squared_norm(self, other: Tensor | None = None) -> Tensor:
@@ -92,6 +97,13 @@ class DeferredGradients:
         Args:
             other: [B, rows, ...], added to G_i; it is clipped by itself.
         """
+        if self.units is not None and not self.tiled:
+            return torch.cat(
+                [
+                    self._sample(i).squared_norm(None if other is None else other[i : i + 1])
+                    for i in range(self.units.size)
+                ]
+            )
         if other is not None:
             dense, others = self.dense(), squared_norm(other).sqrt()
             sizes = others + (squared_norm(dense).sqrt() if self.tiled else self._sizes())
@@ -112,7 +124,6 @@ class DeferredGradients:
             factors: [B], fp32.
             bound: L2 bound of one sample's contribution.
         """
-        linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             total: Tensor | None = None
             for samples, part, grad in self._tiles():
@@ -124,16 +135,38 @@ class DeferredGradients:
         apart = factors.double() * self._sizes() > _HARMLESS_CANCELLATION * bound
         apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
         shared = factors.masked_fill(apart, 0)
-        if linear is not None and embedding is None:
-            total = clipped_grad(*linear, shared)
-        else:
-            assert embedding is not None
-            total = embedding_clipped_grad(*embedding, shared, self.rows)
-            if linear is not None:
-                total += clipped_grad(*linear, shared)
+        total = self._shared(shared)
         for i in apart.nonzero().flatten().tolist():
             total += clip_reduce(self._sample(i).dense(), factors[i : i + 1])
         return total
+
+    def _shared(self, factors: Tensor) -> Tensor:
+        """sum_i factors_i G_i as products over the tokens of all samples."""
+        total: Tensor | None = None
+        linear, embedding = self.linear, self.embedding
+        if self.units is None:
+            linear, embedding = (
+                [] if (use := _joined(uses)) is None else [use] for uses in (linear, embedding)
+            )
+        for use in embedding:
+            indices, dy, own = self._with_factors(use, factors)
+            part = embedding_clipped_grad(indices, dy, own, self.rows)
+            total = part if total is None else total.add_(part)
+        for use in linear:
+            part = clipped_grad(*self._with_factors(use, factors))
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def _with_factors(
+        self, use: tuple[Tensor, Tensor], factors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A use and the factors of its rows; where samples are units, each token is a row."""
+        first, dy = use
+        if self.units is None:
+            return first, dy, factors
+        own = self.units.of_entries(factors, dy.shape[1])
+        return first.transpose(0, 1), dy.transpose(0, 1), own
 
     def block_clipped(
         self, bound: float, grid: float | None, into: Tensor | None, *, scale: int
@@ -142,11 +175,21 @@ class DeferredGradients:
 
         Linear uses only; grid and into are `block_clipped_grad`'s.
         """
-        linear = _joined(self.linear)
-        assert linear is not None and not self.embedding and not self.tiled
-        x, dy = linear
-        dy = dy if scale == 1 else dy * scale
-        return block_clipped_grad(x, dy, bound, grid=grid, into=into, return_factors=True)
+        assert not self.embedding and not self.tiled
+        if self.units is None:
+            linear = _joined(self.linear)
+            assert linear is not None
+            x, dy = linear
+            dy = dy if scale == 1 else dy * scale
+            return block_clipped_grad(x, dy, bound, grid=grid, into=into, return_factors=True)
+        total, all_factors = into, []
+        for i in range(self.units.size):
+            sum_to_extend = total if grid is not None else None
+            added, factors = self._sample(i).block_clipped(bound, grid, sum_to_extend, scale=scale)
+            total = added if grid is not None or total is None else total + added
+            all_factors.append(factors)
+        assert total is not None
+        return total, torch.cat(all_factors)
 
     def dense(self) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...], computed."""
@@ -159,6 +202,13 @@ class DeferredGradients:
                 dense[samples, part] = grad
             assert dense is not None
             return dense
+        if self.units is not None:
+            first = self._sample(0).dense()
+            grads = first.new_empty(self.units.size, *first.shape[1:])
+            grads[0] = first[0]
+            for i in range(1, self.units.size):
+                grads[i] = self._sample(i).dense()[0]
+            return grads
         if linear is None:
             assert embedding is not None
             return embedding_per_sample_grad(*embedding, self.rows)
@@ -190,12 +240,16 @@ class DeferredGradients:
     def _sizes(self) -> Tensor:
         """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
         if self._magnitudes is None:
-            sizes = [grad_magnitude(*use) for use in self.linear]
-            sizes += [
-                torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64).sum(1)
-                for _, dy in self.embedding
+            sizes = []
+            for x, dy in self.linear:
+                x_sizes = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
+                sizes.append(x_sizes * torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64))
+            for _, dy in self.embedding:
+                sizes.append(torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64))
+            by_sample = [
+                t.sum(1) if self.units is None else self.units.summed(t[0]) for t in sizes
             ]
-            self._magnitudes = torch.stack(sizes).sum(0)
+            self._magnitudes = torch.stack(by_sample).sum(0)
         return self._magnitudes
 
     def _rounding(self) -> float:
@@ -208,12 +262,19 @@ class DeferredGradients:
         return (tokens + 2) * 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
 
     def _sample(self, i: int) -> DeferredGradients:
-        one = slice(i, i + 1)
+        """The linear uses and look-ups of one sample."""
         return DeferredGradients(
             self.rows,
-            linear=[(x[one], dy[one]) for x, dy in self.linear],
-            embedding=[(indices[one], dy[one]) for indices, dy in self.embedding],
+            linear=[self._of(slice(i, i + 1), *use) for use in self.linear],
+            embedding=[self._of(slice(i, i + 1), *use) for use in self.embedding],
         )
+
+    def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """The part of a use of some samples, of one where they are units."""
+        if self.units is None:
+            return first[samples], dy[samples]
+        own = self.units.entries(samples.start, dy.shape[1])
+        return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """(samples, rows, their G), summed over all uses; the same bits in every call."""
@@ -230,10 +291,11 @@ class DeferredGradients:
             grad = self.tiled[0].grad(samples, rows)
             for use in self.tiled[1:]:
                 grad = grad + use.grad(samples, rows)
-            for x, dy in self.linear:
-                grad = grad + per_sample_grad(x[samples], dy[samples, :, rows])
-            for indices, dy in self.embedding:
-                grad = grad + _rows_of_embedding(indices[samples], dy[samples], rows)
+            for pair in self.linear:
+                x, dy = self._of(samples, *pair)
+                grad = grad + per_sample_grad(x, dy[:, :, rows])
+            for pair in self.embedding:
+                grad = grad + _rows_of_embedding(*self._of(samples, *pair), rows)
             yield samples, rows, grad
 
 

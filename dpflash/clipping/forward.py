@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..packing.units import Units
 from ..verification.forward_rows import ForwardRows
 from .groups import Group
 from .planner import LinearShape
@@ -97,6 +98,7 @@ class PrivateForward:
 
     Attributes:
         batch_hint: rows of the microbatch that the loader yielded last; None without one.
+        units: of that microbatch, where its rows are not the samples.
         rows: records the inputs of the layers; None where nothing is recorded.
         is_compiled: whether the model runs through this library's own torch.compile.
         misfit: names the first layer of the last call whose input had another first dimension.
@@ -104,6 +106,7 @@ class PrivateForward:
 
     def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
         self.batch_hint: int | None = None
+        self.units: Units | None = None
         self.rows: ForwardRows | None = None
         self.is_compiled = False
         self.misfit = ""
@@ -283,7 +286,8 @@ class PrivateForward:
             state.used[name] = state.used.get(name, 0) + 1
         gate = state.gates.get(group)
         if gate is None:
-            gate = self._open_gate(self._groups[group], batch_size, self._number)
+            samples = batch_size if self.units is None else self.units.size
+            gate = self._open_gate(self._groups[group], samples, self._number)
             state.gates[group] = gate
         return gate
 
@@ -293,11 +297,12 @@ class PrivateForward:
 
     # Handles for torch.compile
 
-    def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of so many rows."""
-        self.batch_hint = rows
+    def begin_batch(self, samples: int, units: Units | None = None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        self.batch_hint = samples
+        self.units = units
         self.finish()
-        self.prepare(rows)
+        self.prepare(samples)
 
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model reads; an eager model makes its own."""
@@ -327,6 +332,7 @@ class PrivateForward:
         self.finish()
         if released:
             self.batch_hint = None
+            self.units = None
             # They are views of the parameters as they were.
             self._prepared = []
 

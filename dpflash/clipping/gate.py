@@ -76,12 +76,16 @@ class Gate:
     Args:
         owner: the private backward.
         group: whose parameters it has.
-        batch_size: rows of the forward.
+        batch_size: B, samples of the forward.
         generation: number of the forward.
+
+    Attributes:
+        units: the positions of the samples in the batch, where they are no rows.
     """
 
     def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
         self.owner = owner
+        self.units = owner.forward.units
         self.step = owner.step
         self.group = group
         self.batch_size = batch_size
@@ -111,6 +115,10 @@ class Gate:
         """How many parameters it has."""
         return len(self.group.parameters)
 
+    def by_sample(self, x: Tensor) -> Tensor:
+        """The tensor of a use with the samples first, `[B, ...]`."""
+        return x if self.units is None else self.units.padded(x[0])
+
     def layer_of(self, position: int) -> str:
         """Dotted name of the module of a parameter."""
         return self.owner.layer_of(self.group.parameters[position])
@@ -134,7 +142,8 @@ class Gate:
     ) -> Tensor | None:
         """Take a linear use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
-        Where they are `swapped`, for a transposed weight, x is the output gradient.
+        Where they are `swapped`, for a transposed weight, x is the output gradient. Where samples
+        are units, x is [1, n, I] and dy [1, n, O], with the entries of all of them.
 
         Returns:
             The handle's gradient; None where (x, dy) is saved instead.
@@ -143,8 +152,10 @@ class Gate:
             return None
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, DeferredGradients(self._rows(position), linear=[(x, dy)]))
+            self._take_once(position, self._deferred(position, linear=((x, dy),)))
         elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
+            if self.units is not None:
+                return self._deferred(position, linear=((x, dy),)).dense()
             return per_sample_grad(x, dy)
         else:
             self._keep(position).linear.append((x, dy))
@@ -155,11 +166,12 @@ class Gate:
         if self._only_seen(position, dy, indices):
             return None
         mode = self.owner.mode
-        rows = self._rows(position)
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, DeferredGradients(rows, embedding=[(indices, dy)]))
+            self._take_once(position, self._deferred(position, embedding=((indices, dy),)))
         elif mode in _CLIPS and self._way(position) == "instantiate":
-            return embedding_per_sample_grad(indices, dy, rows)
+            if self.units is not None:
+                return self._deferred(position, embedding=((indices, dy),)).dense()
+            return embedding_per_sample_grad(indices, dy, self._rows(position))
         else:
             self._keep(position).embedding.append((indices, dy))
         return None
@@ -172,7 +184,7 @@ class Gate:
         if mode in _CLIPS and self._way(position) == "instantiate":
             return False
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, DeferredGradients(self._rows(position), tiled=[use]))
+            self._take_once(position, self._deferred(position, tiled=(use,)))
         else:
             self._keep(position).tiled.append(use)
         return True
@@ -212,8 +224,20 @@ class Gate:
     def _rows(self, position: int) -> int:
         return self.group.parameters[position].shape[0]
 
+    def _deferred(
+        self,
+        position: int,
+        *,
+        linear: tuple[tuple[Tensor, Tensor], ...] = (),
+        embedding: tuple[tuple[Tensor, Tensor], ...] = (),
+        tiled: tuple[TiledUse, ...] = (),
+    ) -> DeferredGradients:
+        return DeferredGradients(
+            self._rows(position), list(linear), list(embedding), list(tiled), units=self.units
+        )
+
     def _keep(self, position: int) -> DeferredGradients:
-        return self._kept.setdefault(position, DeferredGradients(self._rows(position)))
+        return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
         """Ghost clipping of a parameter with one use: norm or sum it without saving it."""

@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpflash.kernels import per_sample_bias_grad
 from dpflash.kernels.attention import attention_backward
 from dpflash.kernels.attention_reference import AttentionInputs
 
 from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
-from ..attn.rotary import rotary_angles, rotate_
+from ..attn.rotary import document_positions, rotary_angles, rotate_
 from ..clipping.planner import LinearShape
-from ..patterns import Adaptive, Pattern
+from ..packing.units import Units
+from ..patterns import Adaptive, Documents, Pattern
 from .base import PrivateModule, Slot, autocast_dtype, plain_class
-from .linear import PrivateLinear
+from .linear import PrivateLinear, bias_grad
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class _Heads:
     head_dim: int
     pattern: Pattern
     rotary: bool
+    documents: tuple[int, ...] | None = None
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views: q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
@@ -52,6 +53,8 @@ class _Heads:
         """Turn q and k by their positions, in place; sign -1 turns them back."""
         if self.rotary:
             positions = torch.arange(q.shape[2], device=q.device)
+            if self.documents is not None:
+                positions = document_positions(self.documents, q.device)
             angles = sign * rotary_angles(positions, self.head_dim)
             rotate_(q, angles)
             rotate_(k, angles)
@@ -80,6 +83,7 @@ class _SelfAttention(torch.autograd.Function):
         qkv_slot: Slot | None,
         out_slot: Slot | None,
         heads: _Heads,
+        units: Units | None,
     ) -> Tensor:
         qkv = F.linear(x, qkv_weight, qkv_bias)
         q, k, v = heads.split(qkv)
@@ -97,6 +101,7 @@ class _SelfAttention(torch.autograd.Function):
         ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
         ctx.slots = qkv_slot, out_slot
         ctx.heads = heads
+        ctx.units = units
         y = F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
         # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -114,10 +119,12 @@ class _SelfAttention(torch.autograd.Function):
                 out_slot.position, o.transpose(1, 2).flatten(2), dy
             )
         if needs[11]:
-            dout_bias = per_sample_bias_grad(dy)
+            dout_bias = bias_grad(dy, ctx.units)
         q, k, v = heads.split(qkv)
         dqkv = torch.empty_like(qkv)
         dq, dk, dv = heads.split(dqkv)
+        # The attention kernel sums over the tokens of a row, before they are turned back.
+        sums_of_rows = not heads.rotary and ctx.units is None
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         grads = attention_backward(
             (dy @ out_weight).unflatten(2, (heads.heads, heads.head_dim)).transpose(1, 2),
@@ -125,14 +132,14 @@ class _SelfAttention(torch.autograd.Function):
             o,
             lse,
             AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding)),
-            token_sums=needs[9] and not heads.rotary,
+            token_sums=needs[9] and sums_of_rows,
             out=(dq, dk, dv),
         )
         heads.turn_(dq, dk, -1.0)
         if needs[8]:
             dqkv_weight = qkv_slot.gate.take_linear(qkv_slot.position, x, dqkv)
-        if needs[9] and heads.rotary:
-            dqkv_bias = per_sample_bias_grad(dqkv)
+        if needs[9] and not sums_of_rows:
+            dqkv_bias = bias_grad(dqkv, ctx.units)
         elif needs[9]:
             sums = cast("tuple[Tensor, ...]", (grads.q_sum, grads.k_sum, grads.v_sum))
             dqkv_bias = torch.cat([part.flatten(1) for part in sums], dim=1)
@@ -143,7 +150,7 @@ class _SelfAttention(torch.autograd.Function):
         if needs[0]:
             dx = dqkv @ qkv_weight
         handles = (dqkv_weight, dqkv_bias, dout_weight, dout_bias, dsinks, dslopes)
-        return (dx, *(None,) * 7, *handles, None, None, None)
+        return (dx, *(None,) * 7, *handles, None, None, None, None)
 
 
 class PrivateMultiheadAttention(PrivateModule):
@@ -166,11 +173,29 @@ class PrivateMultiheadAttention(PrivateModule):
         split = module.context_parallel is not None
         dropped = module.training and module.dropout > 0
         chosen = isinstance(module.pattern, Adaptive)
-        if masked or split or dropped or chosen or not _is_one_node(module):
+        units = module.qkv_proj._dpflash.units if _is_one_node(module) else None
+        if units is not None and not units.are_rows:
+            raise ValueError(
+                "attention over a batch of packed documents without cu_seqlens: tokens would see "
+                "other documents; pass the batch's cu_seqlens to the module (LongContextLM takes "
+                "packed=batch)"
+            )
+        # Rows of one unit attend by themselves, but their gradients are one.
+        of_rows = units is not None
+        if masked or split or dropped or chosen or of_rows or not _is_one_node(module):
             return super()._output(  # type: ignore[misc]
                 query, key, value, key_padding_mask, attn_mask, is_causal
             )
-        return _attend(module, query, key_padding_mask, is_causal)
+        pattern = resolve_pattern(module.pattern, is_causal, query.shape[1], query.shape[1])
+        return _attend(module, query, key_padding_mask, pattern)
+
+    def _packed_output(self, x: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+        module: Any = self
+        tokens = documents.cu_seqlens[-1]
+        inner = resolve_pattern(module.pattern, is_causal, tokens, tokens)
+        if isinstance(inner, Adaptive) or not _is_one_node(module):
+            return super()._packed_output(x, documents, is_causal)  # type: ignore[misc]
+        return _attend(module, x, None, documents & inner, tuple(documents.cu_seqlens))
 
 
 def _is_one_node(module: Any) -> bool:
@@ -199,11 +224,18 @@ def _is_watched(module: nn.Module) -> bool:
     )
 
 
-def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool) -> Tensor:
+def _attend(
+    module: Any,
+    query: Tensor,
+    padding: Tensor | None,
+    pattern: Pattern,
+    documents: tuple[int, ...] | None = None,
+) -> Tensor:
     """Call the one node."""
     qkv_proj, out_proj = module.qkv_proj, module.out_proj
     x = qkv_proj._dpflash.check_batch(query)
-    batch, tokens, _ = x.shape
+    units, batch = qkv_proj._dpflash.units, qkv_proj._dpflash.samples_of(x)
+    tokens = x.shape[0] * x.shape[1] // max(1, batch)  # of a sample, on average
     dtype = autocast_dtype(x)
 
     def plain(parameter: Tensor | None) -> Tensor | None:
@@ -225,10 +257,11 @@ def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool)
         module.num_heads,
         module.num_kv_heads,
         module.head_dim,
-        resolve_pattern(module.pattern, is_causal, tokens, tokens),
+        pattern,
         module.rotary,
+        documents,
     )
-    return _SelfAttention.apply(
+    y: Tensor = _SelfAttention.apply(
         x if dtype is None else x.to(dtype),
         plain(qkv_proj.weight),
         plain(qkv_proj.bias),
@@ -239,4 +272,6 @@ def _attend(module: Any, query: Tensor, padding: Tensor | None, is_causal: bool)
         *handles,
         *slots,
         heads,
+        units,
     )
+    return qkv_proj._dpflash.as_given(y, query)

@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.gate import Gate
 from ..clipping.planner import LinearShape
 from ..distributed.fsdp import is_sharded
+from ..packing.units import Units
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class ModuleContext:
         name: dotted name in the model.
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
+        takes_units: whether its rule takes samples that are no rows of the batch.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
         has_positions: whether an embedding received indices [T] of another length than B.
         longest: most steps of the packed sequences that it received.
@@ -47,6 +50,7 @@ class ModuleContext:
     name: str
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
+    takes_units: bool = False
     is_whole: bool = False
     has_positions: bool = False
     longest: int = 0
@@ -72,33 +76,68 @@ class ModuleContext:
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
+    @property
+    def units(self) -> Units | None:
+        """The samples of the batch where they are no rows; None where the rule gets rows."""
+        return self.backward.forward.units if self.takes_units else None
+
     def check_batch(self, x: Tensor) -> Tensor:
-        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample."""
+        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample.
+
+        Where `units` are the samples, it becomes `[1, n, ...]`, with the entries of all of them.
+        """
         if x.ndim == 0:
             raise ValueError(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
             )
         if torch.compiler.is_compiling():
             return x
-        size = self.backward.forward.batch_size_for(x, self.name)
-        if x.shape[0] not in (1, size):
-            x = x.unflatten(0, (size, -1))
-        if self.backward.forward.rows is not None:
-            self.backward.forward.rows.note(self.name, x)
-        if x.shape[0] == 1 and size != 1:
-            return x.expand(size, *x.shape[1:])
+        forward = self.backward.forward
+        units = forward.units
+        if units is None or units.are_rows:
+            size = forward.batch_size_for(x, self.name)
+            if x.shape[0] not in (1, size):
+                x = x.unflatten(0, (size, -1))
+            if x.shape[0] == 1 and size != 1:
+                x = x.expand(size, *x.shape[1:])
+        if units is not None:
+            flat = units.flattened(x, self.name)
+            x = flat.unsqueeze(0) if self.takes_units else x
+        if forward.rows is not None:
+            forward.rows.note(self.name, x if units is None else units.padded(flat))
         return x
 
+    def samples_of(self, x: Tensor) -> int:
+        """B, where x is from `check_batch`."""
+        return x.shape[0] if self.units is None else self.units.size
 
-def as_given(y: Tensor, given: Tensor) -> Tensor:
-    """Flatten the output `[B, n, ...]` of a layer that was given `[B n, ...]`."""
-    return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
+    def as_given(self, y: Tensor, given: Tensor) -> Tensor:
+        """Give the output of a layer the leading dimensions that its input had."""
+        if self.units is not None:
+            return y.reshape(*given.shape[: given.ndim + 2 - y.ndim], *y.shape[2:])
+        return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
+
+
+class _OfRows(torch.autograd.Function):
+    """For each row the handle `[U, ...]` of its unit; sums over the rows of a unit go back."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
+        ctx.units = units
+        # All of a handle's entries are the parameter.
+        return handle[:1].expand(units.positions, *handle.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.units.summed(grad), None
 
 
 class Handles:
     """The handles of a module in one forward."""
 
     def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
+        self._units = None if context.takes_units else context.backward.forward.units
         self._slots = context.slots
         self._parameters = module.own_parameters()
         self._gates: dict[int, Gate] = {}
@@ -128,7 +167,8 @@ class Handles:
         self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
-        return self._gate(group).handles[position]
+        handle = self._gate(group).handles[position]
+        return handle if self._units is None else _OfRows.apply(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:
         """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
@@ -156,7 +196,7 @@ class Handles:
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
         """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""
-        if self.compiling or name not in self._slots:
+        if self.compiling or name not in self._slots or self._units is not None:
             return None
         group, position = self._slots[name]
         gate = self._gate(group)
@@ -169,6 +209,7 @@ class PrivateModule(nn.Module):
     """Base of the private layers; a module becomes private by a change of its class."""
 
     _dpflash: ModuleContext
+    takes_units = False
 
     def private_handles(self, batch_size: int) -> Handles:
         return Handles(self, self._dpflash, batch_size)
@@ -188,7 +229,16 @@ class PrivateModule(nn.Module):
                 trainable = True
                 if name in context.frozen:
                     self.refuse_thawed(name)
-        return trainable and torch.is_grad_enabled()
+        if not trainable or not torch.is_grad_enabled():
+            return False
+        units = context.backward.forward.units
+        if units is not None and not units.are_rows and not self.takes_units:
+            raise ValueError(
+                f"module '{context.name}' ({plain_class(self).__name__}) in a batch of packed "
+                "documents, of which its rule gets no per-document gradients; freeze it with "
+                "requires_grad_(False), or train with one document a row"
+            )
+        return True
 
     def refuse_thawed(self, name: str) -> NoReturn:
         """Refuse a parameter that was frozen when the model was made private."""

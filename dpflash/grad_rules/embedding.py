@@ -63,6 +63,7 @@ def look_up(
 class PrivateEmbedding(PrivateModule):
     """Rows of a table at indices [B, ...], or at positions shared by the batch: [1, T] or [T]."""
 
+    takes_units = True
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,21 +71,25 @@ class PrivateEmbedding(PrivateModule):
             return super().forward(input)
         context = self._dpflash
         indices = input
-        if indices.ndim == 1:
+        if indices.ndim == 1 and context.units is None:
             indices = self._one_dimensional(indices)
         indices = context.check_batch(indices)
-        handles = self.private_handles(indices.shape[0])
+        samples = context.samples_of(indices)
+        handles = self.private_handles(samples)
         handle = handles["weight"]
         weight = self._parameters["weight"]
         assert weight is not None
         if handle is None:
-            return F.embedding(indices, weight.detach(), self.padding_idx)
+            y = F.embedding(indices, weight.detach(), self.padding_idx)
+            return y if context.units is None else y.reshape(*input.shape, -1)
         flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         rows, width = weight.shape
-        shape = EmbeddingShape(flat.shape[0], flat.shape[1], width, rows, weight.dtype)
+        tokens = flat.numel() // max(1, samples)  # of a sample, on average
+        shape = EmbeddingShape(samples, tokens, width, rows, weight.dtype)
         slot = handles.slot("weight", shape)
         y = look_up(flat, weight.detach(), handle, slot, self.padding_idx)
-        return y.reshape(*indices.shape, width)
+        y = y.reshape(*indices.shape, width)
+        return y if context.units is None else y.reshape(*input.shape, width)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
         """Positions [T] become [1, T]; where T = B, only an earlier T tells them from [B]."""

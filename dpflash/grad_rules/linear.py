@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
-from .base import PrivateModule, Slot, as_given, autocast_dtype
+from ..packing.units import Units
+from .base import PrivateModule, Slot, autocast_dtype
 
 
 class _Linear(torch.autograd.Function):
@@ -28,10 +29,12 @@ class _Linear(torch.autograd.Function):
         bias_handle: Tensor | None,
         slot: Slot | None,
         transposed: bool,
+        units: Units | None,
     ) -> Tensor:
         ctx.save_for_backward(x if weight_handle is not None else None, weight)
         ctx.slot = slot
         ctx.transposed = transposed
+        ctx.units = units
         y = F.linear(x, weight.t() if transposed else weight, bias)
         # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -52,13 +55,19 @@ class _Linear(torch.autograd.Function):
                     ctx.slot.position, left, right, swapped=ctx.transposed
                 )
         if ctx.needs_input_grad[4]:
-            dbias = per_sample_bias_grad(dy)
-        return dx, None, None, dweight, dbias, None, None
+            dbias = bias_grad(dy, ctx.units)
+        return dx, None, None, dweight, dbias, None, None, None
+
+
+def bias_grad(dy: Tensor, units: Units | None) -> Tensor:
+    """The bias' gradient of each sample, `[B, O]`."""
+    return per_sample_bias_grad(dy) if units is None else units.summed(dy[0])
 
 
 class PrivateLinear(PrivateModule):
     """y = x W^T + b with x [B, ..., I]."""
 
+    takes_units = True
     _transposed = False
 
     # Arguments have the names of the plain layers, which may be called by keyword.
@@ -74,10 +83,12 @@ class PrivateLinear(PrivateModule):
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         dtype = autocast_dtype(x)
-        handles = self.private_handles(x.shape[0])
+        context, samples = self._dpflash, self._dpflash.samples_of(x)
+        handles = self.private_handles(samples)
         flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         outputs = weight.shape[1 if self._transposed else 0]
-        shape = LinearShape(x.shape[0], flat.shape[1], x.shape[-1], outputs, dtype or x.dtype)
+        tokens = x.shape[0] * flat.shape[1] // max(1, samples)  # of a sample, on average
+        shape = LinearShape(samples, tokens, x.shape[-1], outputs, dtype or x.dtype)
         slot = handles.slot("weight", shape)
         y = _Linear.apply(
             flat if dtype is None else flat.to(dtype),
@@ -87,8 +98,9 @@ class PrivateLinear(PrivateModule):
             handles["bias"] if bias is not None else None,
             slot,
             self._transposed,
+            context.units,
         )
-        return as_given(y.reshape(*x.shape[:-1], outputs), input)
+        return context.as_given(y.reshape(*x.shape[:-1], outputs), input)
 
 
 class PrivateConv1D(PrivateLinear):

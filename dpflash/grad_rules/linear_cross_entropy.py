@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_grad
 
 from ..clipping.planner import HeadShape
+from ..packing.units import Units
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
 
@@ -60,6 +61,12 @@ class Head:
     def rows(self) -> tuple[Tensor, ...]:
         """See `TiledUse`."""
         return self.scale, self.x, self.targets, self.lse
+
+    def in_one_row(self) -> Head:
+        """The same tokens, `[1, B T]`."""
+        tensors = (self.x, self.targets, self.lse, self.scale)
+        x, targets, lse, scale = (t.flatten(0, 1).unsqueeze(0) for t in tensors)
+        return replace(self, x=x, targets=targets, lse=lse, scale=scale)
 
     def dlogits(self, samples: slice, tokens: slice, rows: slice) -> Tensor:
         """The logits' gradient for some samples, tokens and classes, fp32 or wider."""
@@ -127,6 +134,81 @@ class Head:
         return grad
 
 
+class UnitsHead:
+    """The gradients of heads whose samples are units; see `TiledUse`.
+
+    Args:
+        head: of `[1, n]` tokens, those of all units.
+        units: the samples.
+    """
+
+    is_sparse = False
+
+    def __init__(self, head: Head, units: Units) -> None:
+        self._head = head
+        self._units = units
+        self.batch_size = units.size
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """See `TiledUse`."""
+        return self._head.rows
+
+    def _of(self, unit: int) -> Head:
+        """The head of one unit's tokens."""
+        head = self._head
+        own = self._units.entries(unit, head.x.shape[1])
+        return replace(
+            head,
+            x=head.x[:, own],
+            targets=head.targets[:, own],
+            lse=head.lse[:, own],
+            scale=head.scale[:, own],
+        )
+
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """See `TiledUse`: the tiles of one unit after the other."""
+        for unit in range(self.batch_size):
+            for _, rows in self._of(unit).tiles():
+                yield slice(unit, unit + 1), rows
+
+    def grad(self, samples: slice, rows: slice) -> Tensor:
+        """See `TiledUse`."""
+        units = range(samples.start or 0, samples.stop)
+        return torch.cat([self._of(unit).grad(slice(0, 1), rows) for unit in units])
+
+    def gradients(
+        self, *, x: bool, weight: bool, bias: bool, per_sample: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `Head.gradients`."""
+        if not per_sample:
+            return self._head.gradients(x=x, weight=weight, bias=bias, per_sample=False)
+        dx = torch.zeros_like(self._head.x) if x else None
+        grads: list[tuple[Tensor | None, ...]] = []
+        for unit in range(self.batch_size):
+            own = self._of(unit).gradients(x=x, weight=weight, bias=bias, per_sample=True)
+            if dx is not None:
+                dx[:, self._units.entries(unit, dx.shape[1])] = own[0]
+            grads.append(own[1:])
+        dweight, dbias = (
+            torch.cat(column) if needed else None  # type: ignore[arg-type]
+            for needed, column in zip((weight, bias), zip(*grads, strict=True), strict=True)
+        )
+        return dx, dweight, dbias
+
+
+def _sums(x: Tensor, units: Units | None) -> Tensor:
+    """Sums over the tokens of each loss: rows of x `[B, T]`, or documents in x `[1, n]`."""
+    return x.sum(1) if units is None or units.are_rows else units.summed(x[0])
+
+
+def _of_tokens(values: Tensor, units: Units | None, tokens: int) -> Tensor:
+    """For each token the value of its loss: `[B, 1]`, or `[1, n]` where documents have one."""
+    if units is None or units.are_rows:
+        return values.unsqueeze(1)
+    return units.of_entries(values, tokens).unsqueeze(0)
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -139,6 +221,7 @@ def linear_cross_entropy(
     weight_handle: Tensor | None = None,
     bias_handle: Tensor | None = None,
     slot: Slot | None = None,
+    units: Units | None = None,
 ) -> Tensor:
     """Losses [B] of x [B, ..., E] and targets [B, ...], which were checked before."""
     flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
@@ -154,6 +237,7 @@ def linear_cross_entropy(
         ignore_index,
         reduction,
         chunk_tokens or max(1, _CHUNK_ELEMENTS // weight.shape[0]),
+        units,
     )
 
 
@@ -173,6 +257,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         reduction: str,
         chunk_tokens: int,
+        units: Units | None,
     ) -> Tensor:
         valid = targets != ignore_index
         forward = torch.ops.dpflash.linear_cross_entropy if _compiling() else _statistics
@@ -185,16 +270,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.ignore_index = ignore_index
         ctx.mean = reduction == "mean"
         ctx.chunk_tokens = chunk_tokens
-        losses = nll.sum(1)
-        return losses / valid.sum(1).clamp(min=1) if ctx.mean else losses
+        ctx.units = units
+        losses = _sums(nll, units)
+        return losses / _sums(valid, units).clamp(min=1) if ctx.mean else losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, lse = ctx.saved_tensors
         valid = targets != ctx.ignore_index
-        scale = dlosses / valid.sum(1).clamp(min=1) if ctx.mean else dlosses
-        scale = torch.where(valid, scale.unsqueeze(1), 0)
+        units: Units | None = ctx.units
+        scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
+        scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
         # Handles come with detached parameters, so either both are plain or both per sample.
         per_sample = weight_handle or bias_handle
@@ -204,7 +291,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             backward = torch.ops.dpflash.linear_cross_entropy_backward
             dx, dweight, dbias = backward(*arguments, ctx.chunk_tokens, *needs)
         else:
-            head = Head(*arguments, ctx.chunk_tokens)
+            of_rows = Head(*arguments, ctx.chunk_tokens)
+            head = of_rows if units is None else UnitsHead(of_rows.in_one_row(), units)
             slot: Slot | None = ctx.slot
             left = weight_handle and slot is not None and slot.gate.take_tiled(slot.position, head)
             dx, dweight, dbias = head.gradients(
@@ -214,7 +302,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = dbias if needs[2] else None
         plain = (None, None) if per_sample else (_like(dweight, weight), _like(dbias, weight))
         handles = (dweight, dbias) if per_sample else (None, None)
-        return (dx if need_x else None, *plain, *handles, None, None, None, None, None)
+        dx = dx.reshape(x.shape) if need_x else None
+        return (dx, *plain, *handles, *(None,) * 6)
 
 
 class PrivateLinearCrossEntropy(PrivateLinear):
@@ -224,18 +313,32 @@ class PrivateLinearCrossEntropy(PrivateLinear):
     reduction: str
     chunk_tokens: int | None
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        if targets is None or not self.is_private_call():
-            arguments = (x,) if targets is None else (x, targets)
-            return super().forward(*arguments)
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, units: Units | None = None
+    ) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        if not self.is_private_call():
+            plain: Tensor = super().forward(x, targets, units)  # type: ignore[call-arg]
+            return plain
+        current = self._dpflash.backward.forward.units
+        if units != (None if current is None or current.are_rows else current):
+            raise ValueError(
+                f"head '{self._dpflash.name}' got the units of another batch than the loader "
+                "yielded last: iterate over the loader that make_private returned, or call "
+                "engine.prepare(batch) before the model"
+            )
         self.check(x, targets)  # type: ignore[operator]
         x, targets = self._dpflash.check_batch(x), self._dpflash.check_batch(targets)
+        if units is None and self._dpflash.units is not None:
+            x, targets = x[0], targets[0]  # a loss for each row of a unit
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
-        handles = self.private_handles(x.shape[0])
-        tokens = x.shape[1:-1].numel()
+        samples = x.shape[0] if (own := self._dpflash.units) is None else own.size
+        handles = self.private_handles(samples)
+        tokens = x.shape[:-1].numel() // max(1, samples)  # of a sample, on average
         dtype = autocast_dtype(x) or x.dtype
-        shape = HeadShape(x.shape[0], tokens, x.shape[-1], weight.shape[0], dtype)
+        shape = HeadShape(samples, tokens, x.shape[-1], weight.shape[0], dtype)
         return linear_cross_entropy(
             x,
             weight.detach(),
@@ -247,6 +350,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
             weight_handle=handles["weight"],
             bias_handle=handles["bias"] if bias is not None else None,
             slot=handles.slot("weight", shape),
+            units=own,
         )
 
 

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import layer_norm_backward, rms_norm_backward
 
-from .base import PrivateModule, as_given, autocast_dtype
+from ..packing.units import Units
+from .base import PrivateModule, autocast_dtype
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -24,25 +25,33 @@ class _LayerNorm(torch.autograd.Function):
         bias_handle: Tensor | None,
         shape: tuple[int, ...],
         eps: float,
+        units: Units | None,
     ) -> Tensor:
         x = x.contiguous()
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight)
         ctx.ndim = len(shape)
+        ctx.units = units
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = ctx.saved_tensors
+        units, needs = ctx.units, ctx.needs_input_grad
+        if units is not None:
+            # Each entry by itself, `[n, ...]`.
+            dy, x, mean, rstd = dy[0], x[0], mean[0], rstd[0]
         dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim)
-        needs = ctx.needs_input_grad
+        if units is not None:
+            dx, dweight, dbias = dx.unsqueeze(0), units.summed(dweight), units.summed(dbias)
         return (
             dx,
             None,
             None,
             dweight if needs[3] else None,
             dbias if needs[4] else None,
+            None,
             None,
             None,
         )
@@ -57,12 +66,14 @@ class _RMSNorm(torch.autograd.Function):
         handle: Tensor | None,
         shape: tuple[int, ...],
         eps: float,
+        units: Units | None,
     ) -> Tensor:
         last = tuple(range(x.ndim - len(shape), x.ndim))
         wide = x if x.dtype == torch.float64 else x.float()
         rstd = torch.rsqrt(wide.square().mean(last, keepdim=True) + eps)
         ctx.save_for_backward(x, rstd, weight)
         ctx.ndim = len(shape)
+        ctx.units = units
         y = wide * rstd
         return (y if weight is None else y * weight).to(x.dtype)
 
@@ -70,13 +81,19 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
+        units = ctx.units
+        if units is not None:
+            dy, x, rstd = dy[0], x[0], rstd[0]
         dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.ndim)
-        return dx, None, dweight if ctx.needs_input_grad[2] else None, None, None
+        if units is not None:
+            dx, dweight = dx.unsqueeze(0), units.summed(dweight)
+        return dx, None, dweight if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class PrivateLayerNorm(PrivateModule):
     """Layer norm over the trailing dimensions of x [B, ..., *normalized_shape]."""
 
+    takes_units = True
     normalized_shape: tuple[int, ...]
     eps: float
 
@@ -84,7 +101,7 @@ class PrivateLayerNorm(PrivateModule):
         if not self.is_private_call():
             return super().forward(input)
         x = _checked(self, input)
-        handles = self.private_handles(x.shape[0])
+        handles = self.private_handles(self._dpflash.samples_of(x))
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         y = _LayerNorm.apply(
             x,
@@ -94,8 +111,9 @@ class PrivateLayerNorm(PrivateModule):
             handles.dense("bias"),
             tuple(self.normalized_shape),
             self.eps,
+            self._dpflash.units,
         )
-        return as_given(y, input)
+        return self._dpflash.as_given(y, input)
 
 
 class FrozenBatchNorm(PrivateModule):
@@ -114,6 +132,7 @@ class FrozenBatchNorm(PrivateModule):
 class PrivateRMSNorm(PrivateModule):
     """RMS norm over the trailing dimensions of x [B, ..., *normalized_shape]."""
 
+    takes_units = True
     normalized_shape: tuple[int, ...]
     eps: float | None
 
@@ -121,7 +140,7 @@ class PrivateRMSNorm(PrivateModule):
         if not self.is_private_call():
             return super().forward(x)
         given, x = x, _checked(self, x)
-        handles = self.private_handles(x.shape[0])
+        handles = self.private_handles(self._dpflash.samples_of(x))
         weight = self._parameters["weight"]
         y = _RMSNorm.apply(
             x,
@@ -129,8 +148,9 @@ class PrivateRMSNorm(PrivateModule):
             handles.dense("weight"),
             tuple(self.normalized_shape),
             torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+            self._dpflash.units,
         )
-        return as_given(y, given)
+        return self._dpflash.as_given(y, given)
 
 
 def _checked(module: Any, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping.planner import EmbeddingShape
-from .base import PrivateModule, as_given
+from .base import PrivateModule
 from .embedding import look_up
 from .generic import PrivateLeaf
 
@@ -104,7 +104,7 @@ class PrivateDora(PrivateModule):
         base, low_rank = (
             y.reshape(*rows.shape[:-1], y.shape[-1]) for y in (base_result, lora_B(lora_A(x)))
         )
-        return as_given((scale - 1) * base + scale * low_rank * scaling, x)
+        return self._dpflash.as_given((scale - 1) * base + scale * low_rank * scaling, x)
 
 
 class PrivateTrainableTokens(PrivateLeaf):
@@ -129,7 +129,7 @@ class PrivateTrainableTokens(PrivateLeaf):
         result = base(flat, *args, **kwargs)
         for adapter in self.active_adapters:
             result = self._replace(result, flat, adapter, base, layer._get_embed_scale())
-        return as_given(result.unflatten(1, indices.shape[1:]), x)
+        return self._dpflash.as_given(result.unflatten(1, indices.shape[1:]), x)
 
     def _replace(
         self, rows: Tensor, indices: Tensor, adapter: str, base: nn.Embedding, scale: Tensor | None

@@ -4,6 +4,7 @@ Letters: B samples, H query heads, G key/value heads, T query tokens, S key toke
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _validate
 from ..attn.functional import attention, require_pattern, resolve_pattern
-from ..attn.rotary import rotary_angles, rotate
+from ..attn.rotary import document_positions, rotary_angles, rotate
 from ..distributed import ContextParallel
 from ..distributed.attention import attend
-from ..patterns import Pattern
+from ..patterns import Documents, Pattern
 
 
 class PerHead(nn.Module):
@@ -207,6 +208,7 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Attends from query to key and value.
 
@@ -222,14 +224,19 @@ class MultiheadAttention(nn.Module):
             average_attn_weights: without effect, since no weights are returned.
             is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike in
                 torch it needs no attn_mask beside it.
+            cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
+                first, ..., B * T)``, counted through its rows one after the other. Each token
+                attends within its own document, and rotary positions count from its begin. Needs
+                self-attention, no masks, sinks, slopes or context_parallel, and no dropout of
+                weights.
 
         Returns:
             The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
             bias of the output projection, never NaN.
 
         Raises:
-            ValueError: for need_weights=True, shapes that do not fit, or another key or value in
-                self-attention.
+            ValueError: for need_weights=True, shapes that do not fit, another key or value in
+                self-attention, or cu_seqlens with what it does not go with.
         """
         if need_weights:
             raise ValueError(
@@ -239,6 +246,11 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._require_inputs(query, key, value)
+        if cu_seqlens is not None:
+            self._require_packable(key_padding_mask, attn_mask)
+            if isinstance(cu_seqlens, Tensor):
+                cu_seqlens = cu_seqlens.tolist()
+            return self._packed_output(query, Documents(cu_seqlens=cu_seqlens), is_causal), None
         return self._output(query, key, value, key_padding_mask, attn_mask, is_causal), None
 
     def _output(
@@ -263,6 +275,35 @@ class MultiheadAttention(nn.Module):
         else:
             o = self._attend(query, q, k, v, key_padding_mask, attn_mask, is_causal)
         return self._merged(o)
+
+    def _packed_output(self, x: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+        """The output `[B, T, E]` where documents are packed into x, see `_output`."""
+        q, k, v = (
+            # One row holds all tokens.
+            t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+            for t in self._project(x, x, x)
+        )
+        if self.rotary:
+            q, k = self._rotated(q, k, document_positions(documents.cu_seqlens, q.device))
+        inner = resolve_pattern(self.pattern, is_causal, q.shape[2], q.shape[2])
+        o = attention(q, k, v, pattern=documents & inner)
+        return self._merged(o.transpose(1, 2).unflatten(1, x.shape[:2])[0].transpose(1, 2))
+
+    def _require_packable(self, *masks: Tensor | None) -> None:
+        """Refuses what does not go with packed documents."""
+        reason = None
+        if not self.self_attention:
+            reason = "keys of another source have other documents; pass self_attention=True"
+        elif any(mask is not None for mask in masks):
+            reason = "a mask beside it; leave the mask out, padding is a document of its own"
+        elif self.sinks is not None or self.alibi_slopes is not None:
+            reason = "attention_sinks and alibi have no gradient for each document; leave them out"
+        elif self.context_parallel is not None:
+            reason = "context_parallel; train with one document a row, or without it"
+        elif self.training and self.dropout > 0:
+            reason = f"dropout={self.dropout} of attention weights; pass dropout=0"
+        if reason is not None:
+            raise ValueError(f"cu_seqlens with {reason}")
 
     def _merged(self, o: Tensor) -> Tensor:
         """The output projection of all heads `[B, H, T, D]` together."""

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _validate, losses
 from ..distributed import ContextParallel, loss_weights
+from ..packing import PackedBatch
 from ..patterns import Pattern
 from .attention import require_dropout
 from .linear_cross_entropy import LinearCrossEntropy
@@ -196,18 +197,27 @@ class LongContextLM(nn.Module):
             nn.init.normal_(block.attention.out_proj.weight, std=residual_std)
             nn.init.normal_(block.mlp_down.weight, std=residual_std)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        packed: PackedBatch | None = None,
+    ) -> Tensor:
         """Logits of the next token at each position, or with targets the losses.
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
                 this rank's.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
+            packed: the batch of `dpflash.packing` that the tokens are of, in which each document
+                is a sample: attention and positions are each document's own. Not with
+                context_parallel.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
-            With targets `[B]`, the cross-entropy of each sample, see `losses.cross_entropy`; with
-            context_parallel this rank's part of it; the sum over all ranks is the whole.
+            With targets `[B]`, or one for each document of `packed`: the cross-entropy of each
+            sample, see `losses.cross_entropy`; with context_parallel this rank's part of it; the
+            sum over all ranks is the whole.
 
         Raises:
             ValueError: for another shape or dtype, or a T above max_seq_len.
@@ -235,10 +245,19 @@ class LongContextLM(nn.Module):
                 f"tokens have {length} positions{together}: expected at most "
                 f"max_seq_len={self.max_seq_len}; shorten them or build the model for longer ones"
             )
+        cu_seqlens: tuple[int, ...] | None = None
+        if packed is not None:
+            if tuple(tokens.shape) != packed.units.shape or self.context_parallel is not None:
+                raise ValueError(
+                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}"
+                    + (" with context_parallel" if self.context_parallel is not None else "")
+                    + ": expected packed.input_ids, and a model without context_parallel"
+                )
+            cu_seqlens = tuple(packed.cu_seqlens.tolist())
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
-            position_ids = positions.unsqueeze(0)
+            position_ids = positions.unsqueeze(0) if packed is None else packed.position_ids
             if torch.compiler.is_compiling():
                 # A compiled private layer cannot ask for the size of the batch.
                 position_ids = position_ids.expand_as(tokens)
@@ -246,16 +265,23 @@ class LongContextLM(nn.Module):
         x = self.embedding_dropout(x)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, cu_seqlens=cu_seqlens, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, cu_seqlens=cu_seqlens)
         x = self.final_norm(x)
         if targets is None:
             return self.lm_head(x)
         if isinstance(self.lm_head, LinearCrossEntropy):
-            sample_losses = self.lm_head(x, targets)
-        else:
+            sample_losses = self.lm_head(x, targets, None if packed is None else packed.units)
+        elif packed is None:
             sample_losses = losses.cross_entropy(self.lm_head(x), targets)
+        else:
+            sample_losses = losses.cross_entropy(
+                self.lm_head(x),
+                targets,
+                sample_index=packed.sample_index,
+                num_samples=packed.max_documents,
+            )
         if self.context_parallel is None:
             return sample_losses
         return sample_losses * loss_weights(targets, self.context_parallel.group)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from ..grad_rules.linear_cross_entropy import linear_cross_entropy
+from ..packing import Units
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -62,13 +63,16 @@ class LinearCrossEntropy(nn.Linear):
         self.reduction = reduction
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, units: Units | None = None
+    ) -> Tensor:
         """The losses of the samples, or without targets the logits.
 
         Args:
             x: `[B, T, E]` (or `[B, ..., E]`), of the weight's dtype.
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
                 prediction.
+            units: of a batch of `dpflash.packing`: its samples, which are no rows of x.
 
         Returns:
             `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.
@@ -80,6 +84,8 @@ class LinearCrossEntropy(nn.Linear):
         if targets is None:
             return F.linear(x, self.weight, self.bias)
         self.check(x, targets)
+        if units is not None:
+            x, targets = (units.flattened(t, "head").unsqueeze(0) for t in (x, targets))
         return linear_cross_entropy(
             x,
             self.weight,
@@ -88,6 +94,7 @@ class LinearCrossEntropy(nn.Linear):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             chunk_tokens=self.chunk_tokens,
+            units=units,
         )
 
     def check(self, x: Tensor, targets: Tensor) -> None:

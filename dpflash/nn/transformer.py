@@ -1,5 +1,6 @@
 """The pre-norm transformer block. Letters: B samples, T tokens, E model dim."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch.nn.functional as F
@@ -83,18 +84,27 @@ class TransformerBlock(nn.Module):
         self.mlp_down = nn.Linear(hidden_dim, embed_dim, bias=bias)
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
         """Applies the block to a batch.
 
         Args:
             x: `[B, T, E]`.
             key_padding_mask: `[B, T]`, True where a token is not attended to.
+            cu_seqlens: borders of documents that are packed into x, see `MultiheadAttention`.
 
         Returns:
             `[B, T, E]`.
         """
         attended, _ = self.attention(
-            self.attention_norm(x), key_padding_mask=key_padding_mask, is_causal=self.causal
+            self.attention_norm(x),
+            key_padding_mask=key_padding_mask,
+            is_causal=self.causal,
+            cu_seqlens=cu_seqlens,
         )
         x = x + self.residual_dropout(attended)
         hidden = F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh")

@@ -113,7 +113,9 @@ class ForwardWrapper:
         with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
-            if self._backward.begin_proof(max(_first_dimensions(tensors), default=0)):
+            units = self._backward.forward.units
+            most = max(_first_dimensions(tensors), default=0) if units is None else units.size
+            if self._backward.begin_proof(most):
                 outputs = self._proven(module, tensors, args, kwargs)
             else:
                 outputs = self._called(module, tensors, args, kwargs)
@@ -150,7 +152,8 @@ class ForwardWrapper:
             return
         real = self._backward.step.rows.mask_of(size)
         replacement = Replacement.drawn(arguments, size, real, first, proof.draw)
-        others, changed = replacement.applied(arguments)
+        units = self._backward.forward.units
+        others, changed = replacement.applied(arguments, units)
         if alone and not changed:
             proof.forward_repeated(layers, 0)
             return
@@ -159,7 +162,7 @@ class ForwardWrapper:
         refusal = refusal or mixed(first, second, replacement.unchanged)
         if proof.is_any(replacement.has_exempt):
             # That row's contents may be what is kept.
-            copies_of_one, _ = replacement.of_one().applied(arguments)
+            copies_of_one, _ = replacement.of_one().applied(arguments, units)
             self._repeated(module, copies_of_one, before, before.attributes)
         kept_by_second = self._attributes()
         differing = kept_by_first.differing(kept_by_second)
@@ -199,7 +202,7 @@ class ForwardWrapper:
         """The rows of a forward that begins in a state, with copies of these attributes."""
         state.restore()
         attributes.restore_copies()
-        rows = ForwardRows(compares=compares)
+        rows = ForwardRows(compares=compares, units=self._backward.forward.units)
         args, kwargs = own_copies(arguments)
         tensors = _tensors((args, kwargs))
         with self._backward.call(_first_dimensions(tensors)):
@@ -256,6 +259,8 @@ class ForwardWrapper:
 
     def _size_of_call(self, tensors: list[Tensor]) -> int:
         """B of a call that has returned."""
+        if self._backward.forward.units is not None:
+            return self._backward.forward.units.size
         size = self._backward.forward.known_batch_size()
         return self._batch_size(tensors) if size is None else size
 

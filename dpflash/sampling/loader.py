@@ -8,6 +8,7 @@ behind. `slots` decides which rows of a microbatch hold samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ from dpflash.accounting import Event
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
+from ..packing import PackedBatch, PackTo
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
+from .packed import PackedSampler
 from .prepared import Prepared, wrapper_of
 from .row_order import RowOrder
 from .samplers import (
@@ -182,7 +185,7 @@ class PrivateDataLoader(Prepared, DataLoader):
             "persistent_workers": loader.persistent_workers,
         }
         collate = loader.collate_fn
-        if loader.num_workers:
+        if loader.num_workers and not isinstance(collate, PackTo):
             collate = TriedCollate(collate, may_sort=self.slots is None)
         super().__init__(
             loader.dataset,
@@ -195,7 +198,12 @@ class PrivateDataLoader(Prepared, DataLoader):
         )
         if self.slots is not None:
             assert self._draws is not None
-            self._rows = SlotSampler(self._draws, self.slots, key)
+            self._rows: SlotSampler | PackedSampler
+            if isinstance(collate, PackTo):
+                self.slots = collate.max_documents
+                self._rows = PackedSampler(self._draws, loader.dataset, collate)
+            else:
+                self._rows = SlotSampler(self._draws, self.slots, key)
             # Loaders that iterate batch_sampler would train on padding rows; this one has them.
             self._padded: DataLoader[Any] = DataLoader(
                 loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
@@ -246,7 +254,8 @@ class PrivateDataLoader(Prepared, DataLoader):
         for batch, mark in marked:
             self._mark = mark
             self.lengths.observe(batch, mark.size)
-            self.order.observe(batch, mark)
+            if mark.units is None:
+                self.order.observe(batch, mark)
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return
@@ -258,6 +267,8 @@ class PrivateDataLoader(Prepared, DataLoader):
             if marks is None:
                 marks, own = self._rows.marks, self.tracker.epochs
             mark = marks.popleft()
+            if isinstance(batch, PackedBatch):
+                mark = replace(mark, units=batch.units)
             self.tracker.begin_batch(mark, own)
             yield batch, mark
 
@@ -278,7 +289,8 @@ class PrivateDataLoader(Prepared, DataLoader):
         """Draw under another key, for example that of a checkpoint."""
         if self._draws is not None:
             self._draws.set_key(key)
-            self._rows.set_key(key)
+            if isinstance(self._rows, SlotSampler):
+                self._rows.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
         """The position; a draw that was not released is drawn again."""

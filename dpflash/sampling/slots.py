@@ -100,7 +100,7 @@ def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float
     return float(bdtrc(sizes, num_samples, sample_rate).sum())
 
 
-class _Draws(Protocol):
+class Draws(Protocol):
     """A sampler of logical batches."""
 
     rank_part: tuple[int, int]
@@ -125,7 +125,7 @@ class SlotSampler:
         samples they are. A draw has as many microbatches as it needs.
     """
 
-    def __init__(self, draws: _Draws, slots: int, key: bytes):
+    def __init__(self, draws: Draws, slots: int, key: bytes):
         self.slots = slots
         self.marks: deque[BatchMark] = deque()
         self._draws = draws

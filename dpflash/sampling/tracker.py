@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..packing import Units
+
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
     "twice for one charge; finish or leave an epoch before the next begins"
@@ -26,6 +28,7 @@ class BatchMark:
         last: whether it is the last microbatch of the logical batch.
         microbatch: its number among the microbatches of the logical batch.
         real: `[size]`, bool: which rows are samples; None if all rows are.
+        units: the samples where they are no rows; size is their number then.
     """
 
     draw: int
@@ -33,6 +36,7 @@ class BatchMark:
     last: bool
     microbatch: int = 0
     real: Tensor | None = field(default=None, compare=False)
+    units: Units | None = field(default=None, compare=False)
 
     @property
     def count(self) -> int:
@@ -47,8 +51,8 @@ class LogicalBatch(Protocol):
     def is_open(self) -> bool:
         """Whether a part of a logical batch waits for its release."""
 
-    def begin_batch(self, rows: int) -> None:
-        """The loader yields a microbatch of `rows` rows."""
+    def begin_batch(self, samples: int, units: Units | None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
 
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch."""
@@ -217,7 +221,7 @@ class BatchTracker:
         self.backward_done = False
         self.next_draw = mark.draw
         if self._batch is not None:
-            self._batch.begin_batch(mark.size)
+            self._batch.begin_batch(mark.size, mark.units)
 
     def before_backward(self, batch_size: int) -> None:
         """Refuse to add the same samples to one release twice."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..packing import Units
 from .digests import differing, row_summaries, tolerance
 from .nested import map_tensors, tensors_of
 
@@ -46,6 +47,7 @@ class ForwardRows:
 
     Args:
         compares: whether modules that run sample by sample compare with a forward of the batch.
+        units: the samples where they are no rows.
 
     Attributes:
         size: B; 0 until the forward is over.
@@ -53,8 +55,9 @@ class ForwardRows:
         scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
     """
 
-    def __init__(self, *, compares: bool = False) -> None:
+    def __init__(self, *, compares: bool = False, units: Units | None = None) -> None:
         self.compares = compares
+        self._units = units
         self.size = 0
         self.layers: list[str] = []
         self.where: list[str] = []
@@ -65,21 +68,33 @@ class ForwardRows:
         self._greatest: list[Tensor] = []
         self._least: list[Tensor] = []
 
+    @property
+    def has_units(self) -> bool:
+        """Whether the samples are no rows."""
+        return self._units is not None
+
     def set_call(self, size: int, layers: Iterable[str]) -> None:
         """Record B and the names of the modules that ran."""
         self.size, self.layers = size, list(layers)
 
     def note(self, name: str, x: Tensor) -> None:
-        """Record the input of a layer."""
+        """Record the input `[B, ...]` of a layer."""
         self._note(f"the input of layer '{name}'", x)
 
     def note_outputs(self, outputs: Any) -> None:
         """Record the tensors that the model returned."""
         for _, leaf in tensors_of(outputs):
             if leaf.ndim:
-                self._note(_OUTPUT, leaf)
+                self._note(_OUTPUT, self._by_sample(leaf))
             if is_scalar(leaf) and leaf.requires_grad:
                 self.scalars.append(leaf.detach().flatten()[0])
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        """An output with the samples first, where it has an entry for each of their positions."""
+        units = self._units
+        if units is None or tuple(x.shape[: len(units.shape)]) != units.shape:
+            return x
+        return units.padded(units.flattened(x, _OUTPUT))
 
     def _note(self, where: str, x: Tensor) -> None:
         self.where.append(where)
@@ -198,7 +213,8 @@ class Replacement:
             draw: returns secret random numbers, equal on all ranks that share samples.
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
-        least = _least_filled(_of_samples(arguments, size))
+        # A packed batch has no masks.
+        least = None if first.has_units else _least_filled(_of_samples(arguments, size))
         count = len(samples)
         extremes = first.extremes(count // 8)
 
@@ -238,8 +254,10 @@ class Replacement:
         rows, counts = self.source.unique(return_counts=True)
         return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 
-    def applied(self, arguments: Any) -> tuple[Any, bool]:
+    def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool]:
         """(arguments with replaced contents, whether any of them changed)."""
+        if units is not None:
+            return self._applied_to_units(arguments, units)
         size = len(self.source)
         chosen = {id(t) for t in _of_samples(arguments, size)}
         changed = False
@@ -251,6 +269,19 @@ class Replacement:
             rows = t.detach()[self.source.to(t.device)]
             changed = changed or not torch.equal(rows, t.detach())
             return _with_layout_of(t, rows)
+
+        return map_tensors(replaced, arguments), changed
+
+    def _applied_to_units(self, arguments: Any, units: Units) -> tuple[Any, bool]:
+        dims, changed = len(units.shape), False
+
+        def replaced(t: Tensor) -> Tensor:
+            nonlocal changed
+            if tuple(t.shape[:dims]) != units.shape or units.describes(t):
+                return t
+            values = units.exchanged(t.detach(), self.source)
+            changed = changed or not torch.equal(values, t.detach())
+            return _with_layout_of(t, values)
 
         return map_tensors(replaced, arguments), changed
 

@@ -473,7 +473,7 @@ class _WeightedBackward:
         self.dtypes: set[torch.dtype] = set()
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        self._see((gate.index, position), gate.layer_of(position), rows[0])
+        self._see((gate.index, position), gate.layer_of(position), gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """Not called: no gate runs in this backward, see `dense`."""
@@ -522,12 +522,15 @@ class _OrdinaryBackward:
         self._is_foreign = False
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        self._see(gate, position, gate.by_sample(rows[0]))
+
+    def _see(self, gate: WatchedGate, position: int, rows: Tensor) -> None:
         slot, layer = (gate.index, position), gate.layer_of(position)
         number = self._counts.get(slot, 0)
         self._counts[slot] = number + 1
         weighted = self._weighted
         expected = weighted.uses.get(slot, [])
-        use = weighted.summarize(rows[0])
+        use = weighted.summarize(rows)
         if use is None:
             self._is_foreign = True
             return
@@ -546,7 +549,7 @@ class _OrdinaryBackward:
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
-                self.use(gate, position, (grad,))
+                self._see(gate, position, grad)
         if self._is_foreign:
             return
         found = []

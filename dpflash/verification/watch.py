@@ -26,6 +26,9 @@ class WatchedGate(Protocol):
     def layer_of(self, position: int) -> str:
         """Dotted name of the layer that holds one of its parameters."""
 
+    def by_sample(self, x: Tensor) -> Tensor:
+        """A tensor of a use with the samples first, `[B, ...]`."""
+
     def is_dense(self, position: int) -> bool:
         """Whether some use of a parameter returns its gradient to the handle."""
 
@@ -37,7 +40,7 @@ class Watch(Protocol):
     """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See the tensors `[B, ...]` of a use; the first is linear in the losses' gradient."""
+        """See the tensors of a use; the first is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """See a gate whose uses have all arrived; raises RuntimeError to refuse the backward."""

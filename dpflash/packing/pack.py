@@ -1,0 +1,261 @@
+"""Packs documents into rows: `pack` for one batch, `PackTo` for a DataLoader.
+
+Letters: U documents, R rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._validate import positive_int
+from .units import Units
+
+_IGNORED = -100
+
+
+class PackedBatch(dict[str, Tensor]):
+    """Documents that are packed into rows. Its entries are attributes too.
+
+    ``sample_index`` `[R, T]`, int64, has the number of each token's document, and -1 for padding;
+    ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
+    rows, from the begin of each row); ``cu_seqlens`` `[2 (U + R) + 1]`, int32, has the borders of
+    the documents and of padding, counted through the rows one after the other, and repeats the
+    last one up to its length. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
+    tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
+    padding, and for the first token of a document or row, which nothing predicts.
+
+    Attributes:
+        units: the positions of the U documents, some of which may have none.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], units: Units) -> None:
+        super().__init__(entries)
+        self.units = units
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self), self.units)
+
+    @property
+    def max_documents(self) -> int:
+        """U, the number of losses."""
+        return self.units.size
+
+    @property
+    def targets(self) -> Tensor:
+        """`[R, T]`, int64: the next token at each position; -100 where there is none."""
+        shifted = torch.full_like(self.labels, _IGNORED)
+        shifted[:, :-1] = self.labels[:, 1:]
+        return shifted
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedBatch:
+        """The batch with its tensors moved, as by `torch.Tensor.to`."""
+        return PackedBatch({k: t.to(*args, **kwargs) for k, t in self.items()}, self.units)
+
+    def pin_memory(self) -> PackedBatch:
+        """The batch in pinned memory."""
+        return PackedBatch({k: t.pin_memory() for k, t in self.items()}, self.units)
+
+
+class Places:
+    """Finds places for documents, one after the other, in rows of one length.
+
+    A document longer than a row begins at the first of several empty rows.
+
+    Args:
+        tokens: of all rows.
+        max_documents: U.
+        rows: R.
+        align: documents begin at multiples of this many tokens of a row.
+    """
+
+    def __init__(self, tokens: int, max_documents: int, rows: int, align: int) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self._max = max_documents
+        self._width = tokens // rows
+        self._align = align
+        self._used = [0] * rows
+
+    def add(self, length: int) -> bool:
+        """Place one more document; returns whether there was room for it."""
+        if len(self.spans) == self._max:
+            return False
+        if length == 0:
+            self.spans.append((0, 0))
+            return True
+        rows = -(-length // self._width)
+        for row in range(len(self._used) - rows + 1):
+            alone = rows == 1 or not any(self._used[row : row + rows])
+            begin = self._used[row]
+            if alone and (rows > 1 or begin + length <= self._width):
+                start = row * self._width + begin
+                self.spans.append((start, start + length))
+                for number in range(row, row + rows - 1):
+                    self._used[number] = self._width
+                end = start + length - (row + rows - 1) * self._width
+                self._used[row + rows - 1] = -(-end // self._align) * self._align
+                return True
+        return False
+
+
+class PackTo:
+    """A `collate_fn` that packs documents into rows, each document one sample.
+
+    `make_private` with a DataLoader of this collate_fn draws documents, and puts as many of them
+    into a microbatch as fit; none is cut or left out. The shapes are public.
+
+    Args:
+        tokens: of a microbatch, in all of its rows; the longest document fits.
+        max_documents: U, of a microbatch; also the number of losses.
+        rows: R, which divides tokens. A document longer than a row is cut into windows, one a
+            row, that do not see each other, and is still one sample.
+        align: documents begin at multiples of this many tokens of a row, so that kernels compute
+            a document in the same tiles wherever it is packed; a divisor of tokens / rows.
+
+    A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
+    optionally ``labels``, not shifted, of the same length.
+
+    Raises:
+        ValueError: an argument is no positive integer, or does not divide as above.
+    """
+
+    def __init__(self, *, tokens: int, max_documents: int, rows: int = 1, align: int = 1) -> None:
+        positive_int(tokens=tokens, max_documents=max_documents, rows=rows, align=align)
+        if tokens % rows:
+            raise ValueError(
+                f"tokens={tokens} in rows={rows}: expected a multiple of rows; pass "
+                f"tokens={tokens // rows * rows or rows}"
+            )
+        if tokens // rows % align:
+            raise ValueError(
+                f"align={align} in rows of {tokens // rows} tokens: expected a divisor of that"
+            )
+        self.tokens = tokens
+        self.max_documents = max_documents
+        self.rows = rows
+        self.align = align
+
+    def places(self) -> Places:
+        """The places of an empty microbatch."""
+        return Places(self.tokens, self.max_documents, self.rows, self.align)
+
+    def length_of(self, document: Any) -> int:
+        """The number of a document's tokens.
+
+        Raises:
+            ValueError: it is none, or longer than a microbatch.
+        """
+        length = len(_tokens_of(document))
+        if length > self.tokens:
+            raise ValueError(
+                f"a document of {length} tokens in microbatches of tokens={self.tokens}: pass a "
+                "larger tokens=, or cut the documents, of which each part is a sample then"
+            )
+        return length
+
+    def __call__(self, documents: Sequence[Any]) -> PackedBatch:
+        """The batch of these documents, in this order."""
+        given = [(_tokens_of(document), _labels_of(document)) for document in documents]
+        places = self.places()
+        for number, (tokens, _) in enumerate(given):
+            self.length_of(tokens)
+            if not places.add(len(tokens)):
+                raise ValueError(
+                    f"document {number} of {len(given)} does not fit: {self.max_documents} "
+                    f"documents of {self.tokens} tokens together, in {self.rows} rows, is the "
+                    "most. Pass fewer documents, or larger tokens= or max_documents="
+                )
+        empty = [(0, 0)] * (self.max_documents - len(given))
+        shape = (self.rows, self.tokens // self.rows)
+        units = Units(shape, (*places.spans, *empty))
+        return PackedBatch(_entries(units, given), units)
+
+
+def pack(
+    documents: Sequence[Any],
+    *,
+    tokens: int,
+    max_documents: int,
+    rows: int = 1,
+    align: int = 1,
+) -> PackedBatch:
+    """Pack documents into one batch; see `PackTo` for the arguments.
+
+    Returns:
+        The batch. Document i is sample i; samples behind the last document have no tokens.
+
+    Raises:
+        ValueError: the documents do not fit, or an argument is not one that `PackTo` takes.
+    """
+    return PackTo(tokens=tokens, max_documents=max_documents, rows=rows, align=align)(documents)
+
+
+def _entries(units: Units, given: list[tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+    rows, width = units.shape
+    input_ids = torch.zeros(units.positions, dtype=torch.int64)
+    labels = torch.full_like(input_ids, _IGNORED)
+    for (start, end), (tokens, own) in zip(units.spans, given, strict=False):
+        input_ids[start:end] = tokens
+        labels[start:end] = tokens if own is None else own
+        labels[start : start + 1] = _IGNORED
+    labels.view(rows, width)[:, 0] = _IGNORED
+    index = units.index.clone()
+    index[index == units.size] = -1
+    borders = {0, units.positions, *(end for span in units.spans for end in span)}
+    borders |= set(range(0, units.positions, width))
+    cu_seqlens = torch.full((2 * (units.size + rows) + 1,), units.positions, dtype=torch.int32)
+    cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    positions = torch.arange(units.positions) - starts
+    flat = {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": positions,
+        "sample_index": index,
+    }
+    return {**{name: t.view(rows, width) for name, t in flat.items()}, "cu_seqlens": cu_seqlens}
+
+
+def _tokens_of(document: Any) -> Tensor:
+    tokens = document.get("input_ids") if isinstance(document, Mapping) else document
+    return _ids("a document", tokens)
+
+
+def _labels_of(document: Any) -> Tensor | None:
+    labels = document.get("labels") if isinstance(document, Mapping) else None
+    if labels is None:
+        return None
+    labels, tokens = _ids("labels of a document", labels), _tokens_of(document)
+    if len(labels) != len(tokens):
+        raise ValueError(
+            f"labels of {len(labels)} entries for a document of {len(tokens)} tokens: expected as "
+            "many, not shifted; mark those that do not count with -100"
+        )
+    return labels
+
+
+def _ids(name: str, values: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is a {type(values).__name__}: {_EXPECTED}") from error
+    if ids.ndim == 1 and not ids.numel():
+        ids = ids.long()
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}: {_EXPECTED}")
+    return ids.long()
+
+
+_EXPECTED = (
+    "expected a 1-D tensor or a list of token ids, or a mapping with these as 'input_ids'; "
+    "convert it in the dataset"
+)

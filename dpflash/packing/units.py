@@ -1,0 +1,148 @@
+"""Units: which rows or tokens of a microbatch are of which privacy unit, where a unit is no row.
+
+Documents packed into rows are units of tokens; users with several examples are units of rows.
+
+Letters: U units, R rows, T tokens of a row, N = R T positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Units:
+    """The positions of each unit, which are next to each other in row-major order.
+
+    Attributes:
+        shape: leading dimensions of the batch: `(R,)` where units are of rows, `(R, T)` where they
+            are of tokens.
+        spans: (first position, end) of each unit; equal for a unit without any.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        places = sorted(span for span in self.spans if span[0] != span[1])
+        ends = [0, *(end for _, end in places)]
+        starts = [*(start for start, _ in places), math.prod(self.shape)]
+        if any(end > start for end, start in zip(ends, starts, strict=True)):
+            raise ValueError(f"spans={self.spans}: two units overlap, or leave {self.shape}")
+        if any(start > end for start, end in self.spans):
+            raise ValueError(f"spans={self.spans}: a unit ends before it starts")
+
+    @property
+    def size(self) -> int:
+        """U."""
+        return len(self.spans)
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether units are of rows."""
+        return len(self.shape) == 1
+
+    @property
+    def positions(self) -> int:
+        """N; the number of rows where units are of rows."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """`[N]`, int64, on the CPU: the unit of each position; U for those of none."""
+        index = torch.full((self.positions,), self.size)
+        for unit, (start, end) in enumerate(self.spans):
+            index[start:end] = unit
+        return index
+
+    def flattened(self, x: Tensor, layer: str) -> Tensor:
+        """`[n, ...]` of x `[*shape, ...]`, or of x `[N, ...]`, n a multiple of N.
+
+        Raises:
+            ValueError: x has other leading dimensions.
+        """
+        dims = len(self.shape)
+        if tuple(x.shape[:dims]) == self.shape:
+            return x if self.are_rows else x.flatten(0, dims - 1)
+        if x.ndim and x.shape[0] == self.positions:
+            return x
+        raise ValueError(
+            f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of packed documents "
+            f"{list(self.shape)}: expected these two dimensions first, or their product, so that "
+            "each token's document is known. Give each token its own entry"
+        )
+
+    def parts(self, n: int) -> Iterator[tuple[int, slice]]:
+        """(unit, its entries) of tensors `[n, ...]`, for the units that have any."""
+        each = n // max(1, self.positions)
+        for unit, (start, end) in enumerate(self.spans):
+            if start != end:
+                yield unit, slice(start * each, end * each)
+
+    def entries(self, unit: int, n: int) -> slice:
+        """The entries of one unit in tensors `[n, ...]`."""
+        each = n // max(1, self.positions)
+        start, end = self.spans[unit]
+        return slice(start * each, end * each)
+
+    def of_entries(self, values: Tensor, n: int) -> Tensor:
+        """`[n, ...]`: for each entry the value of its unit, of values `[U, ...]`; 0 for none."""
+        none = values.new_zeros(1, *values.shape[1:])
+        own = torch.cat([values, none])[self.index.to(values.device)]
+        return own.repeat_interleave(n // max(1, self.positions), 0)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """`[U, ...]`: sums of x `[n, ...]` over the entries of each unit, in fp32 or wider."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        sums = x.new_zeros(self.size, *x.shape[1:], dtype=dtype)
+        for unit, own in self.parts(len(x)):
+            torch.sum(x[own], 0, dtype=dtype, out=sums[unit])
+        return sums
+
+    def padded(self, x: Tensor) -> Tensor:
+        """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
+        each = len(x) // max(1, self.positions)
+        longest = max((end - start for start, end in self.spans), default=0)
+        result = x.new_zeros(self.size, longest * each, *x.shape[1:])
+        for unit, own in self.parts(len(x)):
+            result[unit, : own.stop - own.start] = x[own]
+        return result
+
+    def describes(self, x: Tensor) -> bool:
+        """Whether x `[*shape]` tells where units are, instead of what they hold."""
+        if x.is_floating_point() or tuple(x.shape) != self.shape:
+            return False
+        flat, index = x.detach().flatten().cpu(), self.index
+        own = index < self.size
+        if torch.equal(flat[own], index[own].to(flat.dtype)):
+            return True
+        # Positions count up by one, but for the begins of units and rows.
+        width = self.shape[-1]
+        for start, end in self.spans:
+            steps = torch.arange(start, end) % width
+            expected = steps if end - start > width else steps - start % width
+            if not torch.equal(flat[start:end], expected.to(flat.dtype)):
+                return False
+        return True
+
+    def exchanged(self, x: Tensor, source: Tensor) -> Tensor:
+        """Give units of x `[*shape, ...]` the contents of others.
+
+        Args:
+            x: a tensor of the batch.
+            source: `[U]`, int64: the unit whose contents each unit gets, repeated or cut to its
+                own length.
+        """
+        order = torch.arange(self.positions)
+        for unit, other in enumerate(source.tolist()):
+            (start, end), (first, last) = self.spans[unit], self.spans[other]
+            if unit != other and first != last:
+                order[start:end] = first + torch.arange(end - start) % (last - first)
+        flat = x.flatten(0, len(self.shape) - 1)
+        return flat[order.to(x.device)].view(x.shape)
