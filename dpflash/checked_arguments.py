@@ -149,7 +149,7 @@ def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks:
     if privacy.loss_reduction is not None:
         raise ValueError(
             f"loss_reduction={privacy.loss_reduction!r} {packed}, where documents have "
-            "losses of their own; pass engine.backward what dpflash.losses makes with sample_index="
+            "losses of their own; pass those of dpflash.losses with sample_index= to backward"
         )
     if performance.physical_batch_size is not None:
         raise ValueError(

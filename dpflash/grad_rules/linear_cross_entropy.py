@@ -184,15 +184,14 @@ class UnitsHead:
         if not per_sample:
             return self._head.gradients(x=x, weight=weight, bias=bias, per_sample=False)
         dx = torch.zeros_like(self._head.x) if x else None
-        grads: list[tuple[Tensor | None, ...]] = []
+        grads: list[list[Tensor | None]] = []
         for unit in range(self.batch_size):
-            own = self._of(unit).gradients(x=x, weight=weight, bias=bias, per_sample=True)
-            if dx is not None:
-                dx[:, self._units.entries(unit, dx.shape[1])] = own[0]
-            grads.append(own[1:])
+            own_dx, *own = self._of(unit).gradients(x=x, weight=weight, bias=bias, per_sample=True)
+            if dx is not None and own_dx is not None:
+                dx[:, self._units.entries(unit, dx.shape[1])] = own_dx
+            grads.append(own)
         dweight, dbias = (
-            torch.cat(column) if needed else None  # type: ignore[arg-type]
-            for needed, column in zip((weight, bias), zip(*grads, strict=True), strict=True)
+            None if None in column else torch.cat(column) for column in zip(*grads, strict=True)
         )
         return dx, dweight, dbias
 
